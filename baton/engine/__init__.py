@@ -1,1 +1,1 @@
-"""The engine: scheduler, block pool, requests. Pure decisions; `runner` is what it asks of whoever computes tensors."""
+"""The engine: scheduler, KV cache, requests. It decides what each step computes; a `ModelRunner` computes it."""

@@ -1,4 +1,4 @@
-"""What a step's three calls hand to each other: small values, no behaviour. Names follow vLLM's V1."""
+"""The values that a step's three calls pass to each other. Names follow vLLM's V1."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from baton.values import value
 
 @value(frozen=True, slots=True)
 class NewRequestData:
-    """Everything a runner needs to know once about a request it has not seen (or has dropped)."""
+    """All that a runner needs to know about a request that it does not know, or that it has forgotten."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
-    """Tokens generated before this runner saw the request (by an earlier attempt, or the first of a hand-off)."""
+    """Tokens generated before this runner saw the request, by an earlier attempt or by the prefill leg."""
     sampling_params: SamplingParams
     block_ids: Sequence[int]
     num_computed_tokens: int
     matcher: TokenMatcher | None = None
-    """Says what may be drawn; None: anything."""
+    """Restricts the tokens that may be sampled; None: any token may be."""
     embeds: bool = False
-    """Its last token gives an embedding, and nothing is drawn."""
+    """Whether the last prompt token's embedding is wanted, instead of a sampled token."""
 
 
 @value(frozen=True, slots=True)
 class CachedRequestData:
-    """What changed in a request that the runner knows."""
+    """The changes of a request that the runner knows."""
 
     request_id: str
     new_block_ids: Sequence[int]
-    """Blocks appended since last time; all blocks when `resumed`."""
+    """Blocks appended since the request's previous step; all blocks when `resumed`."""
     num_computed_tokens: int
     resumed: bool = False
-    """It had lost its blocks, as by preemption: the block table is replaced, not extended."""
+    """Whether the request had lost its blocks, for example by preemption: the block table is replaced, not extended."""
     last_token_id: int | None = None
-    """A beam: this is its last token, whatever was drawn for it."""
+    """The last token of a beam, which replaces the one that the runner sampled; None: the sampled one stands."""
 
 
 @value(frozen=True, slots=True)
 class ForkedRequestData:
-    """A request that begins as the runner knows another one, which may finish or go on in the same step."""
+    """A request forked from another one that the runner knows. The parent may finish or continue in the same step."""
 
     request_id: str
     parent_id: str
     num_shared_tokens: int
-    """Its first tokens, which are those of the other one."""
+    """Number of leading tokens that the request has in common with its parent."""
     last_token_id: int
-    """The token after them."""
+    """The token after the shared ones."""
     block_ids: Sequence[int]
     num_computed_tokens: int
 
@@ -80,13 +80,14 @@ class SchedulerOutput:
     blocks_to_swap_in: Sequence[BlockCopy] = ()
     blocks_to_swap_out: Sequence[BlockCopy] = ()
     finished_req_ids: frozenset[str] = frozenset()
-    """Ended since the last step: the runner forgets them."""
+    """Requests that ended since the last step: the runner forgets them."""
     preempted_req_ids: frozenset[str] = frozenset()
     scheduled_forked_reqs: Sequence[ForkedRequestData] = ()
     num_prefill_tokens: int = 0
-    """Of prompts, and of what is computed again after a preemption; every other token is a decoding sequence's."""
+    """Scheduled tokens of prompts, and of requests computed again after a preemption. All other scheduled tokens are
+    those of decoding sequences, one each."""
     num_decode_context_tokens: int = 0
-    """What the decoding ones have behind them."""
+    """Tokens before the scheduled ones, over all decoding sequences."""
 
     @property
     def is_empty(self) -> bool:
@@ -107,26 +108,27 @@ class SchedulerOutput:
 
 @value(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What a runner computed. A request whose prompt is not done yet has no entry in the sampled ids."""
+    """The results of one step. A request whose prompt is not computed to its end has no sampled ids."""
 
     sampled_token_ids: Mapping[str, Sequence[int]]
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that failed alone (non-finite logits), with the reason."""
     invalid: Set[str] = frozenset()
-    """Those of `failed` whose own fault it is."""
+    """Those of `failed` that failed because the request itself is invalid: another node would fail it, too."""
     embeddings: Mapping[str, bytes] = field(default_factory=dict)
-    """Embeddings of requests whose prompt is done and that want one; see `baton.runner.execution.embedding`."""
+    """Embeddings of the requests that ask for one, once their prompt is computed; see
+    `baton.runner.execution.embedding`."""
     lost: bool = False
-    """The runner broke: nothing of the step is there, its block copies included."""
+    """Whether the runner failed: no result of the step exists, and its block copies may not have been made."""
     copy_seconds: float = 0.0
-    """What the copies from and to the host tier took; 0: not measured."""
+    """Duration of the copies from and to the host tier; 0: not measured."""
     compute_seconds: float = 0.0
-    """What everything else took; 0: not measured."""
+    """Duration of the rest of the step; 0: not measured."""
 
 
 class EngineCoreEventType(enum.Enum):
-    """Moments in a request's life on one node."""
+    """The kinds of events of a request on one node."""
 
     QUEUED = "queued"
     SCHEDULED = "scheduled"
@@ -141,7 +143,7 @@ class EngineCoreEventType(enum.Enum):
 
 @value(frozen=True, slots=True)
 class EngineCoreEvent:
-    """One moment, on the injected clock (seconds, monotonic). `value` depends on the type (tokens computed so far)."""
+    """One event of a request. `time`: monotonic seconds of the scheduler's clock; `value` depends on the type."""
 
     type: EngineCoreEventType
     request_id: str
@@ -150,7 +152,7 @@ class EngineCoreEvent:
 
 
 class EngineCoreOutput(NamedTuple):
-    """What one step brought for one request. A named tuple, since a step makes one for each running request."""
+    """The result of one step for one request. A named tuple, since a step makes one for each running request."""
 
     request_id: str
     new_token_ids: Sequence[int]
@@ -158,35 +160,35 @@ class EngineCoreOutput(NamedTuple):
     """Output index of `new_token_ids[0]`."""
     new_logprobs: Sequence[TokenLogprobs] = ()
     outcome: Outcome | None = None
-    """How the request ended; None while it goes on."""
+    """How the request ended; None while it has not ended."""
     stop_reason: int | None = None
     error: str | None = None
     transfer_cause: TransferCause | None = None
-    """Why the prompt's KV did not arrive, also where no other attempt is wanted."""
+    """Why the prompt's KV did not arrive, also where this node computes it instead."""
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     embedding: bytes = b""
-    """The embedding, float32 and little-endian, with the end of a request that asks for one."""
+    """The embedding (float32, little-endian) in the last output of a request that asks for one."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]
-"""What a request waits for: a seat, budget or blocks (capacity); a connector's or a sibling's word (deferred); its
-grammar, which is being compiled (grammar); KV under way (remote_kv); the next step (arrived); capacity again, after it
-gave way (preempted, swapped)."""
+"""What a request waits for: a seat, token budget or blocks (capacity); the prefill node to begin its prompt, or another
+sequence to compute the shared prompt (deferred); the compilation of its grammar (grammar); KV in transfer (remote_kv);
+the next step, since its KV has arrived (arrived); capacity, after it was preempted (preempted, swapped)."""
 
 
 @value(frozen=True, slots=True)
 class SchedulerStats:
-    """Load of one engine after a step."""
+    """The load of one engine after a step."""
 
     num_running: int
     num_waiting: int
     num_uncomputed_tokens: int
-    """Of prompts that wait or are being computed here; one that waits may yet be found in the cache."""
+    """Tokens of prompts that wait or are being computed here. Some of those that wait may be found in the cache."""
     num_context_tokens: int
-    """What running requests have in the cache."""
+    """Tokens of running requests in the KV cache."""
     num_requests_waiting_by_reason: Mapping[WaitingReason, int]
-    """The same requests by what they wait for."""
+    """Number of waiting requests by what they wait for."""
     total_blocks: int
     free_blocks: int
     """Blocks that an allocation could take now (free and idle cached ones)."""
@@ -195,16 +197,16 @@ class SchedulerStats:
     total_host_blocks: int
     free_host_blocks: int
     num_preemptions_by_mode: Mapping[str, int]
-    """recompute and swap, since start."""
+    """Number of preemptions since start, for the modes recompute and swap."""
     prefix_cache: PrefixCacheStats
     num_skipped_results: int
     num_unknown_transfers: int
     num_connector_errors: int
-    """Since start; see Scheduler."""
+    """Number of exceptions that the connector raised since start. This count and the two before it: see Scheduler."""
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:
-        """KV is under way to them, or nobody has begun to compute it: it is not for want of room that they wait."""
+        """Requests whose KV is in transfer, or not begun on the other node: they don't wait for capacity."""
         reasons = self.num_requests_waiting_by_reason
         return reasons["remote_kv"] + reasons["deferred"]
 
@@ -225,20 +227,21 @@ class SchedulerStats:
 
 @value(frozen=True, slots=True)
 class ComputedStep:
-    """What a step was made of, and the seconds it took: since it was decided, or since the one before it was over."""
+    """The size and duration of a step that was computed."""
 
     seconds: float
+    """From the step's decision, or from the end of the step before it if that was later, to the step's commit."""
     num_prefill_tokens: int
     num_decodes: int
     num_decode_context_tokens: int
     ended_at: float
     """On the engine's clock, in seconds."""
     goes_on: bool
-    """There was more to compute then."""
+    """Whether there was more to compute when the step ended."""
 
 
 class StepTimes(NamedTuple):
-    """Since start: steps given to the runner, and the seconds of each part; it may compute while the others go on."""
+    """Totals since start: steps given to the runner, and the seconds of each part, which may overlap."""
 
     num_steps: int = 0
     schedule_s: float = 0.0
@@ -248,6 +251,6 @@ class StepTimes(NamedTuple):
 
 @value(frozen=True, slots=True)
 class EngineCoreOutputs:
-    """What one step brought for one client (one router)."""
+    """The results of one step for one client (one router)."""
 
     outputs: Sequence[EngineCoreOutput]

@@ -1,8 +1,8 @@
-"""The seam between the scheduler and whatever moves KV between nodes. Names follow vLLM's KVConnector.
+"""The interface between the scheduler and the code that transfers KV between nodes. Names follow vLLM's KVConnector.
 
-Every method is called from the engine's own thread, returns at once and never raises for what a peer did: outcomes
-come back through `Scheduler.update_from_kv_transfer`. The scheduler keeps the blocks; a connector only learns which
-they are and, when a request ends, says who may still touch them.
+Every method is called from the engine's own thread, returns at once and never raises because of a peer: the results of
+transfers are reported through `Scheduler.update_from_kv_transfer`. The scheduler owns the blocks. A connector learns
+which they are and, when a request ends, says whether a peer or a transfer may still access them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from baton.values import value
 
 @value(frozen=True, slots=True)
 class ExternalTokens:
-    """How much of a prompt's KV can be had from elsewhere, beyond what is cached here.
+    """How many tokens of a prompt have KV on another node, beyond those that are cached here.
 
-    `num_tokens` None means: not known yet, ask again in a later step.
+    `num_tokens` None means: not known yet, the scheduler asks again in a later step.
     """
 
     num_tokens: int | None
@@ -37,82 +37,84 @@ class BlockFate(enum.Enum):
     """What happens to the blocks of a request that ended."""
 
     FREE = "free"
-    """Nobody else touches them."""
+    """The blocks are freed at once."""
     LEASED = "leased"
-    """A peer may read them: kept until `KVTransferOutput.released` names the request."""
+    """A peer may read the blocks: they are kept until `KVTransferOutput.released` names the request."""
     QUARANTINED = "quarantined"
-    """A read in flight may still write to them: kept until `KVTransferOutput.released` names the request."""
+    """A read in flight may still write to the blocks: kept until `KVTransferOutput.released` names the request."""
 
 
 @value(frozen=True, slots=True)
 class ArrivedKV:
-    """A prompt's KV is here, verified, and the token after it is known."""
+    """A prompt's KV has arrived and is verified, and the token after the prompt is known."""
 
     first_token_ids: Sequence[int]
-    """Output tokens that the prefill node sampled (one); they count as generated, their KV is not computed yet."""
+    """The output token that the prefill node sampled, as a sequence of one. It counts as generated; its KV is not
+    computed yet."""
     first_logprobs: Sequence[TokenLogprobs] = ()
-    """One for each of them, where the request asked for them."""
+    """Log-probabilities for each of the first tokens, where the request asked for them."""
 
 
 @value(frozen=True, slots=True)
 class LostKV:
-    """A prompt's KV does not come, or will not even begin to."""
+    """A prompt's KV will not arrive completely, or its transfer was never begun."""
 
     cause: TransferCause
     story: str
+    """What happened, for people."""
     num_valid_blocks: int = 0
-    """So many leading blocks of those that `update_state_after_alloc` named hold the prompt's KV all the same: they
-    did before, or were read to the end and compared with what the sender computed. Nothing writes to them any more. A
-    null block among them counts, since nothing was wanted there; so a group of layers with a window may lack what a
-    query right behind them sees."""
+    """How many leading blocks of those that `update_state_after_alloc` named hold the prompt's KV nevertheless: cache
+    hits, and blocks that were read completely and match the sender's digests. Nothing writes to them any more. A null
+    block counts as valid, since nothing was to be read there; so a group of layers with a window may lack blocks that a
+    query right behind the valid blocks attends to."""
 
 
 @value(frozen=True, slots=True)
 class KVTransferOutput:
-    """What the transfer side has to tell the scheduler; unknown request ids are skipped and counted."""
+    """Reports of KV transfers to the scheduler, which skips and counts unknown request ids."""
 
     arrived: Mapping[str, ArrivedKV] = field(default_factory=dict)
     failed: Mapping[str, LostKV] = field(default_factory=dict)
-    """Transfers that did not bring all. Quarantined blocks stay so until `released`."""
+    """Requests whose transfer failed. Their quarantined blocks stay in quarantine until `released` names them."""
     released: frozenset[str] = frozenset()
-    """Requests whose leased or quarantined blocks nobody touches any more."""
+    """Requests whose leased or quarantined blocks no peer or transfer accesses any more."""
 
 
 class KVConnector(Protocol):
-    """Implemented by the prefill node (it offers) and by the decode node (it takes in).
+    """Transfers KV between nodes: the prefill node's implementation offers blocks, the decode node's reads them.
 
-    A prompt is, here as in all of `kv_transfer`, all that a request came with: behind its prompt tokens there may be
-    some that it generated elsewhere (`Request.num_submitted_tokens`). The blocks that a connector is told of are those
-    of the prompt: for each block of its tokens one of every group of layers, in the order of the groups; the null block
-    where whoever goes on from the end of the prompt sees nothing any more.
+    Here, as in all of `kv_transfer`, a prompt means all submitted tokens: behind the prompt tokens there may be tokens
+    that an earlier attempt generated (`Request.num_submitted_tokens`). The block ids that a connector receives are
+    those of the prompt: for each `block_size` tokens one block of every group of layers, in the order of the groups.
+    The null block stands where a query behind the end of the prompt sees nothing any more.
     """
 
     def request_added(self, request: Request) -> None:
-        """A request has come; it may have to wait long before anything else is asked for it."""
+        """A request was submitted. It may wait for long before another method is called for it."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        """KV that exists elsewhere for `request` beyond its first `num_computed_tokens` (local cache hits).
+        """How many tokens behind the first `num_computed_tokens` (local cache hits) have KV on another node.
 
-        "Not known yet" as long as nobody computes it: blocks that are reserved for what has not begun may be those that
-        a prompt needs whose own blocks are what keeps it from beginning.
+        The answer is "not known yet" until the prefill node has begun to compute the prompt. If blocks were reserved
+        earlier, two nodes could deadlock: each one's reserved blocks could be those that the other one's prompt needs.
         """
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from elsewhere.
+        """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from another node.
 
-        Those of the tokens before came from the local cache and must not be written. A prefill leg has nothing to be
-        filled from elsewhere: it begins to be computed.
+        `num_external_tokens`: how many tokens are to be filled. The blocks before them came from the local cache and
+        must not be written. For a prefill leg it is 0, and the call says that its computation begins.
         """
         ...
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """A step committed: the first `num_computed_tokens` of the request have KV in `block_ids`."""
+        """A step was committed: the first `num_computed_tokens` tokens of the request have KV in `block_ids`."""
         ...
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
-        """A load into these blocks failed, and the request goes on without it: nothing is asked for it any more."""
+        """A load into these blocks failed and the request is computed here: no method is called for it any more."""
         ...
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
@@ -125,7 +127,7 @@ class KVConnector(Protocol):
 
 
 class NullConnector:
-    """For an engine that runs whole requests alone."""
+    """The connector of an engine that exchanges no KV with other nodes."""
 
     def request_added(self, request: Request) -> None:
         return

@@ -1,7 +1,7 @@
 """The engine's step: decide, compute, commit.
 
-With a `StepExecutor` scheduling is asynchronous: a step is decided, and the one before it committed and published,
-while the runner computes. Without one the three follow each other.
+With a `StepExecutor` scheduling is asynchronous: while the runner computes a step, the next step is decided and the
+previous one is committed and published. Without a `StepExecutor` the three calls of a step follow each other.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class EngineCore:
     """One scheduler and one runner. Called from one thread; between two calls at most one step is in flight."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, executor: StepExecutor | None = None) -> None:
-        """`executor`: schedule asynchronously; closed by `close`. None: between two calls nothing is in flight.
+        """`executor`: schedule asynchronously; closed by `close`. None: between two calls no step is in flight.
 
-        Raises ConfigError for a scheduler that hands out blocks for other groups of layers than the runner has.
+        Raises ConfigError for a scheduler that allocates blocks for other groups of layers than the runner has.
         """
         if len(scheduler.config.windows) != len(runner.layout.groups):
             raise ConfigError(
                 f"the scheduler has windows of {len(scheduler.config.windows)} groups of layers, the model has "
-                f"{len(runner.layout.groups)}; give it the layout's"
+                f"{len(runner.layout.groups)} groups; set SchedulerConfig.windows to KVLayout.windows"
             )
         self.scheduler = scheduler
         self.runner = runner
         self._runs_ahead = executor is not None
         self._executor: StepExecutor = executor if executor is not None else LazyExecutor()
         self._in_flight: deque[tuple[SchedulerOutput, float, Callable[[], ModelRunnerOutput]]] = deque()
-        """Submitted and not committed, in order, and when each was decided; two at most, while `step` waits for the
-        first."""
+        """Steps that are submitted and not committed, in order: the decision, when it was made, and what waits for the
+        result. At most one between two calls; two while `step` waits for the first one."""
         self._clock = scheduler.clock
         self._decided_at = self._committed_at = 0.0
         self._computed: ComputedStep | None = None
@@ -53,7 +53,7 @@ class EngineCore:
         self._schedule_s = self._run_s = self._update_s = 0.0
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; DuplicateRequest when its id is live."""
+        """Queue a request; raises DuplicateRequest when a request with its id has not ended."""
         self.scheduler.add_request(request)
 
     def finish_requests(
@@ -63,19 +63,19 @@ class EngineCore:
         return self.scheduler.finish_requests(request_ids, status, error)
 
     def update_from_kv_transfer(self, transfers: KVTransferOutput) -> dict[int, EngineCoreOutputs]:
-        """Take in arrivals, failures and releases; see Scheduler."""
+        """Process arrivals, failures and releases of KV; see `Scheduler.update_from_kv_transfer`."""
         return self.scheduler.update_from_kv_transfer(transfers)
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
-        """What a request waited for; see Scheduler."""
+        """Give a request the matchers for which it waits; see `Scheduler.grammar_compiled`."""
         self.scheduler.grammar_compiled(request_id, matchers)
 
     def has_work(self) -> bool:
-        """Whether `step` could bring something now; the driver sleeps while it is False."""
+        """Whether a call of `step` could do anything now; the driver sleeps while it could not."""
         return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """Decide a step and commit one; outputs by client index. They are the same step unless one is in flight.
+        """Decide a step and commit a step, which is the same one unless another is in flight. Outputs by client index.
 
         A runner that raises fails the step's requests, not the engine.
         """
@@ -90,7 +90,7 @@ class EngineCore:
         return self._commit()
 
     def close(self) -> None:
-        """Wait for what the runner is doing; nobody hears of it. No `step` after it."""
+        """Wait for the step in flight and drop its result. `step` must not be called afterwards."""
         self._executor.close()
 
     def _schedule(self) -> SchedulerOutput:
@@ -104,7 +104,7 @@ class EngineCore:
         self._in_flight.append((decided, self._decided_at, self._executor.submit(lambda: self._run(decided))))
 
     def _run(self, decided: SchedulerOutput) -> ModelRunnerOutput:
-        """On the executor's thread, if it has one; nobody else writes what it took."""
+        # Runs on the executor's thread, if it has one. `_run_s` is written here only.
         started = self._clock.monotonic()
         try:
             return self.runner.execute_model(decided)
@@ -133,7 +133,7 @@ class EngineCore:
         return outputs
 
     def make_stats(self) -> SchedulerStats:
-        """Load after the last step."""
+        """The engine's load after the last step."""
         return self.scheduler.make_stats()
 
     def take_computed_step(self) -> ComputedStep | None:
@@ -143,11 +143,11 @@ class EngineCore:
 
     @property
     def step_times(self) -> StepTimes:
-        """What the steps took so far."""
+        """The seconds that all steps took so far."""
         return StepTimes(self._num_steps, self._schedule_s, self._run_s, self._update_s)
 
     def take_events(self) -> list[EngineCoreEvent]:
-        """What happened to requests since the last call."""
+        """The events of requests since the last call."""
         return self.scheduler.take_events()
 
 

@@ -1,4 +1,4 @@
-"""Moments in requests' lives, kept until somebody takes them."""
+"""A log of what happens to requests, kept until its reader takes the events."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 
 
 class EventLog:
-    """A bounded list of events: when nobody takes them the oldest are lost and counted."""
+    """A bounded list of events: when it is full the oldest events are dropped and counted."""
 
     def __init__(self, clock: Clock, capacity: int = 65536) -> None:
         self.is_recording = True
-        """Whether anybody will ever take them."""
+        """Whether the log has a reader; without one nothing is recorded."""
         self._clock = clock
         self._events: deque[EngineCoreEvent] = deque(maxlen=capacity)
         self.num_lost = 0
 
     def record(self, type: EngineCoreEventType, request_id: str, value: int = 0) -> None:
-        """Note one event at the clock's present time."""
+        """Append one event with the clock's present time."""
         if not self.is_recording:
             return
         self.num_lost += len(self._events) == self._events.maxlen

@@ -1,4 +1,4 @@
-"""How often a prompt's KV was there already, and where it was found."""
+"""Counts of prefix cache lookups and hits, by where the KV was found."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Literal
 from baton.values import value
 
 Source = Literal["device", "host", "remote"]
-"""The engine's own cache, its host tier, or another node."""
+"""Where KV was found: in the engine's device cache, in its host tier, or on another node."""
 
 
 @value(frozen=True, slots=True)
 class PrefixCacheStats:
-    """Since start. A request counts at each admission, so a preempted one counts again.
+    """Totals since start. A request counts at each admission, so a preempted one counts again.
 
-    With prefix caching off nothing is looked up, and only what came from another node is a hit.
+    With prefix caching off there are no lookups, and only KV from another node counts as a hit.
     """
 
     num_requests: int
     """Requests that were looked up."""
     num_tokens: int
-    """Their tokens."""
+    """Tokens of the requests that were looked up."""
     num_hits: Mapping[Source, int]
-    """Requests of which anything was found there."""
+    """For each source, the requests of which at least one token was found there."""
     num_hit_tokens: Mapping[Source, int]
+    """For each source, the tokens that were found there."""
 
 
 class PrefixCacheCounts:
-    """The same while it is counted."""
+    """The running counts from which `PrefixCacheStats` are made."""
 
     def __init__(self) -> None:
         self._num_requests = 0
@@ -37,16 +38,16 @@ class PrefixCacheCounts:
         self._num_hit_tokens: dict[Source, int] = {"device": 0, "host": 0, "remote": 0}
 
     def note_lookup(self, num_tokens: int) -> None:
-        """A request of so many tokens was admitted."""
+        """Count the lookup of a request with `num_tokens` tokens."""
         self._num_requests += 1
         self._num_tokens += num_tokens
 
     def note_hit(self, source: Source, num_tokens: int) -> None:
-        """So many of its tokens were found there; none is no hit."""
+        """Count a hit of `num_tokens` tokens; 0 tokens are no hit."""
         if num_tokens:
             self._num_hits[source] += 1
             self._num_hit_tokens[source] += num_tokens
 
     def stats(self) -> PrefixCacheStats:
-        """The counts now."""
+        """The present counts as a value."""
         return PrefixCacheStats(self._num_requests, self._num_tokens, dict(self._num_hits), dict(self._num_hit_tokens))

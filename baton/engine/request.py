@@ -1,4 +1,4 @@
-"""What a request is to the engine: its tokens, how far they are computed, how it may end. Names follow vLLM's V1."""
+"""A request inside the engine: its tokens, how far they are computed, and its status. Names follow vLLM's V1."""
 
 from __future__ import annotations
 
@@ -174,15 +174,18 @@ class Request:
         kv_source: KVSource | None = None,
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """`output_token_ids`: what it generated elsewhere, for one sequence; generation goes on behind that."""
+        """`output_token_ids`: tokens that an earlier attempt generated, which generation continues; one sequence only.
+
+        Raises ValueError for arguments that contradict each other.
+        """
         if not prompt_token_ids:
             raise ValueError("a request needs at least one prompt token")
         if output_token_ids and (sampling_params.n > 1 or sampling_params.beam_width):
-            raise ValueError("only a request of one sequence begins with output tokens")
+            raise ValueError("only a request of one sequence may begin with output tokens")
         if leg is Leg.EMBED and (output_token_ids or sampling_params.n > 1 or sampling_params.beam_width):
-            raise ValueError("an embedding is of a prompt alone")
+            raise ValueError("an embedding leg has a prompt and one sequence, and no output tokens")
         if (leg is Leg.DECODE) != (kv_source is not None):
-            raise ValueError("exactly the decode leg names a KV source")
+            raise ValueError("a decode leg needs a KV source, and no other leg may have one")
         # What was submitted. Admission changes `leg` and `kv_source` alone, when a load is lost and is computed here.
         self.request_id = request_id
         self.take_prompt(list(prompt_token_ids))
@@ -191,15 +194,15 @@ class Request:
         self.client_index = client_index
         self.priority = priority
         self.arrival_time = arrival_time if arrival_time is not None else math.inf
-        """Seconds on the scheduler's clock; the scheduler notes it when the request is added, unless it is given."""
+        """Seconds on the scheduler's clock; the scheduler sets it when the request is added, unless it is given."""
         self.cache_salt = cache_salt
         self.leg = leg
         self.kv_source = kv_source
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
-        """Tokens that it came with: its prompt, and what it had generated elsewhere. A prefill leg computes them, a
-        decode leg pulls them."""
+        """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
+        KV, a decode leg reads it from the prefill node."""
         self.stop_ids = sampling_params.stop_token_ids
-        """Tokens at which it may stop."""
+        """Tokens at which the output may stop."""
         if not sampling_params.ignore_eos:
             self.stop_ids |= eos_token_ids
 
@@ -210,15 +213,15 @@ class Request:
 
         # Admission and its queues.
         self.place = 0
-        """Among those that wait and have equal claims, smaller first; 0: it has none yet (see request_queue.Places)."""
+        """Number in the order of arrival, smaller first; 0: not numbered yet (see request_queue.Places)."""
         self.is_known = False
-        """The runner has its tokens."""
+        """Whether the runner has the request's tokens."""
         self.matchers: Sequence[TokenMatcher] = ()
         """A request with a grammar has a matcher of its own, followed by those of the sequences to come."""
         self.num_cached_tokens = 0
-        """Of the tokens that it came with, those found in the local prefix cache at first admission."""
+        """Submitted tokens that were found in the local prefix cache at the first admission."""
         self.num_external_tokens = 0
-        """And those whose KV came from another node."""
+        """Submitted tokens whose KV came from another node."""
 
         # Preemption.
         self.num_preemptions = 0
@@ -232,11 +235,12 @@ class Request:
         self.num_computed_tokens = 0
         self.output_token_ids = list(output_token_ids)
         self.num_unreported = 0
-        """Of the output tokens, the last ones that no output has told of: another node drew them."""
+        """How many of the last output tokens are in no `EngineCoreOutput` yet, because another node sampled them."""
         self.last_logprobs: Sequence[TokenLogprobs] = ()
-        """Of the output tokens that go from one leg to the other, as long as both are on their way."""
+        """Log-probabilities of the output tokens that the prefill leg hands to the decode leg, until they are sent."""
         self.attention_at = 0
-        """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
+        """Of a decoding request: up to this output length a commit only appends the token, unless it is a stop token.
+        """
 
         # Stopping.
         rule = sampling_params.repetition_detection
@@ -244,11 +248,11 @@ class Request:
 
         # Several sequences, and beams.
         self.group: SequenceGroup | None = None
-        """The request's sequences when there are several; this is one of them."""
+        """The group that this sequence belongs to, for a request of several sequences."""
         self.beams: BeamGroup | None = None
-        """The beam search that this is a part of."""
+        """The beam search that this beam belongs to."""
         self.parent_id = ""
-        """The beam that this one continues beside another; until it runs."""
+        """Id of the beam from which this one was forked, until this one runs; otherwise empty."""
 
     def take(self, event: RequestEvent) -> None:
         """Change the status as REQUEST_TABLE says.
@@ -271,13 +275,13 @@ class Request:
         self.take(RequestEvent[status.name])
 
     def take_prompt(self, prompt_token_ids: list[int]) -> None:
-        """This is its prompt. Nobody writes to one, so requests may share it."""
+        """Set the prompt. The list is never changed, so several requests may share it."""
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
 
     @property
     def num_given_tokens(self) -> int:
-        """Output tokens that it came with."""
+        """Output tokens that were submitted with the prompt: an earlier attempt generated them."""
         return self.num_submitted_tokens - self.num_prompt_tokens
 
     @property
@@ -294,12 +298,12 @@ class Request:
 
     @property
     def least_length(self) -> int:
-        """Tokens that it comes to at least: its first new one counts, where there will be any."""
+        """The least number of tokens that the request will have: one is generated at least, except for an embedding."""
         return self.num_tokens + (self.leg is not Leg.EMBED)
 
     @property
     def is_root(self) -> bool:
-        """Whether somebody submitted it; others are sequences or beams of such a one."""
+        """Whether this request was submitted as such, and is not a further sequence or beam of another one."""
         group = self.group if self.group is not None else self.beams
         return group is None or group.root is self
 
@@ -313,7 +317,7 @@ class Request:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
 
     def sibling(self, request_id: str, sampling_params: SamplingParams) -> Request:
-        """Another sequence from the same prompt: whole, and nothing of it computed."""
+        """A new request for another sequence of the same prompt, of which nothing is computed yet."""
         sibling = Request(
             request_id,
             self.prompt_token_ids[:1],

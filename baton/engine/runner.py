@@ -1,4 +1,4 @@
-"""What the engine asks of a runner, and how a runner's KV memory looks from outside. No torch here."""
+"""The interface between the engine and a model runner, and the layout of a runner's KV memory. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.messages.node_report import ComputePath
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded model is, as its node publishes it."""
+    """The properties of a loaded model, as its node publishes them."""
 
     name: str
     fingerprint: str
@@ -22,21 +22,21 @@ class ModelInfo:
     dtype: str
     """float32 or bfloat16."""
     numerics: str
-    """Names the kernels that compute it: nodes with equal numerics and model produce equal bits."""
+    """Names the kernels that compute the model: nodes with equal numerics and model produce equal bits."""
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     bit_exact: bool
     bit_exact_reason: str = ""
-    """Why not, when it is not."""
+    """Why the model is not bit-exact; empty if it is."""
     embedding_size: int = 0
-    """Numbers in an embedding."""
+    """Numbers in an embedding; 0: the model gives none."""
     compute_paths: tuple[ComputePath, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """What one layer keeps of a token: a key of `key_dim` and a value of `value_dim` numbers for each head."""
+    """The KV of one token in one layer: for each head a key of `key_dim` and a value of `value_dim` numbers."""
 
     num_kv_heads: int
     key_dim: int
@@ -52,12 +52,12 @@ class LayerGeometry:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose KV is kept together, for as long as one of their queries may look at it."""
+    """Layers with the same attention window; their KV shares blocks, which are freed when the window has passed."""
 
     layers: tuple[int, ...]
-    """Their indices, in order."""
+    """The indices of the layers, in order."""
     window: int | None = None
-    """Keys that a query sees at most, itself included; None: all of them."""
+    """The most keys that a query attends to, its own included; None: all of them."""
 
     def __str__(self) -> str:
         return f"{self.window or 'all'}@{','.join(map(str, self.layers))}"
@@ -65,28 +65,30 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one block: what both sides of a hand-off must agree on.
+    """The shape of one block, which must be equal on both sides of a hand-off.
 
-    The cache is one piece of memory, block-major. A block holds `block_size` tokens of one group of layers. These
-    follow each other in it, each with its keys [num_kv_heads, block_size, key_dim] and then its values [num_kv_heads,
-    block_size, value_dim]. All blocks have one size, so any group can have any of them.
+    The cache is one contiguous piece of memory, block-major. A block holds `block_size` tokens of one group of layers.
+    The layers follow each other in the block, each with its keys [num_kv_heads, block_size, key_dim] and then its
+    values [num_kv_heads, block_size, value_dim]. All blocks have the same size, so any group can use any block.
     """
 
     block_size: int
     layers: tuple[LayerGeometry, ...]
     dtype: str
     groups: tuple[LayerGroup, ...] = ()
-    """Every layer is in one of them. Left out: one group, all layers of which see everything."""
+    """The groups of layers; every layer is in exactly one. Default: one group without a window."""
 
     def __post_init__(self) -> None:
         if not self.groups:
             object.__setattr__(self, "groups", (LayerGroup(tuple(range(len(self.layers)))),))
         if sorted(layer for group in self.groups for layer in group.layers) != list(range(len(self.layers))):
-            raise ValueError(f"groups {[str(group) for group in self.groups]} don't have each layer once")
+            raise ValueError(
+                f"groups {[str(group) for group in self.groups]} must have each of the {len(self.layers)} layers once"
+            )
 
     @classmethod
     def uniform(cls, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
-        """All layers alike, keys as wide as values."""
+        """A layout whose layers are all equal, with keys as wide as values."""
         return cls(block_size, (LayerGeometry(num_kv_heads, head_dim, head_dim),) * num_layers, dtype)
 
     @property
@@ -95,7 +97,7 @@ class KVLayout:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the groups."""
+        """The window of each group; None for a group without one."""
         return tuple(group.window for group in self.groups)
 
     @property
@@ -121,7 +123,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """Where a runner's cache lies. `owner` keeps the memory alive while somebody holds this value."""
+    """The memory of a runner's KV cache. `owner` keeps the memory alive as long as this value is referenced."""
 
     base_address: int
     num_blocks: int
@@ -137,9 +139,10 @@ class KVMemory:
 
 
 class ModelRunner(Protocol):
-    """One model with its KV cache. Called from one thread at a time.
+    """Computes the steps of one model with its KV cache. Called from one thread at a time.
 
-    A step may name requests whose last token it has drawn itself: nobody tells it. One that it failed is failed again.
+    The runner remembers the tokens that it sampled: a later step that names a request does not repeat its last token.
+    A request that the runner has failed fails again in each later step that names it.
     """
 
     @property
@@ -153,7 +156,7 @@ class ModelRunner(Protocol):
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host tier, which a step's swaps name, the null block included; 0: there is none."""
+        """Number of host tier blocks, to which a step's swaps refer, the null block included; 0: no host tier."""
         ...
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -162,22 +165,22 @@ class ModelRunner(Protocol):
 
 
 class StepExecutor(Protocol):
-    """Lets steps run while their owner does something else. Called from one thread."""
+    """Executes steps in the background. Called from one thread."""
 
     def submit(self, execute: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
-        """Have a step executed after all that were submitted before it; returns what waits for its result.
+        """Queue a step behind all that were submitted before it; returns a function that waits for its result.
 
-        That raises what the step raised.
+        That function raises the exception that the step raised.
         """
         ...
 
     def close(self) -> None:
-        """Wait for what was submitted; idempotent. Nothing may be submitted any more."""
+        """Wait for all submitted steps; idempotent. `submit` must not be called afterwards."""
         ...
 
 
 class LazyExecutor:
-    """A `StepExecutor` without a thread: a step runs when its result is asked for, as late as it may."""
+    """A `StepExecutor` without a thread: a step is executed when its result is asked for."""
 
     def submit(self, execute: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
         return execute

@@ -1,4 +1,4 @@
-"""Requests of which several sequences come: what is opened for them, and how a beam search goes from step to step."""
+"""Requests with several sequences: how their group is opened, and how a beam search advances from step to step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_sequences(params: SamplingParams) -> None:
 
 
 def open_group(request: Request, ledger: Ledger) -> None:
-    """Note that others will come of a new request. A prefill leg computes the prompt, whatever comes of it."""
+    """Open the group or beam search of a new request; a prefill leg needs none, since it computes only the prompt."""
     params = request.sampling_params
     if request.leg is Leg.PREFILL:
         return
@@ -51,9 +51,9 @@ def take_beam(
     admission: Admission,
     outputs: OutputsByClient,
 ) -> None:
-    """A beam has been computed: with the last one of a step the search goes on, or its result is written."""
+    """Process a computed beam; behind the last one of a step advance the search, or write the search's result."""
     if beams.is_closed:
-        return  # another one failed in this step: they all end with it
+        return  # Another beam failed in this step, and ended the whole search.
     ledger.park(request)
     if not beams.take(request, logprobs[0].top if logprobs else ()):
         return

@@ -1,4 +1,4 @@
-"""One step's decision while it is being made."""
+"""The plan of one step while the scheduler decides it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from baton.messages.node import Leg
 
 
 class StepPlan:
-    """Collects what a step computes and how much of its token budget is left."""
+    """Collects what a step computes, and tracks how much of its token budget is left."""
 
     def __init__(self, step: int, token_budget: int, chunk_limit: int = 0) -> None:
         self.step = step
         self.token_budget = token_budget
         self._chunk_limit = chunk_limit
         self.decodes = NO_DECODES
-        """Scheduled requests that compute one token, as every step."""
+        """Scheduled requests that decode one token in every step."""
         self.requests: list[Request] = []
-        """The other scheduled requests, in the runner's order; it takes the decodes first."""
+        """The other scheduled requests, in the order in which the runner computes them, behind the decodes."""
         self.num_computed_tokens: list[int] = []
-        """Of each of those, once the step is computed. By then later steps may have been counted in the request."""
+        """The computed tokens of each of `requests` after this step. The request's own count may then be larger, since
+        it includes later steps that are already decided."""
         self.preempted_req_ids: set[str] = set()
         self.swapped_out: list[Request] = []
         """Preempted requests whose KV this step copies to the host tier."""
@@ -41,19 +42,25 @@ class StepPlan:
         return not self.requests and not self.decodes.count
 
     def cut(self, num_tokens: int, budget: int) -> int:
-        """How many of a request's tokens to compute now; `budget`: what it may take of the step's."""
+        """How many of a request's `num_tokens` tokens to compute in this step.
+
+        `budget`: how many tokens of the step's budget the request may use.
+        """
         limit = self._chunk_limit
         return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
 
     def add_decodes(self, decodes: DecodeGroup, num_context_tokens: int) -> None:
-        """Compute a token of each, which the runner knows all about. They have so many behind them."""
+        """Compute one token of each of these requests, which the runner knows.
+
+        `num_context_tokens`: how many tokens all of them together have computed before.
+        """
         self.decodes = decodes
         self._num_context_tokens += num_context_tokens
         self._total += decodes.count
         self.token_budget -= decodes.count
 
     def note_growth(self, request: Request, num_computed_tokens: int, new_block_ids: Sequence[int]) -> None:
-        """A decoding request got blocks; so many tokens are computed when the step begins."""
+        """Tell the runner the new blocks of a decoding request. `num_computed_tokens`: when the step begins."""
         self._known.append(CachedRequestData(request.request_id, new_block_ids, num_computed_tokens))
 
     def add_new(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
@@ -75,7 +82,7 @@ class StepPlan:
     def add_known(
         self, request: Request, num_tokens: int, new_block_ids: Sequence[int], *, resumed: bool = False
     ) -> None:
-        """Compute `num_tokens` of a request that the runner knows. `new_block_ids`: all of them when resumed."""
+        """Compute `num_tokens` of a request that the runner knows. `new_block_ids`: all its blocks when `resumed`."""
         of_beam = request.output_token_ids[-1] if request.beams is not None and request.output_token_ids else None
         self._known.append(
             CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens, resumed, of_beam)
@@ -83,7 +90,7 @@ class StepPlan:
         self._advance(request, num_tokens)
 
     def add_fork(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
-        """Compute `num_tokens` of a request that the runner has not seen; it knows the parent."""
+        """Compute `num_tokens` of a request that the runner has not seen, forked from a parent that it knows."""
         self._forks.append(
             ForkedRequestData(
                 request.request_id,
@@ -97,7 +104,7 @@ class StepPlan:
         self._advance(request, num_tokens)
 
     def build(self, finished_req_ids: frozenset[str], copies: StepCopies = NO_COPIES) -> SchedulerOutput:
-        """The decision as a value."""
+        """The step's decision for the runner."""
         return SchedulerOutput(
             step=self.step,
             scheduled_new_reqs=self._new,

@@ -1,4 +1,4 @@
-"""When a request stops at a token. Stop strings are not the engine's business: they need text."""
+"""Whether a request stops at its last token. Stop strings are found by the router, since they need text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from baton.engine.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How a request ended at its last token. `stop_reason`: the stop token id that did it, None for EOS and length.
+    """How a request ends at its last token.
 
-    `error`: of one whose output repeats itself.
+    `stop_reason`: the stop token's id; None for an end-of-sequence token and for length. `error`: the message for an
+    output that repeats itself.
     """
 
     status: RequestStatus
@@ -24,12 +25,12 @@ _AT_LENGTH = Stop(RequestStatus.LENGTH_CAPPED)
 
 
 def most_outputs(request: Request, max_model_len: int) -> int:
-    """Output tokens after which length ends a request, whatever they are."""
+    """The most output tokens that the request and the model's length permit."""
     return min(request.sampling_params.max_tokens, max_model_len - request.num_prompt_tokens)
 
 
 def check_stop(request: Request, max_model_len: int) -> Stop | None:
-    """Judge the last output token. Below min_tokens only length and repetition can end a request."""
+    """Whether and how the last output token ends the request; below min_tokens only length and repetition can."""
     params = request.sampling_params
     num_output_tokens = len(request.output_token_ids)
     pattern_size = request.repetition.repeated(request.output_token_ids) if request.repetition is not None else 0

@@ -1,1 +1,1 @@
-"""Blocks of KV: who holds which, what a block's content is called, prefix cache and host tier, and news of both."""
+"""Blocks of KV: block tables, the block pool, keys of block contents, prefix cache, host tier, and their events."""

@@ -1,8 +1,8 @@
-"""Names of KV blocks: a chain of SHA-256 keys, so that equal keys mean equal KV.
+"""Keys of KV blocks: a chain of SHA-256 hashes, so that equal keys mean equal KV.
 
-Every field is written as tag byte, length (4 bytes, little-endian), payload: no two different field lists can spell
+Every field is encoded as tag byte, length (4 bytes, little-endian), payload: two different field lists never encode to
 the same bytes. What is constant for a request goes into the chain's root; each full block's key covers its parent's
-key, the hashes of the multimodal items that touch it, and its token ids. A key therefore names the whole prefix.
+key, the hashes of the multimodal items that overlap it, and its token ids. So a key names the whole prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout, ModelInfo
 
 FORMAT_VERSION = 1
-"""Raise it when the spelling of keys changes: keys of different versions never meet."""
+"""To be raised when the encoding of keys changes: keys of different versions are never equal."""
 
 KEY_BYTES = 32
 
@@ -30,12 +30,12 @@ def _field(tag: bytes, payload: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CacheKeyFields:
-    """What all keys of one engine share."""
+    """The fields that all keys of one engine have in common."""
 
     model_fingerprint: str
     dtype: str
     layout: str
-    """Shape of a block and the kernels that fill it: KV of different layouts is never interchangeable."""
+    """The shape of a block and the kernels that fill it: KV of different layouts is never interchangeable."""
 
     @classmethod
     def of(cls, model: ModelInfo, layout: KVLayout) -> CacheKeyFields:
@@ -44,12 +44,12 @@ class CacheKeyFields:
 
 
 def group_key(key: bytes, group: int) -> bytes:
-    """The name of one group's block under a key: the key itself for the first group, one byte more for the others."""
+    """The key of one group's block in a stripe: the stripe's key for group 0, with one more byte for the others."""
     return key + bytes((group,)) if group else key
 
 
 class BlockHasher:
-    """Computes the keys of an engine's blocks. Token ids are unsigned 32-bit; others raise struct.error."""
+    """Computes the keys of an engine's blocks. Token ids must be unsigned 32-bit numbers; others raise struct.error."""
 
     def __init__(self, fields: CacheKeyFields, block_size: int) -> None:
         self._fields = fields
@@ -58,7 +58,7 @@ class BlockHasher:
         self._tokens_head = b"T" + _LENGTH.pack(block_size * _TOKEN_BYTES)
 
     def root(self, *, cache_salt: str = "", lora_id: str = "") -> bytes:
-        """The parent of a request's first block. `cache_salt` separates tenants: they never share a block."""
+        """The parent key of a request's first block. Requests with different `cache_salt` never share a block."""
         return hashlib.sha256(
             b"".join(
                 (
@@ -74,7 +74,7 @@ class BlockHasher:
         ).digest()
 
     def block_key(self, parent: bytes, token_ids: Sequence[int], mm_hashes: Sequence[str] = ()) -> bytes:
-        """The key of one full block. `mm_hashes`: of the multimodal items that touch it, in order."""
+        """The key of one full block. `mm_hashes`: hashes of the multimodal items that overlap the block, in order."""
         if len(token_ids) != self._block_size:
             raise ValueError(f"a key names a full block of {self._block_size} tokens, not {len(token_ids)}")
         tokens = struct.pack(f"<{self._block_size}I", *token_ids)
@@ -84,7 +84,8 @@ class BlockHasher:
     def extend(self, keys: list[bytes], parent: bytes, token_ids: Sequence[int]) -> None:
         """Append the keys of the full blocks in `token_ids`, which continue a chain whose last key is `parent`.
 
-        The same keys as `block_key` for text, packed in one go: this is the cost of admitting a long prompt.
+        Gives the same keys as `block_key` for text, and packs all tokens at once, since this is most of the cost of
+        admitting a long prompt.
         """
         num_blocks = len(token_ids) // self._block_size
         width = self._block_size * _TOKEN_BYTES

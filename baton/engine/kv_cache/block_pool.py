@@ -1,17 +1,17 @@
-"""All KV blocks of an engine and who holds each: reference counts, the free list, the prefix cache's index.
+"""All KV blocks of an engine and their holders: reference counts, the free list, the prefix cache's index.
 
 Every block but the null block is in exactly one account:
-  free          nobody holds it and nothing in it is worth anything
-  cached-idle   nobody holds it, but its KV is in the index: found again until somebody needs the room
-  owned         a live request's table has it (others may lease it besides)
+  free          it has no holder, and no KV that can be found
+  cached-idle   it has no holder, but its KV is in the index: it can be found until the block is allocated again
+  owned         it is in a live request's table (and may be leased besides)
   leased        only ended requests hold it, for a peer that may still read it
   quarantined   an ended request's transfer may still write to it; it is in no table, no index, no list
-The first two lie on the free list, which is what an allocation can take.
+The blocks of the first two accounts are on the free list, from which blocks are allocated.
 
-Fence: steps that were decided and are not committed may still write to what their requests had, however dead those are
-by now. The runner takes its steps in order, so it does no harm when it gives such a block to a later one; but a load
-from another node, which begins when it is decided, is not in that order. So while a step is in flight nothing comes
-free: whoever lets go of blocks owns them until the last step decided by then is committed.
+Fence: steps that were decided and are not committed may still write to the blocks that their requests had, even if the
+requests have ended. The runner computes steps in order, so such a block can safely be given to a later step; but a load
+from another node begins when it is decided, and is not in that order. So while a step is in flight no block comes free:
+blocks that are freed stay owned until the last step decided by then is committed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BLOCK_ID = attrgetter("block_id")
 
 
 class BlockInvariantBroken(BatonError):
-    """The pool's books don't agree; the message lists every disagreement."""
+    """The pool's accounts are inconsistent; the message lists every contradiction."""
 
 
 class Block:
@@ -72,7 +72,7 @@ class FreeBlockQueue:
         self._head.next_free = self._tail
         self._tail.prev_free = self._head
         self.length = 0
-        """Read by who asks often: a call of `len` takes several times as long."""
+        """The same as `len()`, which takes several times as long: for frequent reads."""
         for block in blocks:
             self.append(block)
 
@@ -159,20 +159,20 @@ class BlockPool:
         self._num_leased = 0
         self._num_quarantined = 0
         self._fence: int | None = None
-        """The last step in flight."""
+        """The last step in flight; None: there is none."""
         self._fenced: deque[tuple[int, Sequence[Block]]] = deque()
-        """What was let go of meanwhile, and the step whose end it waits for."""
+        """Blocks that were freed while a step was in flight, and the step whose commit they wait for."""
         self.on_evict: Callable[[Sequence[tuple[Block, bytes]]], None] | None = None
-        """Told which blocks lost which keys to an allocation, before anybody writes to them."""
+        """Called with the blocks that lost their keys to an allocation, before anything is written to them."""
 
     @property
     def keys(self) -> Collection[bytes]:
-        """Of all blocks that can be found."""
+        """The keys of all blocks in the prefix cache."""
         return self._index.keys()
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be found."""
+        """The number of blocks in the prefix cache."""
         return len(self._index)
 
     @property
@@ -194,7 +194,7 @@ class BlockPool:
         return self._num_quarantined
 
     def accounts(self) -> BlockAccounts:
-        """The books, in O(1)."""
+        """The number of blocks in each account, in O(1)."""
         listed = len(self._free)
         return BlockAccounts(
             total=self.num_total_blocks,
@@ -210,10 +210,10 @@ class BlockPool:
         return self._index.get(key)
 
     def get_new_blocks(self, num_blocks: int, after: Block | None = None) -> list[Block]:
-        """Take blocks for one owner, losing what was cached in them. ValueError when there are not enough.
+        """Take blocks for one owner and evict what was cached in them; raises ValueError when there are not enough.
 
-        In neighbouring runs where that costs nothing: first the ones that follow `after` while they are worthless,
-        then the head of the list, which is then sorted (the set taken stays the least recently used one).
+        Prefers contiguous blocks where that evicts nothing more: first the blocks that follow `after`, as long as they
+        are free and not cached, then those at the head of the free list (the least recently used), sorted by id.
         """
         if num_blocks > self._free.length:
             raise ValueError(f"{num_blocks} blocks wanted, {len(self._free)} free")
@@ -254,9 +254,9 @@ class BlockPool:
             block.owner_cnt += 1
 
     def free_blocks(self, blocks: Sequence[Block]) -> None:
-        """An owner lets go of its blocks, given in table order; while a step is in flight, when that is committed.
+        """Free an owner's blocks, given in table order; while a step is in flight, when that step is committed.
 
-        Freed from the end: of equally old blocks the one with the longer prefix is lost first.
+        They are freed from the end: of equally old blocks, the one with the longer prefix is evicted first.
         """
         if self._fence is not None:
             self._fenced.append((self._fence, blocks))
@@ -264,11 +264,11 @@ class BlockPool:
             self._let_go(blocks)
 
     def raise_fence(self, step: int) -> None:
-        """A step was decided: from now on what is let go of comes free when it is committed."""
+        """Note that a step was decided: blocks that are freed from now on wait for its commit."""
         self._fence = step
 
     def lift_fence(self, step: int) -> None:
-        """This step and all before it are committed."""
+        """Note that this step and all before it are committed."""
         if self._fence == step:
             self._fence = None
         while self._fenced and self._fenced[0][0] <= step:
@@ -276,7 +276,7 @@ class BlockPool:
 
     @property
     def fenced(self) -> Iterator[Block]:
-        """Blocks that wait for the end of a step, once for each owner that let go of them."""
+        """Blocks that wait for the commit of a step, once for each owner that freed them."""
         return (block for _, blocks in self._fenced for block in blocks)
 
     def _let_go(self, blocks: Sequence[Block]) -> None:
@@ -289,7 +289,7 @@ class BlockPool:
                     self._put_back(block)
 
     def cache_block(self, block: Block, key: bytes) -> bool:
-        """Enter a full, computed block. False when another block already stands for this key."""
+        """Enter a full, computed block into the prefix cache. False if it has a key, or another block has this key."""
         if block.block_hash is not None or key in self._index:
             return False
         block.block_hash = key
@@ -305,7 +305,7 @@ class BlockPool:
 
     def end_lease(self, blocks: Sequence[Block]) -> None:
         """End one lease on each, given in table order."""
-        # As an owner, who lets go of them: a leg that was aborted may have a step in flight.
+        # The lease becomes ownership and is freed like it: an aborted leg may have a step in flight.
         for block in blocks:
             self._num_leased -= block.owner_cnt == 0
             block.lease_cnt -= 1
@@ -313,17 +313,20 @@ class BlockPool:
         self.free_blocks(blocks)
 
     def quarantine(self, blocks: Sequence[Block]) -> None:
-        """Turn their only owner's hold into quarantine; ValueError when others hold one or it is in the index."""
+        """Turn the only owner's hold into quarantine.
+
+        Raises ValueError for a block that has another holder or is in the prefix cache.
+        """
         for block in blocks:
             if block.owner_cnt != 1 or block.lease_cnt or block.block_hash is not None:
-                raise ValueError(f"{block!r} can't be quarantined: somebody else relies on it")
+                raise ValueError(f"{block!r} can't be quarantined: it has another holder or is in the prefix cache")
         for block in blocks:
             block.owner_cnt = 0
             block.quarantined = True
         self._num_quarantined += len(blocks)
 
     def end_quarantine(self, blocks: Sequence[Block]) -> None:
-        """Nothing can write to them any more."""
+        """Free quarantined blocks, to which no transfer can write any more."""
         for block in reversed(blocks):
             block.quarantined = False
             self._put_back(block)
@@ -340,7 +343,7 @@ class BlockPool:
         return True
 
     def check_invariant(self) -> None:
-        """Compare all books with a full scan; raises BlockInvariantBroken. O(blocks)."""
+        """Compare all accounts with a full scan; raises BlockInvariantBroken. O(blocks)."""
         problems = [*self._list_problems(), *self._index_problems(), *self._account_problems()]
         if problems:
             raise BlockInvariantBroken(f"block pool: {'; '.join(problems)}; books say {self.accounts()}")

@@ -1,6 +1,7 @@
-"""Groups of layers and what each of them sees: which blocks of a table matter, and how a cached prefix is found.
+"""Groups of layers with attention windows: which blocks of a table are needed, and how a cached prefix is found.
 
 A table has a stripe for each `block_size` tokens of its request: one entry of every group, in the order of the groups.
+A query "sees" the keys that are within its group's window.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from baton.engine.kv_cache.block_pool import Block, BlockPool
 
 
 class CacheGroups:
-    """The groups of one engine's model over its pool. Looks only."""
+    """The groups of one engine's model and its block pool, which is only read here."""
 
     def __init__(self, pool: BlockPool, block_size: int, windows: Sequence[int | None]) -> None:
         """`windows`: for each group, how many keys its queries see, themselves included; None: all."""
@@ -21,16 +22,17 @@ class CacheGroups:
         self._num_groups = len(windows)
         self._sees_all = [group for group, window in enumerate(windows) if window is None]
         self.windows = [(group, window) for group, window in enumerate(windows) if window is not None]
-        """Of the groups that have one."""
+        """(group, window) of the groups that have a window."""
 
     def first_seen(self, position: int, window: int) -> int:
-        """The first stripe with a key that a query at `position` sees."""
+        """The index of the first stripe with a key that a query at `position` sees."""
         return max(0, position - window + 1) // self._block_size
 
     def num_held(self, num_stripes: int, num_chunk_tokens: int) -> int:
-        """Entries that a request of so many stripes holds at most while it is computed in chunks of so many tokens.
+        """The most entries that a request of `num_stripes` holds while it is computed in chunks of `num_chunk_tokens`.
 
-        Of a group with a window: what a query sees, what a chunk adds, and a stripe that both begin within.
+        For a group with a window: the stripes that a query sees and those that a chunk adds, each of which may begin in
+        the middle of one more stripe.
         """
         held = num_stripes * len(self._sees_all)
         for _, window in self.windows:
@@ -40,7 +42,7 @@ class CacheGroups:
         return held
 
     def unseen_entries(self, entries: range, num_tokens: int) -> set[int]:
-        """Which of these entries nobody sees who goes on behind so many tokens, or computes the last of them again."""
+        """Those of `entries` that no query from position `num_tokens - 1` on sees."""
         unseen: set[int] = set()
         for group, window in self.windows:
             end = self.first_seen(num_tokens - 1, window) * self._num_groups
@@ -49,7 +51,7 @@ class CacheGroups:
         return unseen
 
     def entry_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Names of the entries in stripes with these keys."""
+        """The keys of the entries in stripes with these keys."""
         if self._num_groups == 1:
             return keys
         return [group_key(key, group) for key in keys for group in range(self._num_groups)]
@@ -57,7 +59,8 @@ class CacheGroups:
     def find(self, keys: Sequence[bytes]) -> list[Block]:
         """The entries of the longest cached prefix of stripes with these keys.
 
-        A prefix counts if all that a query behind it sees is in the cache; the null block stands for the rest.
+        A prefix is found if all entries that a query behind it sees are in the cache; the null block stands for the
+        other entries.
         """
         return self._find_in_windows(keys) if self.windows else self._find_chain(keys)
 
@@ -84,7 +87,7 @@ class CacheGroups:
         return blocks
 
     def _longest_seen(self, keys: Sequence[bytes]) -> int:
-        """How many leading stripes have in the cache all that a query behind them sees."""
+        """The stripes of the longest prefix of which the cache has all entries that a query behind it sees."""
         num_stripes = len(keys)
         for group in self._sees_all:
             here = (self._is_cached(key, group) for key in keys[:num_stripes])
@@ -97,7 +100,10 @@ class CacheGroups:
         return num_stripes
 
     def _longest_in_window(self, keys: Sequence[bytes], group: int, window: int, num_stripes: int) -> int:
-        """The same for one group, at most `num_stripes`. Looks from the end: what is cached is seldom all of it."""
+        """The longest such prefix for one group alone, at most `num_stripes`.
+
+        Searches from the end, since often only the last entries of a prefix are still cached.
+        """
         end = num_stripes
         for stripe in range(num_stripes - 1, -1, -1):
             if stripe < self.first_seen(end * self._block_size, window):

@@ -1,8 +1,8 @@
-"""What enters and leaves the prefix cache, in order, for readers elsewhere: who places by prefix must know who has it.
+"""The log of changes of the prefix cache, in order, for routers, which place requests where their prefix is cached.
 
 Events are numbered without gaps from 0 on. A reader first takes a snapshot, which also switches the recording on, and
-then asks for what happened since. The log is bounded by the keys in it; a reader that was too slow is told so and takes
-a snapshot again. While nobody reads, nothing is recorded.
+then asks for the events since. The log is bounded by the number of keys in it; a reader that was too slow gets an
+incomplete batch and takes a snapshot again. While the log has no reader, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from baton.values import value
 
 @value(frozen=True, slots=True)
 class KVEventBatch:
-    """Events from the number that was asked for up to `next_sequence`."""
+    """The events from the requested number up to `next_sequence`."""
 
     events: Sequence[KVCacheEvent]
     next_sequence: int
-    """What to ask for next."""
+    """The number to request next."""
     complete: bool
-    """False: some are lost, and there are none in here; take a snapshot."""
+    """False: some requested events are lost, and `events` is empty; the reader has to take a snapshot."""
 
 
 @value(frozen=True, slots=True)
 class KVSnapshot:
-    """Everything that can be found, before the event `next_sequence`."""
+    """The keys of all blocks that can be found, before the event `next_sequence`."""
 
     block_hashes: Mapping[Tier, frozenset[bytes]]
     next_sequence: int
 
 
 class KVEventLog:
-    """The last events, up to `capacity` keys in them."""
+    """The latest events, with at most `capacity` keys in them."""
 
     def __init__(self, capacity: int = 65536, *, with_tokens: bool = True) -> None:
-        """`with_tokens`: readers want to know what is in blocks, not only their keys."""
+        """`with_tokens`: events of stored blocks contain the blocks' tokens, not only their keys."""
         self.is_recording = False
         self.with_tokens = with_tokens
         self._capacity = capacity
@@ -51,7 +51,7 @@ class KVEventLog:
         return self._next_sequence
 
     def record(self, event: KVCacheEvent) -> None:
-        """Note one event; nothing while nobody reads."""
+        """Append one event, if the log has a reader."""
         if not self.is_recording:
             return
         self._events.append(event)
@@ -61,7 +61,7 @@ class KVEventLog:
             self._num_keys -= len(self._events.popleft().block_hashes)
 
     def forget_before(self, sequence: int) -> None:
-        """The only reader there is has everything before this number."""
+        """Drop the events before this number, which the log's only reader has."""
         if sequence >= self._next_sequence:
             self._events.clear()
             self._num_keys = 0
@@ -75,12 +75,12 @@ class KVEventLog:
             return KVEventBatch((), self._next_sequence, complete=False)
         if sequence == oldest:
             return KVEventBatch(list(self._events), self._next_sequence, complete=True)
-        # Most readers are near the end, and a deque is slow to walk to there from its begin.
+        # Most readers ask for the last few events, and walking a deque from its beginning is slow.
         latest = list(islice(reversed(self._events), self._next_sequence - sequence))
         return KVEventBatch(latest[::-1], self._next_sequence, complete=True)
 
     def stop(self) -> None:
-        """Nobody reads any more. Whoever does later is told that something is missing."""
+        """Stop recording, as the log has no reader any more. A later reader has to begin with a snapshot."""
         if self.is_recording:
             self.is_recording = False
             self._events.clear()

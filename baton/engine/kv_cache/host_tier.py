@@ -1,12 +1,13 @@
-"""The host tier: a second pool of blocks, in memory that no kernel computes on, and what each step copies to and fro.
+"""The host tier: a second pool of blocks, in host memory, and the copies of each step between it and the device.
 
-It keeps what preempted requests have and, in the room that is left, what the device's prefix cache had to evict.
+It keeps the KV of preempted requests and, in the blocks that are left, what the device's prefix cache had to evict.
 
-Three rules keep the copies right, which the runner does before the step computes, first all those out, then all in:
-  - a host block that a step reads or writes is held until that step has been computed (`settle`), so nobody else is
-    given it meanwhile;
-  - it can be found by its key only after the step that filled it was computed;
-  - when that step was lost, it is as if it had never been filled.
+The runner makes a step's copies before it computes the step: first all copies out, then all copies in. Three rules keep
+them correct:
+  - a host block that a step reads or writes is held until that step has been computed (`settle`), so it is not
+    allocated again meanwhile;
+  - a host block can be found by its key only after the step that filled it was computed;
+  - a host block that a lost step was to fill is treated as if it had never been filled.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken, BlockP
 
 @dataclass(slots=True)
 class StepCopies:
-    """What one step copies, and the host blocks that it holds for that."""
+    """The copies of one step, and the host blocks that it holds for them."""
 
     swap_out: list[BlockCopy] = field(default_factory=list)
     """From a device block to a host block."""
     swap_in: list[BlockCopy] = field(default_factory=list)
     """From a host block to a device block."""
     held: list[Block] = field(default_factory=list)
-    """Host blocks that it reads or writes."""
+    """Host blocks that the step reads or writes."""
     filled: dict[bytes, Block] = field(default_factory=dict)
-    """Those of them that get a key when it was computed."""
+    """Those of the held blocks that get a key once the step was computed, by that key."""
 
 
 NO_COPIES = StepCopies()
 
 
 class HostTier:
-    """Who has which host blocks. `num_blocks` counts the null block 0, as in the device's pool."""
+    """The host blocks of swapped requests and of the prefix cache. `num_blocks` includes the null block 0."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
@@ -46,10 +47,10 @@ class HostTier:
         self._unsettled: dict[int, StepCopies] = {}
 
     def put(self, request_id: str, blocks: Sequence[Block | None], keys: Sequence[bytes]) -> bool:
-        """Copy a request's blocks out in the coming step; False, and nothing changes, when there is no room.
+        """Copy a request's blocks out in the coming step; False, and nothing changes, when they don't fit.
 
-        `blocks`: its table, None where it has none. `keys`: names of the first of them. What is here under its name is
-        not copied again.
+        `blocks`: the request's table, with None for the null block. `keys`: the keys of its first entries; a block that
+        the host tier has under its key is not copied again.
         """
         found = [self.pool.get_cached_block(key) for key in keys]
         found += [None] * (len(blocks) - len(found))
@@ -72,17 +73,17 @@ class HostTier:
         return True
 
     def num_blocks(self, request_id: str) -> int:
-        """How many blocks a request has here."""
+        """How many host blocks a request has."""
         return sum(block is not None for block in self._tables.get(request_id, ()))
 
     def table(self, request_id: str) -> Sequence[Block | None]:
-        """A request's blocks here, None where it had none; for looking only."""
+        """A request's host blocks, None where its table had the null block; must not be changed."""
         return self._tables[request_id]
 
     def fetch(self, request_id: str, targets: Sequence[Block | None]) -> None:
-        """Copy a request's blocks to these in the coming step; it has none here then.
+        """Copy a request's host blocks to the device in the coming step, and drop its table here.
 
-        `targets`: one for each entry of its table; None: not to be copied.
+        `targets`: the device block for each entry of its table; None for an entry that is not copied.
         """
         table = self._tables.pop(request_id)
         for host, target in zip(table, targets, strict=True):
@@ -92,7 +93,10 @@ class HostTier:
                     self._next.swap_in.append(BlockCopy(host.block_id, target.block_id))
 
     def keep(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
-        """Copy out, in the coming step, what the device's cache lost and is not here; idle blocks make room for it."""
+        """Copy blocks that the device's cache evicts out in the coming step, unless the host tier has them.
+
+        They replace idle host blocks, as far as there are any.
+        """
         coming, here = self._next.filled, self.pool.keys
         missing = [(block, key) for block, key in evicted if key not in coming and key not in here]
         # The step is their only owner.
@@ -102,7 +106,7 @@ class HostTier:
             self._copy_out(block, host, key)
 
     def find(self, keys: Sequence[bytes]) -> list[Block]:
-        """The first of these blocks, as many as are here. Valid until something is put here; `hold` them before."""
+        """The host blocks of the longest prefix of `keys` that is here. They may be evicted unless they are held."""
         found: list[Block] = []
         for key in keys:
             block = self.pool.get_cached_block(key)
@@ -117,7 +121,7 @@ class HostTier:
         self._next.held += blocks
 
     def copy_in(self, blocks: Sequence[Block], targets: Sequence[Block]) -> None:
-        """Copy held blocks to the first of these in the coming step."""
+        """Copy held blocks to the first ones of `targets` in the coming step."""
         for host, target in zip(blocks, targets, strict=False):
             self._next.swap_in.append(BlockCopy(host.block_id, target.block_id))
 
@@ -128,7 +132,7 @@ class HostTier:
             self.pool.free_blocks([block for block in table if block is not None])
 
     def begin_step(self, step: int) -> StepCopies:
-        """What the step about to be computed has to copy. Ends with `settle`."""
+        """The copies of the step that is about to be computed; `settle` ends them."""
         copies = self._next
         if not copies.held:
             return NO_COPIES
@@ -137,9 +141,9 @@ class HostTier:
         return copies
 
     def settle(self, step: int, lost: bool) -> list[bytes]:
-        """The step was computed, or it was lost and may have copied nothing. Unknown steps are skipped.
+        """Note that a step was computed, or was lost and may have copied nothing. Unknown steps are skipped.
 
-        Returns the keys under which blocks can be found now that could not before.
+        Returns the keys of blocks that can be found from now on.
         """
         copies = self._unsettled.pop(step, None)
         if copies is None:
@@ -150,7 +154,7 @@ class HostTier:
         return named
 
     def check_invariant(self) -> None:
-        """The pool's books, and its counts against tables and steps; raises BlockInvariantBroken. O(blocks)."""
+        """Check the pool's accounts and its counts against tables and steps; raises BlockInvariantBroken. O(blocks)."""
         self.pool.check_invariant()
         holds = Counter(block.block_id for table in self._tables.values() for block in table if block is not None)
         for copies in (self._next, *self._unsettled.values()):

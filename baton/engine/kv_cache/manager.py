@@ -1,11 +1,10 @@
-"""Which blocks each request has, how it gets them, and what becomes of them when it ends.
+"""The block tables of requests: how blocks are allocated to them, found in the prefix cache, and freed.
 
 A request's table has, for each `block_size` of its tokens, a stripe: one block of every group of layers, in the order
-of the groups (see LayerGroup). Where nobody looks at a group's block any more, since its window has moved on, the table
-has the null block. What follows here speaks of entries of a table where it counts blocks, and of stripes where it
-counts their tokens.
+of the groups (see LayerGroup). Where no query sees a group's block any more, since the window has moved past it, the
+table has the null block. Below, an "entry" is one block of a table, and a "stripe" the entries of the same tokens.
 
-Two rules keep wrong KV out of reach:
+Two rules keep wrong KV from being found:
   - a block enters the prefix cache's index only after its KV was computed or has arrived (`cache_blocks` is called
     at commit, never at allocation), so a failed step or transfer leaves nothing to be found;
   - a failed call changes no count.
@@ -29,23 +28,23 @@ from baton.values import value
 
 
 class AllocationAnswer(enum.Enum):
-    """What an allocator can say."""
+    """Whether an allocation succeeded."""
 
     OK = "ok"
     LATER = "later"
-    """Not now; it fits when others have let go of blocks."""
+    """The blocks are not free now; the allocation succeeds when other requests have freed theirs."""
     NEVER = "never"
-    """It does not fit into the empty pool."""
+    """The allocation does not fit even into the empty pool."""
 
 
 @value(frozen=True, slots=True)
 class Allocation:
-    """An answer and, when it is OK, the blocks taken from the pool (cache hits are not among them)."""
+    """The result of an allocation: an answer and, if it is OK, the blocks taken from the pool, without cache hits."""
 
     answer: AllocationAnswer
     new_block_ids: Sequence[int] = ()
     copies: Sequence[BlockCopy] = ()
-    """What must be copied before anything is computed in these blocks."""
+    """Copies that the runner must make before it computes anything in the new blocks."""
 
 
 @value(frozen=True, slots=True)
@@ -58,20 +57,21 @@ class Growth:
 
 @value(frozen=True, slots=True)
 class ComputedBlocks:
-    """A prefix of a request that the cache has. Valid until the next call that takes blocks; not held yet."""
+    """A prefix of a request whose KV exists. The blocks are not held: valid until the next call that takes blocks."""
 
     blocks: Sequence[Block]
-    """The first entries of its table."""
+    """The first entries of the request's table."""
     num_tokens: int
+    """Tokens of the whole prefix, those in the host tier included."""
     copy_from: Sequence[Block] = ()
-    """The stripe that holds the last of these tokens, if others write behind them: it is copied, not shared."""
+    """The entries of a last, partly filled stripe: they are copied, not shared, since its owner writes to them."""
     host_blocks: Sequence[Block] = ()
-    """What follows the blocks, in the host tier; copied back."""
+    """The continuation of the prefix in the host tier, which is copied back."""
     num_host_tokens: int = 0
-    """Of `num_tokens`: those in them."""
+    """Tokens in `host_blocks`."""
 
     def without_host(self) -> ComputedBlocks:
-        """What of it is here."""
+        """The part of the prefix that is on the device."""
         return ComputedBlocks(self.blocks, self.num_tokens - self.num_host_tokens, self.copy_from)
 
 
@@ -96,23 +96,24 @@ class _BlockTable:
     )
 
     def __init__(self, blocks: list[Block], num_groups: int, num_filling_stripes: int) -> None:
-        """`blocks`: cache hits. `num_filling_stripes`: right after them; a transfer writes to those."""
+        """`blocks`: cache hits. `num_filling_stripes`: stripes right behind the hits, to which a transfer writes."""
         self.blocks = blocks
-        """Its entries; the null block where it has none."""
+        """The table's entries; the null block where there is no block."""
         self.num_hit_entries = len(blocks)
         self.num_filling_entries = num_filling_stripes * num_groups
         self.num_cached_stripes = len(blocks) // num_groups
-        """Leading stripes that have been offered to the index."""
+        """Leading stripes that were entered into the prefix cache's index."""
         self.num_dropped_stripes = [0] * num_groups
-        """For each group: leading stripes in which it has nothing, as far as they were looked through."""
+        """For each group: leading stripes whose entries `drop_unseen` has freed."""
         self.spare: list[Block] | None = None
-        """Of one that grows while its prompt is computed: blocks that it has in no entry; see `allocate_to_grow`."""
+        """Blocks for entries to come, of a table that grows while its prompt is computed (`allocate_to_grow`); None:
+        the table has all its entries."""
         self.num_stripes_to_come = 0
-        """So many it grows to."""
+        """The number of stripes at which a growing table is complete."""
 
 
 class KVCacheManager:
-    """Block tables over a pool. Ids are request ids."""
+    """The block tables of one engine's requests, by request id."""
 
     def __init__(
         self,
@@ -144,10 +145,10 @@ class KVCacheManager:
             host.pool.on_evict = self._evicted_from_host
 
     def get_computed_blocks(self, request: Request, *, with_host: bool = True) -> ComputedBlocks:
-        """The longest cached prefix of full blocks, at most num_tokens - 1 tokens: something is left to compute.
+        """The longest cached prefix of full blocks, at most num_tokens - 1 tokens, so that one is left to compute.
 
-        Of a group with a window only the blocks are needed that the next query sees.
-        `with_host`: what the prefix lacks here may be in the host tier, in all groups.
+        Of a group with a window, only the blocks that the next query sees need to be cached.
+        `with_host`: the prefix may continue in the host tier, there with the blocks of all groups.
         """
         if not self._enable_caching:
             return NO_COMPUTED_BLOCKS
@@ -168,14 +169,14 @@ class KVCacheManager:
         )
 
     def has_table(self, request_id: str) -> bool:
-        """Whether blocks are owned under this id."""
+        """Whether a request has a block table."""
         return request_id in self._tables
 
     def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks | None:
-        """The first `num_tokens` tokens of a live request, which has computed them, for another with the same ones.
+        """The first `num_tokens` computed tokens of a live request, for another request that begins with these tokens.
 
-        Full blocks are shared; those that the other would append to are copied. None: some that the other would look at
-        are gone, since the one that computed them does not see them any more.
+        Full blocks are shared; a partly filled stripe is copied. None: the live request has already dropped blocks that
+        the other one's next query sees.
         """
         blocks, groups = self._tables[request_id].blocks, self.num_groups
         full = num_tokens // self.block_size * groups
@@ -196,11 +197,12 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         num_spared_blocks: int = 0,
     ) -> Allocation:
-        """Room for the request's computed tokens plus all of these; all or nothing.
+        """Allocate blocks for the request's computed tokens plus all of the following ones; all or nothing.
 
-        `computed`: cache hits of a request that has no blocks yet; held before anything is taken.
-        `num_external_tokens`: right after the hits; a transfer writes them.
-        `num_spared_blocks`: must still be free afterwards, else LATER.
+        `computed`: cache hits of a request that has no blocks yet; they are held before any block is taken.
+        `num_external_tokens`: tokens right behind the hits, whose KV a transfer writes.
+        `num_lookahead_tokens`: tokens to come for which blocks are reserved.
+        `num_spared_blocks`: how many blocks must still be free afterwards; otherwise the answer is LATER.
         """
         table = self._tables.get(request.request_id)
         num_tokens = request.num_computed_tokens + computed.num_tokens + num_external_tokens
@@ -218,7 +220,7 @@ class KVCacheManager:
                 range(num_entries - missing, num_entries), request.num_submitted_tokens
             )
             missing -= len(unseen)
-        if missing + len(self._there(table.blocks if table is not None else list(computed.blocks))) > (
+        if missing + len(self._without_null(table.blocks if table is not None else list(computed.blocks))) > (
             self.pool.num_total_blocks
         ):
             return _NEVER
@@ -228,9 +230,9 @@ class KVCacheManager:
         if table is None:
             table = self._open_table(request.request_id, computed.blocks, num_external_tokens)
         if self.host is not None:
-            # Before anything is taken: what that evicts may take their place.
+            # Held before any block is taken: blocks that this evicts go to the host tier, and could replace them.
             self.host.hold(computed.host_blocks)
-            # A transfer may write at once, before the step has copied out what was evicted.
+            # A transfer may write at once, before the step has copied the evicted blocks out.
             self._keeps_evicted = self._enable_caching and num_external_tokens == 0
         taken = self.pool.get_new_blocks(missing, after=table.blocks[-1] if table.blocks else None)
         self._append(table, taken, num_entries, unseen)
@@ -247,16 +249,16 @@ class KVCacheManager:
     def allocate_to_grow(
         self, request: Request, computed: ComputedBlocks, num_chunk_tokens: int, num_spared_blocks: int
     ) -> AllocationAnswer:
-        """As many blocks as the request holds at most while it is computed in chunks, where windows bound that.
+        """Allocate the most blocks that a request holds at a time while it is computed in chunks; windows bound them.
 
-        Its table then grows with its chunks (`grow`), and takes again what it lets go of: it never waits for anybody
-        else, as if it had all its blocks from the start. Until it is whole nothing of it can be found by others, who
-        would keep what it is to use again.
+        The table then grows with each chunk (`grow`) and reuses the blocks that it drops, so it never waits for blocks
+        of other requests. Until the table is complete, none of its blocks is entered into the prefix cache: a request
+        that found one there would hold it, and it could not be reused.
         """
         num_tokens = request.num_tokens - computed.num_tokens
         num_missing = -(-num_tokens // self.block_size)
         num_held = self._groups.num_held(num_missing, self.block_size)
-        num_hits = len(self._there(list(computed.blocks)))
+        num_hits = len(self._without_null(list(computed.blocks)))
         if num_held + num_hits > self.pool.num_total_blocks:
             return AllocationAnswer.NEVER
         idle_hits = sum([block.is_on_free_list for block in computed.blocks])
@@ -264,7 +266,7 @@ class KVCacheManager:
         if num_held > num_available:
             return AllocationAnswer.LATER
         num_wished = self._groups.num_held(num_missing, num_chunk_tokens)
-        # With less its chunks are as short as what it has.
+        # With fewer blocks than wished, `grow` shortens the chunks.
         num_held = num_wished if num_wished <= num_available else num_held
         table = self._open_table(request.request_id, computed.blocks, 0)
         table.spare = self.pool.get_new_blocks(num_held)
@@ -273,7 +275,10 @@ class KVCacheManager:
         return AllocationAnswer.OK
 
     def grow(self, request: Request, num_tokens: int) -> Growth:
-        """Entries for the next tokens of a request, all that it has blocks for; nothing new if it has them all."""
+        """Add entries for the next tokens to a growing table, as far as its blocks suffice.
+
+        A table that does not grow has entries for all its tokens and stays as it is.
+        """
         table = self._tables[request.request_id]
         if table.spare is None:
             return Growth(num_tokens)
@@ -293,7 +298,7 @@ class KVCacheManager:
         return bool(self._groups.windows)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """The first `num_computed_tokens` tokens have KV: their full blocks may be found from now on."""
+        """Enter the full blocks of the first `num_computed_tokens` tokens, which have KV, into the prefix cache."""
         table = self._tables[request.request_id]
         num_full = num_computed_tokens // self.block_size
         if num_full <= table.num_cached_stripes or not self._enable_caching or table.spare is not None:
@@ -304,16 +309,16 @@ class KVCacheManager:
             self._cache_group(request, table, group, first, num_full)
 
     def cache_valid(self, request: Request, num_valid_blocks: int) -> int:
-        """The first entries of a load that failed hold KV: the full stripes of them may be found from now on.
+        """Enter the valid full stripes of a failed load into the prefix cache; returns how many they are.
 
-        Returns how many stripes that are.
+        `num_valid_blocks`: leading entries of the table that hold KV.
         """
         num_stripes = min(num_valid_blocks // self.num_groups, request.num_submitted_tokens // self.block_size)
         self.cache_blocks(request, num_stripes * self.block_size)
         return num_stripes
 
     def kv_snapshot(self) -> KVSnapshot:
-        """Everything that can be found now; from here on `kv_events` are recorded. O(blocks)."""
+        """The keys of all cached blocks; from now on changes are recorded in `kv_events`. O(blocks)."""
         self.kv_events.is_recording = True
         found: dict[Tier, frozenset[bytes]] = {"device": frozenset(self.pool.keys)}
         if self.host is not None:
@@ -333,11 +338,11 @@ class KVCacheManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks with KV that can be found, in both tiers."""
+        """The number of blocks in the prefix cache, in both tiers."""
         return self.pool.num_cached_blocks + (self.host.pool.num_cached_blocks if self.host is not None else 0)
 
     def blocks_in_use(self) -> str:
-        """Says who holds blocks, for a person; empty when nobody does and the prefix cache can be reset."""
+        """A text that says which blocks are in use and why; empty when none is, and the prefix cache can be reset."""
         accounts = self.pool.accounts()
         held = [
             (accounts.owned, "held by requests or a step that has not ended"),
@@ -350,37 +355,37 @@ class KVCacheManager:
         return ", ".join(f"{count} {by_whom}" for count, by_whom in held if count)
 
     def num_slots(self, request_id: str) -> int:
-        """Tokens that a live request's blocks hold."""
+        """How many tokens fit into a live request's blocks."""
         return len(self._tables[request_id].blocks) // self.num_groups * self.block_size
 
     def drop_unseen(self, request_id: str, num_computed_tokens: int) -> None:
-        """Let go of a live request's blocks that no query from `num_computed_tokens` on sees."""
+        """Free a live request's blocks that no query from position `num_computed_tokens` on sees."""
         table, null, groups = self._tables[request_id], self.pool.null_block, self.num_groups
         for group, window in self._groups.windows:
             first, end = table.num_dropped_stripes[group], self._groups.first_seen(num_computed_tokens, window)
             if end > first:
                 table_entries = table.blocks[first * groups + group : end * groups : groups]
-                dropped = self._there(table_entries)
+                dropped = self._without_null(table_entries)
                 table.blocks[first * groups + group : end * groups : groups] = [null] * (end - first)
                 table.num_dropped_stripes[group] = end
                 if table.spare is None:
                     self.pool.free_blocks(dropped)
                 else:
-                    # Others may have what it found in the cache.
+                    # Cache hits may be shared with other requests, so they are freed and not reused.
                     num_hits = max(0, table.num_hit_entries // groups - first)
-                    own = self._there(table_entries[num_hits:])
+                    own = self._without_null(table_entries[num_hits:])
                     table.spare += own
-                    self.pool.free_blocks(self._there(table_entries[:num_hits]))
+                    self.pool.free_blocks(self._without_null(table_entries[:num_hits]))
 
     def block_ids(self, request_id: str) -> list[int]:
-        """A live request's table, with the null block where it has none; empty when it has no table."""
+        """The block ids of a live request's table, the null block's included; empty when it has no table."""
         table = self._tables.get(request_id)
         return [block.block_id for block in table.blocks] if table is not None else []
 
     def submitted_block_ids(self, request: Request) -> list[int]:
-        """Its table up to the end of what it came with; the null block stands for what nobody sees who goes on there.
+        """The block ids of the submitted tokens, with the null block for entries that no later query sees.
 
-        Whoever does may compute the last one of those tokens again.
+        Later queries begin at the last submitted token, which the other node may compute again.
         """
         num_entries = -(-request.num_submitted_tokens // self.block_size) * self.num_groups
         table = self._tables.get(request.request_id)
@@ -392,22 +397,22 @@ class KVCacheManager:
         return block_ids
 
     def free(self, request_id: str) -> None:
-        """Let go of a live request's blocks, here or in the host tier; nothing when it has none."""
+        """Free a live request's blocks, on the device or in the host tier; does nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
             self._end_growth(table)
-            self.pool.free_blocks(self._there(table.blocks))
+            self.pool.free_blocks(self._without_null(table.blocks))
         elif self.host is not None:
             self.host.drop(request_id)
 
     def num_computed_blocks(self, request: Request) -> int:
-        """Blocks with KV in them, as far as its windows have not moved on."""
+        """How many blocks of a request hold KV that later queries see."""
         num_stripes = -(-request.num_computed_tokens // self.block_size)
         unseen = sum(self._groups.first_seen(request.num_computed_tokens, window) for _, window in self._groups.windows)
         return num_stripes * self.num_groups - unseen
 
     def swap_out(self, request: Request) -> bool:
-        """Move a request's KV to the host tier in the coming step; False, and nothing changes, without room there."""
+        """Move a request's KV to the host tier in the coming step; False, and nothing changes, if it does not fit."""
         table, null = self._tables[request.request_id], self.pool.null_block
         num_stripes = -(-request.num_computed_tokens // self.block_size)
         if self.host is None or num_stripes == 0 or table.spare is not None:
@@ -417,13 +422,13 @@ class KVCacheManager:
         if not self.host.put(request.request_id, [None if block is null else block for block in entries], keys):
             return False
         del self._tables[request.request_id]
-        self.pool.free_blocks(self._there(table.blocks))
+        self.pool.free_blocks(self._without_null(table.blocks))
         return True
 
     def swap_in(self, request: Request, *, num_spared_blocks: int = 0) -> AllocationAnswer:
-        """Move a request's KV back in the coming step, and make room for all its tokens; all or nothing.
+        """Move a request's KV back in the coming step, and allocate blocks for all its tokens; all or nothing.
 
-        Blocks that are still in the prefix cache here are not copied.
+        Blocks that are still in the device's prefix cache are not copied.
         """
         if self.host is None:
             raise ValueError("there is no host tier")
@@ -451,46 +456,52 @@ class KVCacheManager:
         return AllocationAnswer.OK
 
     def take_copies(self, step: int) -> StepCopies:
-        """What a step that is being decided copies from and to the host tier."""
+        """The copies from and to the host tier of the step that is being decided."""
         return self.host.begin_step(step) if self.host is not None else NO_COPIES
 
     def begin_step(self, step: int) -> None:
-        """A step was decided: until `settle` what it may write to is nobody else's."""
+        """Note that a step was decided: until `settle`, blocks to which it may write are not allocated again."""
         self.pool.raise_fence(step)
 
     def settle(self, step: int, lost: bool) -> None:
-        """A step was computed, or lost and may have copied nothing."""
+        """Note that a step was computed, or was lost and may have copied nothing."""
         stored = self.host.settle(step, lost) if self.host is not None else []
         if stored and self.kv_events.is_recording:
             self.kv_events.record(BlockStored(stored, tier="host"))
         self.pool.lift_fence(step)
 
     def lease(self, request_id: str) -> None:
-        """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
+        """Turn the blocks of an ended request into a lease: a peer may read them until `release`.
+
+        Does nothing when the request has no blocks.
+        """
         table = self._tables.pop(request_id, None)
         if table is not None:
             self._end_growth(table)
-            blocks = self._leased[request_id] = self._there(table.blocks)
+            blocks = self._leased[request_id] = self._without_null(table.blocks)
             self.pool.lease(blocks)
 
     def quarantine(self, request_id: str, num_valid_stripes: int = 0) -> None:
-        """The request ended, but a transfer may write to its blocks until `release`; nothing when it has none.
+        """Quarantine the blocks of an ended request, to which a transfer may still write, until `release`.
 
-        Cache hits in front of the written blocks and lookahead behind them are free at once, and so are the first
-        `num_valid_stripes`, which the transfer has filled.
+        Cache hits in front of the written blocks and lookahead blocks behind them are freed at once, and so are the
+        first `num_valid_stripes`, which the transfer has filled. Does nothing when the request has no blocks.
         """
         table = self._tables.pop(request_id, None)
         if table is None:
             return
         end = table.num_hit_entries + table.num_filling_entries
         first = max(table.num_hit_entries, num_valid_stripes * self.num_groups)
-        filling = self._there(table.blocks[first:end])
+        filling = self._without_null(table.blocks[first:end])
         self.pool.quarantine(filling)
-        self.pool.free_blocks(self._there(table.blocks[:first] + table.blocks[end:]))
+        self.pool.free_blocks(self._without_null(table.blocks[:first] + table.blocks[end:]))
         self._quarantined[request_id] = filling
 
     def release(self, request_id: str) -> bool:
-        """Nobody touches the leased or quarantined blocks of this ended request any more. False when it has none."""
+        """Free the leased or quarantined blocks of an ended request, which no peer or transfer accesses any more.
+
+        Returns False when the request has no such blocks.
+        """
         leased = self._leased.pop(request_id, None)
         if leased is not None:
             self.pool.end_lease(leased)
@@ -506,11 +517,13 @@ class KVCacheManager:
         return request_id in self._leased or request_id in self._quarantined
 
     def check_invariant(self) -> None:
-        """The pools' own books, and their counts against all tables; raises BlockInvariantBroken. O(blocks)."""
+        """Check the pools' accounts, and their counts against all tables; raises BlockInvariantBroken. O(blocks)."""
         self.pool.check_invariant()
         if self.host is not None:
             self.host.check_invariant()
-        owners = Counter(block.block_id for table in self._tables.values() for block in self._there(table.blocks))
+        owners = Counter(
+            block.block_id for table in self._tables.values() for block in self._without_null(table.blocks)
+        )
         owners.update(block.block_id for table in self._tables.values() for block in table.spare or ())
         owners.update(block.block_id for block in self.pool.fenced)
         leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
@@ -536,7 +549,7 @@ class KVCacheManager:
             self.kv_events.record(BlockRemoved([key for _, key in evicted], "host"))
 
     def _end_growth(self, table: _BlockTable) -> None:
-        """The request has all the blocks that it needs while it is computed; what else it holds goes to others."""
+        """Note that a growing table is complete, and free the blocks that it has in reserve."""
         if table.spare is not None:
             self.num_growing -= 1
             spare, table.spare = table.spare, None
@@ -552,27 +565,27 @@ class KVCacheManager:
     def _open_table(self, request_id: str, hits: Sequence[Block], num_external_tokens: int) -> _BlockTable:
         blocks = list(hits)
         table = _BlockTable(blocks, self.num_groups, -(-num_external_tokens // self.block_size))
-        self.pool.touch(self._there(blocks))
+        self.pool.touch(self._without_null(blocks))
         self._tables[request_id] = table
         return table
 
     def _append(self, table: _BlockTable, taken: Sequence[Block], num_entries: int, unseen: Collection[int]) -> None:
-        """Extend a table to `num_entries`, with nothing at those `unseen`."""
+        """Extend a table to `num_entries`, with the null block at the entries in `unseen`."""
         if not unseen:
             table.blocks += taken
             return
         blocks, null = iter(taken), self.pool.null_block
         table.blocks += [null if entry in unseen else next(blocks) for entry in range(len(table.blocks), num_entries)]
 
-    def _there(self, blocks: list[Block]) -> list[Block]:
-        """These entries without those that have no block."""
+    def _without_null(self, blocks: list[Block]) -> list[Block]:
+        """The blocks of these entries, without the null block."""
         if not self._groups.windows:
             return blocks
         null = self.pool.null_block
         return [block for block in blocks if block is not null]
 
     def _cache_group(self, request: Request, table: _BlockTable, group: int, first: int, end: int) -> None:
-        """Enter a group's blocks of these stripes into the index."""
+        """Enter one group's blocks of the stripes [first, end) into the prefix cache."""
         null, groups, is_new, cache_block = self.pool.null_block, self.num_groups, False, self.pool.cache_block
         keys, blocks = request.block_hashes[first:end], table.blocks[first * groups + group : end * groups : groups]
         stored: list[bytes] = []
@@ -582,7 +595,7 @@ class KVCacheManager:
                 stored.append(name)
                 is_new |= cache_block(block, name)
         if is_new and self.kv_events.is_recording:
-            # Those without a block are the first ones: windows only move on.
+            # Only the first entries can lack a block, since windows only move forward.
             first = end - len(stored)
             parent = group_key(request.block_hashes[first - 1], group) if first else None
             size, wanted = self.block_size, self.kv_events.with_tokens

@@ -1,1 +1,1 @@
-"""What may be drawn and what must not go on: grammars, and outputs that repeat themselves."""
+"""Constraints on outputs: grammars, and the detection of outputs that repeat themselves."""

@@ -1,9 +1,9 @@
-"""Output that must fit a grammar: what follows a sequence's tokens and says which token may come next.
+"""Grammars: the interface of what follows a sequence's tokens and says which tokens may come next.
 
-A request with a JSON schema waits (WAITING_FOR_GRAMMAR) until somebody outside the engine has compiled it: one matcher
-for each sequence. The runner asks the matcher before it draws and tells it what was drawn, so the scheduler need not
-know the tokens, and a step can be decided ahead as for any other request. When nothing but the end may follow, the
-end-of-sequence token is all that a matcher allows, and that token ends the request as it ends any other.
+A request with a JSON schema waits (WAITING_FOR_GRAMMAR) until its node has compiled the schema outside the engine, to
+one matcher for each sequence. The runner asks the matcher before it samples, and gives it the sampled token in the next
+step. So the scheduler need not know the tokens, and a step can be decided ahead as for any other request. When the
+output is complete, the matcher allows only an end-of-sequence token, which ends the request as it ends any other.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class TokenMatcher(Protocol):
-    """Follows the output of one sequence, and of no other. A function of the tokens that it was given."""
+    """Follows the output of one sequence. Its masks are a function of the tokens that it was given."""
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it was given."""
+        """How many tokens the matcher was given."""
         ...
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These come next; raises EngineFault for one that may not."""
+        """Append the sequence's next tokens; raises EngineFault for a token that the grammar does not allow."""
         ...
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:

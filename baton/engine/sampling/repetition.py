@@ -1,7 +1,7 @@
-"""Output that goes on repeating itself: the same pattern of tokens, again and again, up to its end.
+"""Detects an output that ends with the same pattern of tokens many times in a row.
 
-A function of the output's tokens alone, so every node that computes a request ends it at the same token, whichever
-tokens it was given and however they were cut into steps.
+The result is a function of the output's tokens alone, so every node that computes a request ends it at the same token,
+however many tokens an earlier attempt generated and however the tokens are split into steps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from baton.messages.sampling import RepetitionDetection
 
 
 class RepetitionDetector:
-    """Follows one output. A token costs as many operations as the last `max_pattern_size` tokens have equal ones.
+    """Follows one output. The cost of a token is its number of occurrences among the last `max_pattern_size` tokens.
 
-    An output ends with a pattern of p tokens that comes c times in a row if its last p * (c - 1) tokens are each equal
-    to the one p before. For each p it is enough to count how many are, up to now.
+    An output ends with a pattern of p tokens that occurs c times in a row if each of its last p * (c - 1) tokens equals
+    the token p positions before. So for each p it is enough to count how many of the last tokens do.
     """
 
     def __init__(self, rule: RepetitionDetection) -> None:
@@ -25,12 +25,12 @@ class RepetitionDetector:
         self._places: dict[int, deque[int]] = {}
         """The positions of each token among the last `max_pattern_size` ones."""
         self._equal_so_far: dict[int, int] = {}
-        """For each distance: how many tokens up to the last one are equal to the one so far before."""
+        """For each distance d: how many tokens in a row, up to the last one, equal the token d positions before."""
 
     def repeated(self, token_ids: Sequence[int]) -> int:
-        """Tokens of the shortest pattern that the output ends with `min_count` times; 0: it does not.
+        """Length of the shortest pattern with which the output ends `min_count` times in a row; 0: there is none.
 
-        `token_ids`: the whole output; what was not there in the last call is taken in.
+        `token_ids`: the whole output, of which only the tokens that are new since the last call are processed.
         """
         for place in range(self._num_taken, len(token_ids)):
             self._take(token_ids, place)

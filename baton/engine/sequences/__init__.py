@@ -1,1 +1,1 @@
-"""Several sequences of one request: samples side by side, and beams."""
+"""Requests with several sequences: independent samples of one prompt, and beam search."""

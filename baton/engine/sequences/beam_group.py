@@ -1,9 +1,10 @@
-"""A beam search in the engine: which requests compute its beams, and what its client gets.
+"""A beam search in the engine: which requests compute its beams, and the output that its client gets.
 
-A request that has computed its beam is parked: it gives up its seat at once, for others may need it to compute theirs.
-Then the best beam that continues its own is its heir: the same request, in the same blocks, with one token more. The
-others fork from it: they share its full blocks and copy what they would write to. Who finds no room in the next step
-finds no blocks any more in a later one (see Ledger.free_parked) and computes them again: a search can't starve itself.
+A request that has computed its beam is parked: it gives up its seat at once, since other beams may need the seat. When
+the search advances, the best beam that continues the parked one becomes its heir: the same request, in the same blocks,
+with one more token. The other continuations are forked: they share the full blocks and copy the block to which they
+would write. A beam that gets no seat in the next step loses its blocks (see Ledger.free_parked) and recomputes them
+later, so that a search can't starve itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BeamGroup:
     """The beams of one request inside one engine. Only the scheduler writes to it."""
 
     def __init__(self, root: Request, max_model_len: int) -> None:
-        """`root`: the request as it was submitted. It computes the prompt, and its id is what the client hears of."""
+        """`root`: the request as it was submitted. It computes the prompt, and outputs are reported under its id."""
         params = root.sampling_params
         self.root = root
         self.search = BeamSearch(
@@ -35,30 +36,30 @@ class BeamGroup:
             early_stopping=params.early_stopping,
         )
         self.members = [root]
-        """Requests that compute a beam and have not done so."""
+        """Requests whose beam is still to be computed in this step."""
         self.computed: list[Request] = []
-        """Those that have done so in this step; after `next_requests`, those of them as which no beam goes on."""
+        """Requests whose beam was computed in this step; after `next_requests`, those of them without an heir."""
         self.is_closed = False
-        """The client has been told how it ended."""
+        """Whether the end of the search has been reported to the client."""
         self._num_returned = params.n
         root.sampling_params = replace(params, temperature=0.0, logprobs=self.search.num_candidates)
         self._by_place: Sequence[Request] = (root,)
-        """The request of each beam that runs."""
+        """The request of each running beam, in the order of `BeamSearch.running`."""
         self._likeliest: dict[str, Sequence[tuple[int, float]]] = {}
 
     @property
     def request_id(self) -> str:
         return self.root.request_id
 
-    def again_from_prompt(self) -> Request:
-        """The prompt arrived from elsewhere, but not what may follow it: compute that from its last token."""
+    def restart_from_prompt(self) -> Request:
+        """A request that computes the last prompt token again, for its likeliest successors: arrived KV lacks those."""
         request = self._fork(0, self.root)
         self.computed = [self.root]
         self._begin([request])
         return request
 
     def take(self, request: Request, likeliest: Sequence[tuple[int, float]]) -> bool:
-        """What may follow a beam; whether the step is complete and the search went on to the next one."""
+        """Take the likeliest continuations of a computed beam; returns whether this completed the search's step."""
         self.members.remove(request)
         self.computed.append(request)
         self._likeliest[request.request_id] = likeliest
@@ -72,10 +73,10 @@ class BeamGroup:
         requests: list[Request] = []
         for place, beam in enumerate(self.search.running):
             parent = self._by_place[beam.parent]
-            # The root is what the client hears of: it stays as it is.
+            # The root stands for the search towards the client, so it stays as it is.
             is_heir = parent is not self.root and parent not in requests
             requests.append(parent if is_heir else self._fork(place, parent))
-        # Only now: the others forked from what their parents have computed.
+        # Only after all forks are made, since they copy the tokens that their parents have computed.
         for request, beam in zip(requests, self.search.running, strict=True):
             request.output_token_ids.append(beam.token_id)
         self.computed = [request for request in self.computed if request not in requests]
@@ -83,7 +84,7 @@ class BeamGroup:
         return requests
 
     def outputs(self) -> list[EngineCoreOutput]:
-        """The best sequences, best first; fewer than asked for when the model offered fewer."""
+        """The best sequences, best first; fewer than requested if the search found fewer."""
         best = self.search.finished[: self._num_returned]
         return [self._output(index, list(beam.token_ids)) for index, beam in enumerate(best)]
 

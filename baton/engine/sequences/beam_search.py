@@ -1,11 +1,11 @@
-"""Beam search over one request, as a pure decision: the likeliest tokens of each beam go in, the next beams come out.
+"""Beam search over one request, as pure decisions: from the likeliest tokens of each beam to the next beams.
 
-The rules are those of transformers' `generate(num_beams=..., do_sample=False)`, so that the result is the same: of all
-beams' continuations the best `num_candidates` are looked at, those that end the text are finished if they are among
-the best `width`, and the best `width` of the others go on. A finished one is scored by its log-probability over its
-length to the power of `length_penalty`.
+The rules are those of transformers' `generate(num_beams=..., do_sample=False)`, so that the results are equal. A step
+considers the best `num_candidates` continuations of all beams. Those that end the sequence are finished if they are
+among the best `width`; of the others, the best `width` run on. A finished beam is scored by its log-probability divided
+by its length to the power of `length_penalty`.
 
-A beam is a link to the one that it continues and one token more, so a step costs the same however long the text is.
+A beam is stored as one token and a link to the beam that it continues, so the cost of a step does not depend on length.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """Output tokens and their score: the sum of their log-probabilities, length-penalised once they are finished."""
+    """Output tokens and their score: the sum of their log-probabilities, length-penalised in a finished beam."""
 
     before: Beam | None = field(repr=False)
-    """The beam that it continues; None of the one without tokens."""
+    """The beam that this one continues; None for the beam without tokens."""
     token_id: int
-    """Its last token."""
+    """The last token."""
     score: float
     parent: int = 0
-    """The place that `before` had among those that ran."""
+    """The index of `before` in `BeamSearch.running`."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All its tokens, written out."""
+        """All tokens of the beam."""
         token_ids, beam = [], self
         while beam.before is not None:
             token_ids.append(beam.token_id)
@@ -37,7 +37,7 @@ class Beam:
 
 
 class BeamSearch:
-    """One search. It is over when nothing that still runs can get better than what is finished, or at the length."""
+    """One search. It is over at the maximum length, or when no running beam can beat the finished ones."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class BeamSearch:
         length_penalty: float = 1.0,
         early_stopping: bool = False,
     ) -> None:
-        """`early_stopping`: over as soon as `width` beams are finished."""
+        """`early_stopping`: the search is over as soon as `width` beams are finished."""
         self.running: Sequence[Beam] = (Beam(None, -1, 0.0),)
-        """Best first."""
+        """Beams that may be continued, best first."""
         self.length = 0
-        """Tokens of each that runs."""
+        """Tokens of each running beam."""
         self.finished: Sequence[Beam] = ()
-        """Best first."""
+        """Beams that have ended, best first."""
         self.is_over = False
         self._width = width
         self._stop_ids = stop_ids
@@ -64,11 +64,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of each beam's likeliest tokens decide a step: enough to go on if all that can end the text do."""
+        """How many of each beam's likeliest tokens a step needs: enough to continue even if all stop tokens are among
+        them."""
         return max(2, 1 + len(self._stop_ids)) * self._width
 
     def advance(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """One step: (token, log-probability) of the likeliest tokens of each running beam, best first."""
+        """Advance by one step.
+
+        `continuations`: (token id, log-probability) of the likeliest tokens of each running beam, best first.
+        """
         candidates = [
             Beam(beam, token_id, beam.score + logprob, parent)
             for parent, (beam, likeliest) in enumerate(zip(self.running, continuations, strict=True))

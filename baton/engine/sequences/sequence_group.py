@@ -1,7 +1,7 @@
-"""Several sequences of one request: they share its prompt, and each has tokens of its own.
+"""Several sequences of one request, which share its prompt and have outputs of their own.
 
-Each sequence is a `Request` to the engine. The one that was submitted is sequence 0; the others come to be when its
-prompt has been computed (or has arrived), so whatever happens to a prompt happens once.
+Each sequence is a `Request` of the engine. The submitted request is sequence 0; the others are created when its prompt
+has been computed (or has arrived), so a prompt is computed or transferred once.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from dataclasses import replace
 from baton.engine.request import Request, RequestStatus
 
 MAX_SEQUENCES = 8
-"""Of one request."""
+"""The most sequences of one request."""
 
 _MARK = "~"
-"""Between a request's id and a sequence's index; no request id contains it."""
+"""Separates the request's id from the sequence's index in an engine id; no request id contains it."""
 _BEAM_MARK = "^"
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def sequence_id(request_id: str, index: int) -> str:
-    """The engine's id of a sequence. Sequence 0 has the request's own."""
+    """The engine's id of a sequence. Sequence 0 has the request's own id."""
     return f"{request_id}{_MARK}{index}" if index else request_id
 
 
 def lone_sequence_id(request_id: str, index: int) -> str:
-    """Names one sequence where the request's own id would name all of them."""
+    """An id that names one sequence, where the request's own id would name all of its sequences."""
     return f"{request_id}{_MARK}{index}"
 
 
 def split_sequence_id(engine_id: str) -> tuple[str, int]:
-    """(request id, sequence index) of an engine's id."""
+    """Split an engine's id into the request id and the sequence index."""
     request_id, mark, index = engine_id.partition(_MARK)
     return request_id, int(index.partition(_BEAM_MARK)[0]) if mark else 0
 
 
 def beam_id(request_id: str, step: int, index: int) -> str:
-    """The engine's id of the beams that one request computes; to everybody else it is part of sequence 0.
+    """The engine's id of a request that computes beams; `split_sequence_id` counts it to sequence 0.
 
-    `step`, `index`: how many tokens the first of them had, and its place among those that ran then.
+    `step`, `index`: the length of the request's first beam, and that beam's index among the running ones.
     """
     return f"{request_id}{_MARK}0{_BEAM_MARK}{step}.{index}"
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of a request's sequence, 64 bits: a function of both alone, and of sequence 0 the request's own.
+    """The 64-bit seed of one sequence, a function of the request's seed and the index; sequence 0 has the request's.
 
     The steps are those of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators").
     """
@@ -65,7 +65,7 @@ class SequenceGroup:
         """`root`: the request as it was submitted, sequence 0."""
         self.root = root
         self.members = [root]
-        """Those that have not ended, by index."""
+        """The sequences that have not ended, in the order of their indices."""
         self.is_forked = False
 
     @property
@@ -73,24 +73,24 @@ class SequenceGroup:
         return self.root.request_id
 
     def fork(self) -> list[Request]:
-        """The other sequences, new and without blocks; call once, when the prompt's KV is known to be there."""
+        """Create the other sequences, without blocks; call once, when the prompt's KV is computed or has arrived."""
         self.is_forked = True
         children = [self._child(index) for index in range(1, self.root.sampling_params.n)]
         self.members += children
         return children
 
     def running_sibling(self, request: Request, decoding: Collection[str]) -> Request | None:
-        """Another member that runs, best one of `decoding` (it has the whole prompt's KV, from an earlier step)."""
+        """Another running sequence, preferably one of `decoding`: those have the KV of the whole prompt."""
         running = [m for m in self.members if m is not request and m.status is RequestStatus.RUNNING]
         return next((m for m in running if m.request_id in decoding), running[0] if running else None)
 
     @property
     def all_run(self) -> bool:
-        """Whether nobody is to come who would share what another one computed."""
+        """Whether all sequences run, so that none still has to take over the KV that another one computed."""
         return self.is_forked and all(member.status is RequestStatus.RUNNING for member in self.members)
 
     def member(self, index: int) -> Request | None:
-        """A live sequence, once they have been forked."""
+        """The sequence with this index if it has not ended; None before the sequences are forked."""
         engine_id = sequence_id(self.request_id, index)
         return next((m for m in self.members if self.is_forked and m.request_id == engine_id), None)
 

@@ -1,1 +1,1 @@
-"""Requests that do not run: who comes first, who may begin with the room that there is, who gives way."""
+"""Waiting requests: the queues' order, admission to free seats and blocks, and preemption of running requests."""

@@ -1,19 +1,20 @@
-"""Requests that wait, in which order they get in, and what each needs for it.
+"""Admission: in which order waiting requests are tried, and what each of them needs to run.
 
-Admission takes the blocks of everything a request has so far, all or nothing, though they are computed in chunks: two
-half-admitted requests can't wait for each other, and a prompt tends to lie in one run of neighbours. Where they don't
-fit and the model's windows bound what is held at a time, it takes that many instead, and goes round in them. A load
-from elsewhere also reserves the slot of its first generated token, so that an arrival never waits for a block.
+Admission allocates the blocks for all tokens that a request has so far, all or nothing, although they are computed in
+chunks. So two half-admitted requests can't wait for each other, and a prompt's blocks tend to be contiguous. Where the
+blocks don't fit and the model's attention windows bound how many are needed at a time, admission allocates that many,
+and the request reuses them. A load from another node also reserves the slot of its first generated token, so that a
+request whose KV has arrived never waits for a block.
 
-Waiting requests lack one of two things, and nobody waits behind somebody who lacks the other one:
+A waiting request lacks one of two things, and does not wait behind requests that lack the other one:
 
-  a seat       to compute here: one of `max_num_seqs`, and something of the step's token budget
-  a load slot  to have KV read from another node into reserved blocks: as many again, no seat needed meanwhile
+  a seat       to be computed here: one of `max_num_seqs`, and at least one token of the step's budget
+  a load slot  to have KV read from another node into reserved blocks: one of `max_num_seqs` more; needs no seat
 
-Each has a queue of its own, and requests are tried in the order of both together. While no load slot is free, those
-that need a seat are tried as if the others were not there: they take no load slot, and arrivals get seats before them.
-While no seat is free, loads may begin in front of those that wait for one, but only `max_times_passed` times for the
-first of these, since what was loaded takes its seat first.
+Requests that lack a seat and requests that lack a load slot have a queue each, and are tried in one common order. While
+no load slot is free, only the requests that need a seat are tried: they take no load slot, and requests whose KV has
+arrived get seats before them. While no seat is free, loads may begin in front of requests that wait for a seat, but
+the first of these may be passed only `max_times_passed` times, since a loaded request gets a seat before it.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ from baton.errors import TransferCause
 from baton.messages.node import Leg
 
 
-class _Tried(enum.Enum):
-    """What became of a waiting request that was tried."""
+class _AdmissionResult(enum.Enum):
+    """The result of trying to admit a waiting request."""
 
     ADMITTED = enum.auto()
-    """It runs, or waits with its blocks for remote KV."""
+    """The request runs, or has blocks and waits for remote KV."""
     ENDED = enum.auto()
+    """The request was refused or failed, and has ended."""
     NO_BLOCKS = enum.auto()
-    """Not enough free blocks now; a smaller one may fit."""
+    """There are not enough free blocks now. A smaller request may still fit."""
     NO_SEAT = enum.auto()
-    """No seat or not enough budget left: nobody behind it gets one in this step."""
+    """No seat is free or the token budget is too small: no later request gets a seat in this step either."""
     ASK_AGAIN = enum.auto()
-    """Its connector does not know yet, or a sibling still computes the prompt they share."""
+    """The connector does not know yet, or another sequence still computes the shared prompt."""
 
 
 class _Unseated(NamedTuple):
-    """Requests that wait for a seat and get none in this step."""
+    """The first request in turn that waits for a seat and gets none in this step."""
 
     turn: Turn
     request: Request
@@ -73,7 +75,7 @@ def _queue(config: SchedulerConfig, places: Places) -> RequestQueue:
 
 
 class Admission:
-    """The way from `waiting` (no blocks), `remote` (KV under way), `arrived` and `swapped` to running."""
+    """Moves requests from `waiting` (no blocks), `remote` (KV in transfer), `arrived` and `swapped` to running."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -90,19 +92,19 @@ class Admission:
         self._times_passed: dict[str, int] = {}
         self._prompt_wants_whole_step = False
         self._preempted: set[str] = set()
-        """Of those waiting: who ran before."""
+        """Ids of the waiting requests that were preempted."""
         self._deferred: set[str] = set()
-        """Of those waiting: who was told to ask again."""
+        """Ids of the waiting requests whose last result was ASK_AGAIN."""
         self.prefix_cache = PrefixCacheCounts()
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks."""
+        """Requests that wait without blocks."""
         return len(self._for_seat) + len(self._for_load)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """What those will have computed here, in O(1)."""
+        """The sum of `tokens_to_compute` over the requests that wait without blocks, in O(1)."""
         return self._for_seat.num_tokens + self._for_load.num_tokens
 
     @property
@@ -116,16 +118,16 @@ class Admission:
 
     @property
     def anybody_waits(self) -> bool:
-        """Whether the next step may have to let somebody in."""
+        """Whether the next step may have a request to admit."""
         return bool(self._arrived or self.num_waiting or len(self._swapped))
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:
-        """KV is under way to them, or nobody has begun to compute it."""
+        """Requests whose KV is in transfer, or not begun on the other node."""
         return len(self._remote) + len(self._deferred)
 
     def num_waiting_by_reason(self) -> dict[WaitingReason, int]:
-        """Everybody who does not run, in O(1)."""
+        """The number of requests that don't run, by what they wait for, in O(1)."""
         return {
             "capacity": self.num_waiting - len(self._preempted) - len(self._deferred),
             "deferred": len(self._deferred),
@@ -137,7 +139,7 @@ class Admission:
         }
 
     def add(self, request: Request, outputs: OutputsByClient) -> None:
-        """A newcomer; one that can never fit ends at once."""
+        """Queue a new request. One that can never fit ends at once."""
         if request.least_length > self._ledger.most_tokens(request):
             self._refuse(request, outputs)
             return
@@ -154,7 +156,7 @@ class Admission:
             self._queue_of(request).add(request)
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
-        """A request has what it waited for: it queues where it came, before later ones. One that is over is skipped."""
+        """Queue a request whose grammar is compiled, before those that arrived later; skip one that has ended."""
         request = self._for_grammar.pop(request_id, None)
         if request is not None:
             request.take(RequestEvent.GRAMMAR_COMPILED)
@@ -162,7 +164,7 @@ class Admission:
             self._queue_of(request).add(request)
 
     def put_back(self, request: Request) -> None:
-        """A preempted request, by its status swapped or not: next in turn."""
+        """Put a preempted request next in turn, in the queue that its status (SWAPPED or PREEMPTED) tells."""
         if request.status is RequestStatus.SWAPPED:
             self._swapped.prepend(request)
         else:
@@ -170,7 +172,7 @@ class Admission:
             self._preempted.add(request.request_id)
 
     def fork(self, request: Request) -> None:
-        """The prompt of a request has KV: its other sequences, if it has any, are next in turn."""
+        """Put the other sequences of a request, whose prompt is computed, next in turn; nothing if it has none."""
         group = request.group
         if group is None or group.is_forked:
             return
@@ -180,16 +182,16 @@ class Admission:
             self._ledger.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
 
     def enter(self, requests: Sequence[Request]) -> None:
-        """Requests that go on with what others computed are next in turn."""
+        """Put new sequences or beams, which continue what others computed, next in turn."""
         self._ledger.requests.update((request.request_id, request) for request in requests)
         self._for_seat.prepend_many(requests)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
-        """Of running requests, in order of admission: the one that gives way first."""
+        """The running request that is preempted first. `running`: in order of admission."""
         return self._for_seat.last_in_turn(running)
 
     def take_out(self, requests: Collection[Request]) -> None:
-        """Forget requests that are about to end, wherever they wait."""
+        """Remove requests that are about to end from wherever they wait."""
         queued, swapped = set(), set()
         for request in requests:
             self._times_passed.pop(request.request_id, None)
@@ -209,11 +211,11 @@ class Admission:
             self._arrived = deque(request for request in self._arrived if request.request_id not in queued)
 
     def take_remote(self, request_id: str) -> Request | None:
-        """Take out a request that waits for remote KV; None when this one does not."""
+        """Remove and return a request that waits for remote KV; None when this request does not."""
         return self._remote.pop(request_id, None)
 
     def take_unloaded(self, request_id: str) -> Request | None:
-        """Take out a request that waits for remote KV, or for blocks to put it into; None when this one does not."""
+        """Remove and return a request that waits for remote KV, or for the blocks that a load needs; otherwise None."""
         request = self._remote.pop(request_id, None) or self._ledger.requests.get(request_id)
         if request is None or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request
@@ -224,7 +226,7 @@ class Admission:
         return request
 
     def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
-        """A request's KV is here: its blocks may be found from now on, and it joins the next step unless it ends."""
+        """Take over arrived KV: it can be found in the prefix cache, and the request runs from the next step on."""
         ledger = self._ledger
         request.take(RequestEvent.LOADED)
         request.num_external_tokens = request.num_submitted_tokens - request.num_computed_tokens
@@ -235,7 +237,7 @@ class Admission:
         self.fork(request)
         if request.beams is not None:
             ledger.park(request)
-            self.enter([request.beams.again_from_prompt()])
+            self.enter([request.beams.restart_from_prompt()])
             ledger.retire_computed(request.beams)
             return
         request.last_logprobs = arrived.first_logprobs
@@ -254,8 +256,10 @@ class Admission:
         self._arrived.append(request)
 
     def compute_here(self, request: Request, num_valid_blocks: int) -> None:
-        """Not all of a request's KV comes: the rest is computed here, ahead of newcomers, as if it had been sent here
-        alone. The first `num_valid_blocks` of its blocks are right; it finds them in the prefix cache."""
+        """Compute a request here whose KV does not arrive completely, before new requests, as a request of one leg.
+
+        The first `num_valid_blocks` of its blocks hold the right KV: the request finds them in the prefix cache.
+        """
         num_here = 0
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             num_here = self._ledger.give_up_load(request, num_valid_blocks)
@@ -269,12 +273,12 @@ class Admission:
         self._for_seat.prepend(request)
 
     def take_whole_step_wish(self) -> bool:
-        """Whether a prompt that may not be cut waits for a step of its own; asking grants it."""
-        wish, self._prompt_wants_whole_step = self._prompt_wants_whole_step, False
-        return wish
+        """Whether a prompt that may not be split into chunks needs a whole step's budget; resets the answer."""
+        is_wanted, self._prompt_wants_whole_step = self._prompt_wants_whole_step, False
+        return is_wanted
 
     def admit_arrived(self, plan: StepPlan) -> None:
-        """Run those whose KV arrived, in order of arrival: they hold blocks."""
+        """Run the requests whose KV has arrived, in the order of its arrival: they already hold blocks."""
         while self._arrived and self._has_seat(plan):
             request = self._arrived[0]
             num_tokens = plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget)
@@ -284,7 +288,7 @@ class Admission:
             self._run(request, num_tokens, plan)
 
     def admit_swapped(self, plan: StepPlan) -> bool:
-        """Bring swapped requests back in turn; False when one has to wait, past which nobody new may get in."""
+        """Swap requests back in, in turn. False when one has to wait: then no other waiting request may be admitted."""
         while len(self._swapped):
             if not self._has_seat(plan):
                 return False
@@ -297,7 +301,8 @@ class Admission:
         return True
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
-        """Try the others in order. What can't run now keeps its place; what never can ends."""
+        """Try to admit the requests without blocks, in turn. One that does not fit now keeps its place; one that never
+        will ends."""
         if not self.num_waiting:
             return
         stay: dict[RequestQueue, list[Request]] = {}
@@ -306,22 +311,22 @@ class Admission:
         while (queue := self._next_queue(unseated)) is not None:
             turn = queue.next_turn
             request = queue.pop()
-            tried = self._try(request, plan, outputs)
+            result = self._try(request, plan, outputs)
             self._deferred.discard(request.request_id)
-            if tried is _Tried.ASK_AGAIN and request.status is RequestStatus.WAITING:
+            if result is _AdmissionResult.ASK_AGAIN and request.status is RequestStatus.WAITING:
                 self._deferred.add(request.request_id)
-            if tried in (_Tried.ADMITTED, _Tried.ENDED):
+            if result in (_AdmissionResult.ADMITTED, _AdmissionResult.ENDED):
                 self._preempted.discard(request.request_id)
-            if tried is _Tried.ADMITTED:
+            if result is _AdmissionResult.ADMITTED:
                 passed = stuck if unseated is None or turn < unseated.turn else [*stuck, unseated.request]
                 for other in passed:
                     self._times_passed[other.request_id] = self._times_passed.get(other.request_id, 0) + 1
                 unseated = unseated or self._unseated(plan)
-            elif tried is not _Tried.ENDED:
+            elif result is not _AdmissionResult.ENDED:
                 stay.setdefault(queue, []).append(request)
-            if tried is _Tried.NO_BLOCKS:
+            if result is _AdmissionResult.NO_BLOCKS:
                 stuck.append(request)
-            if tried is _Tried.NO_SEAT and unseated is None:
+            if result is _AdmissionResult.NO_SEAT and unseated is None:
                 unseated = _Unseated(turn, request)
             if stuck and not self._may_be_passed(stuck):
                 break
@@ -329,9 +334,9 @@ class Admission:
             queue.put_back(requests)
 
     def _next_queue(self, unseated: _Unseated | None) -> RequestQueue | None:
-        """The one whose first request is next in turn of those that could get what they lack; None: nobody could.
+        """The queue whose first request is to be tried next; None when no request can get what it lacks.
 
-        `unseated`: the first in turn that gets no seat in this step; nobody else gets one, then.
+        `unseated`: the first request in turn that gets no seat in this step; then no other request gets a seat either.
         """
         seat = self._for_seat.next_turn if unseated is None else NO_TURN
         load = self._for_load.next_turn if self._has_load_slot() else NO_TURN
@@ -344,7 +349,7 @@ class Admission:
         return self._for_load
 
     def _unseated(self, plan: StepPlan) -> _Unseated | None:
-        """The first in turn that waits for a seat, if none is left."""
+        """The first request in turn that waits for a seat, if no seat is left."""
         request = self._for_seat.next_request
         return None if request is None or self._has_seat(plan) else _Unseated(self._for_seat.next_turn, request)
 
@@ -358,37 +363,37 @@ class Admission:
         return len(self._remote) + len(self._arrived) < self._config.max_num_seqs
 
     def _may_be_passed(self, stuck: list[Request]) -> bool:
-        # A preempted one has a stream waiting: newcomers in its room would have it preempted for ever.
+        # The stream of a preempted request has stalled: if new requests took its blocks, it could starve.
         return len(stuck) <= self._config.max_stuck_requests and all(
             request.status is not RequestStatus.PREEMPTED
             and self._times_passed.get(request.request_id, 0) < self._config.max_times_passed
             for request in stuck
         )
 
-    def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _Tried:
+    def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _AdmissionResult:
         may_load = self._may_load(request)
         if self._manager.has_table(request.request_id):
-            return self._go_on(request, plan)
+            return self._continue_parked(request, plan)
         computed = self._computed_blocks(request, with_host=not may_load)
         if computed is None:
-            return _Tried.ASK_AGAIN
+            return _AdmissionResult.ASK_AGAIN
         if may_load:
             try:
                 external = self._external_tokens(request, computed)
             except Exception as exc:
                 return self._fail(request, exc, outputs)
             if external.num_tokens is None:
-                return _Tried.ASK_AGAIN
+                return _AdmissionResult.ASK_AGAIN
             if external.num_tokens:
                 return self._load(request, computed, external.num_tokens, outputs)
             if not self._has_seat(plan):
-                return _Tried.NO_SEAT
+                return _AdmissionResult.NO_SEAT
         return self._admit(request, computed, plan, outputs)
 
     def _computed_blocks(self, request: Request, *, with_host: bool) -> ComputedBlocks | None:
-        """What of the request has KV in the cache or in a sibling's blocks, as far as something is left to compute.
+        """The request's prefix with KV in the cache or in another sequence's blocks; at least one token is left out.
 
-        None: a sibling is about to have it.
+        None: another sequence is still computing the shared prompt.
         """
         if self._parent(request) is not None:
             shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
@@ -408,18 +413,18 @@ class Admission:
         return max(shared or NO_COMPUTED_BLOCKS, cached, key=lambda computed: computed.num_tokens)
 
     def _parent(self, request: Request) -> Request | None:
-        """The beam that it continues beside another, as long as that one's blocks are kept."""
+        """The beam from which this one was forked, as long as that one's blocks are kept."""
         parent = self._ledger.parked.get(request.parent_id) if request.parent_id else None
         return parent if parent is not None and self._manager.has_table(parent.request_id) else None
 
-    def _go_on(self, request: Request, plan: StepPlan) -> _Tried:
-        """A beam whose request was parked goes on in the blocks that it has."""
+    def _continue_parked(self, request: Request, plan: StepPlan) -> _AdmissionResult:
+        """Run a parked beam again in the blocks that it has."""
         allocation = self._manager.allocate_slots(request, 1)
         if allocation.answer is not AllocationAnswer.OK:
-            return _Tried.NO_BLOCKS
+            return _AdmissionResult.NO_BLOCKS
         plan.add_known(request, 1, allocation.new_block_ids)
         self._seat(request)
-        return _Tried.ADMITTED
+        return _AdmissionResult.ADMITTED
 
     def _has_seat(self, plan: StepPlan) -> bool:
         return plan.token_budget > 0 and len(self._ledger.running) < self._config.max_num_seqs
@@ -434,7 +439,9 @@ class Admission:
             raise ValueError(f"{external} does not complete a prompt with {computed.num_tokens} tokens here")
         return external
 
-    def _admit(self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient) -> _Tried:
+    def _admit(
+        self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient
+    ) -> _AdmissionResult:
         missing = request.num_tokens - computed.num_tokens
         if self._config.enable_chunked_prefill:
             num_tokens = plan.cut(missing, plan.token_budget)
@@ -442,7 +449,7 @@ class Admission:
             num_tokens = missing
         else:
             self._prompt_wants_whole_step = True
-            return _Tried.NO_SEAT
+            return _AdmissionResult.NO_SEAT
         allocation = self._manager.allocate_slots(
             request, missing, computed=computed, num_spared_blocks=self._spared_blocks()
         )
@@ -451,7 +458,7 @@ class Admission:
             computed = computed.without_host()
             answer = self._manager.allocate_to_grow(request, computed, self._longest_chunk, self._spared_blocks())
         if answer is AllocationAnswer.LATER:
-            return _Tried.NO_BLOCKS
+            return _AdmissionResult.NO_BLOCKS
         if answer is AllocationAnswer.NEVER:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
@@ -460,11 +467,14 @@ class Admission:
         plan.blocks_to_copy += allocation.copies
         self._run(request, num_tokens, plan)
         if request.leg is Leg.PREFILL:
-            self._say_begun(request)
-        return _Tried.ADMITTED
+            self._report_begun(request)
+        return _AdmissionResult.ADMITTED
 
     def _may_grow(self, request: Request) -> bool:
-        """Whether it holds less than all its tokens while it is computed. Sequences to come share its whole prompt."""
+        """Whether the request may be computed with fewer blocks than its tokens fill: its queries only see a window.
+
+        A request of several sequences may not: they share the blocks of its whole prompt.
+        """
         is_alone = request.group is None and request.beams is None
         return is_alone and self._manager.has_windows and self._config.enable_chunked_prefill
 
@@ -473,17 +483,17 @@ class Admission:
         config = self._config
         return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
-    def _say_begun(self, request: Request) -> None:
+    def _report_begun(self, request: Request) -> None:
         try:
             self._ledger.connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), 0)
         except Exception:
-            # Whoever waits for this word hears of the first blocks instead.
+            # The decode node that waits for this notice gets the offer of the first blocks instead.
             self._ledger.num_connector_errors += 1
 
     def _load(
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient
-    ) -> _Tried:
-        """Reserve all that it came with and the slot after it; the connector fills what is not cached here."""
+    ) -> _AdmissionResult:
+        """Reserve blocks for all submitted tokens and one more; the connector fills those that are not cached here."""
         most_tokens = self._ledger.most_tokens(request)
         allocation = self._manager.allocate_slots(
             request,
@@ -494,7 +504,7 @@ class Admission:
             num_spared_blocks=self._spared_blocks(),
         )
         if allocation.answer is AllocationAnswer.LATER:
-            return _Tried.NO_BLOCKS
+            return _AdmissionResult.NO_BLOCKS
         if allocation.answer is AllocationAnswer.NEVER:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
@@ -508,7 +518,7 @@ class Admission:
         except Exception as exc:
             return self._fail(request, exc, outputs)
         self._remote[request.request_id] = request
-        return _Tried.ADMITTED
+        return _AdmissionResult.ADMITTED
 
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         block_ids = self._manager.block_ids(request.request_id)
@@ -538,7 +548,7 @@ class Admission:
         request.num_computed_tokens = computed.num_tokens
         num_external = 0
         if request.num_preemptions == 0:
-            # What a failed load left in the cache counts as far as it is still there.
+            # Tokens that a failed load left in the cache count as external as long as they are still cached.
             num_external = request.num_external_tokens = min(request.num_external_tokens, computed.num_tokens)
             request.num_cached_tokens = computed.num_tokens - num_external
         if not request.is_root:
@@ -549,17 +559,17 @@ class Admission:
         self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens - num_external)
         self.prefix_cache.note_hit("host", computed.num_host_tokens)
 
-    def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:
+    def _refuse(self, request: Request, outputs: OutputsByClient) -> _AdmissionResult:
         error = (
             f"a prompt of {request.num_submitted_tokens} tokens leaves no room to generate: this engine holds at most "
-            f"{self._ledger.most_tokens(request)} tokens of it (max_model_len {self._config.max_model_len}, "
+            f"{self._ledger.most_tokens(request)} tokens of a request (max_model_len {self._config.max_model_len}, "
             f"KV cache {self._config.num_slots})"
         )
         self._times_passed.pop(request.request_id, None)
         self._ledger.end(request, RequestStatus.IGNORED, outputs, error=error)
-        return _Tried.ENDED
+        return _AdmissionResult.ENDED
 
-    def _fail(self, request: Request, exc: Exception, outputs: OutputsByClient) -> _Tried:
+    def _fail(self, request: Request, exc: Exception, outputs: OutputsByClient) -> _AdmissionResult:
         self._times_passed.pop(request.request_id, None)
         self._ledger.end_by_connector(request, exc, outputs)
-        return _Tried.ENDED
+        return _AdmissionResult.ENDED

@@ -1,4 +1,4 @@
-"""Who gives way when blocks run out, and what becomes of its KV."""
+"""Preemption: which running request gives up its blocks when they run out, and whether its KV is kept."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from baton.messages.node import Leg
 
 
 class Preemption:
-    """The way from running back to `waiting` (recompute) or to `swapped`."""
+    """Moves running requests back to `waiting` (their KV is recomputed) or to `swapped` (their KV is kept)."""
 
     def __init__(self, ledger: Ledger, admission: Admission) -> None:
         self._ledger = ledger
         self._admission = admission
         self._mode = ledger.config.preemption_mode
         self.rates = PreemptionRates()
-        """What copying and computing took so far."""
+        """Measured costs of copying and of computing."""
         self.num_recomputed = 0
-        """Preemptions by recomputation and by swapping, since start."""
+        """Preemptions by recomputation, since start."""
         self.num_swapped = 0
+        """Preemptions by swapping, since start."""
 
-    def make_room(self, needy: Request, plan: StepPlan) -> None:
-        """Preempt the running request that gives way first, before anything is scheduled in this step.
+    def make_room(self, requester: Request, plan: StepPlan) -> None:
+        """Preempt the running request that is last in turn, before anything is scheduled in this step.
 
-        `needy`, which lacks a block, is one itself. Computed beams hold blocks as well: they have come after those that
-        run, and their search goes on without them.
+        `requester`, which lacks a block, is a candidate itself. Computed beams, which are parked, hold blocks as well:
+        they count as newer than the running requests, and their search continues without their blocks.
         """
         ledger = self._ledger
         candidates = [request for request in ledger.running if request.leg is not Leg.PREFILL]
-        victim = self._admission.last_in_turn([*candidates, *ledger.parked.values()]) or needy
+        victim = self._admission.last_in_turn([*candidates, *ledger.parked.values()]) or requester
         if victim.beams is not None and victim.request_id in ledger.parked:
             ledger.free_parked(victim.beams)
         else:
             self._preempt(victim, plan)
 
     def settle(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
-        """The step's copies were done, or lost: then what it swapped out has to be computed again."""
+        """Note that a step's copies are done. If the step was lost, what it swapped out has to be recomputed."""
         self._ledger.kv_cache_manager.settle(plan.step, runner_output.lost)
         if runner_output.lost:
             for request in plan.swapped_out:
                 if request.status is RequestStatus.SWAPPED:
                     self._admission.take_out((request,))
                     self._ledger.kv_cache_manager.free(request.request_id)
-                    self._wait_anew(request, RequestEvent.SWAP_LOST)
+                    self._requeue(request, RequestEvent.SWAP_LOST)
         elif self._mode == "auto":
             self._measure(plan, scheduler_output, runner_output)
 
@@ -66,9 +67,9 @@ class Preemption:
         else:
             self.num_recomputed += 1
             manager.free(request.request_id)
-            self._wait_anew(request, RequestEvent.PREEMPTED)
+            self._requeue(request, RequestEvent.PREEMPTED)
 
-    def _wait_anew(self, request: Request, event: RequestEvent) -> None:
+    def _requeue(self, request: Request, event: RequestEvent) -> None:
         request.take(event)
         request.num_computed_tokens = 0
         self._admission.put_back(request)

@@ -13,9 +13,9 @@ from baton.messages.node import Leg
 
 
 def tokens_to_compute(request: Request) -> int:
-    """What a waiting request will have computed here, as far as is known before it looks for KV that is there.
+    """How many tokens of a waiting request are to be computed here if nothing of it is found in the cache.
 
-    The same as long as it waits. A sequence or beam beside others shares what they have.
+    The number does not change while the request waits. A further sequence or beam shares the KV of its root.
     """
     if request.status is RequestStatus.PREEMPTED:
         return request.num_tokens
@@ -25,73 +25,77 @@ def tokens_to_compute(request: Request) -> int:
 
 
 Turn = tuple[float, ...]
-"""When a waiting request is tried: smaller ones first. Comparable between the queues of one policy and `Places`."""
+"""A waiting request's sort key: smaller ones are tried first. Comparable between queues that share a policy and a
+`Places`."""
 NO_TURN: Turn = (math.inf,)
-"""An empty queue's: after every other one."""
+"""The turn of an empty queue, which sorts behind every other one."""
 
 
 class Places:
-    """Numbers the requests of one engine in the order in which they came, for all of its queues.
+    """Numbers the requests of one engine in the order of their arrival, for all of its queues.
 
-    A request keeps its number while it is blocked or tried in vain, so it loses no place to those that came meanwhile.
+    A request keeps its number while it is blocked or can't be admitted, so requests that arrive later stay behind it.
     """
 
     def __init__(self) -> None:
         self._first = self._last = 0
 
     def behind_all(self) -> int:
-        """The place of a newcomer."""
+        """A place behind all that were given out, for a new request."""
         self._last += 1
         return self._last
 
     def before_all(self) -> int:
-        """The place of one that is next in turn."""
+        """A place before all that were given out, for a request that is to be next in turn."""
         self._first -= 1
         return self._first
 
 
 class RequestQueue(Protocol):
-    """Waiting requests under one policy."""
+    """Waiting requests, ordered by one policy."""
 
     num_tokens: int
-    """Tokens that they will have computed here."""
+    """The sum of `tokens_to_compute` over all requests in the queue."""
 
     @property
     def next_turn(self) -> Turn:
-        """When the next one is tried; NO_TURN when empty."""
+        """The next request's turn; NO_TURN when the queue is empty."""
         ...
 
     @property
     def next_request(self) -> Request | None:
-        """The next one, which stays; None when empty."""
+        """The next request, which stays in the queue; None when the queue is empty."""
         ...
 
     def add(self, request: Request) -> None:
-        """A newcomer, or one that was blocked elsewhere and has a place from when it came."""
+        """Add a new request at the end, or one that already has a place (see `Places`) at that place."""
         ...
 
     def pop(self) -> Request:
-        """Take the next one; IndexError when empty."""
+        """Remove and return the next request; raises IndexError when the queue is empty."""
         ...
 
     def prepend(self, request: Request) -> None:
-        """One that was running comes back: next in turn as far as the policy allows."""
+        """Put a request that was preempted next in turn, as far as the policy allows."""
         ...
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
-        """These are next in turn, in this order, as far as the policy allows."""
+        """Put these requests next in turn, in this order, as far as the policy allows."""
         ...
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """What was popped, in the order in which it was popped, keeps its places."""
+        """Return popped requests to their old places. `requests`: in the order in which they were popped."""
         ...
 
     def remove_many(self, request_ids: Collection[str]) -> None:
-        """Forget these; unknown ids are skipped."""
+        """Remove these requests; unknown ids are skipped."""
         ...
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
-        """Of running requests, in order of admission: the one that gives way first; None when there is none."""
+        """The running request that is preempted first; None when there is none.
+
+        `running`: in order of admission.
+        """
         ...
 
     def __len__(self) -> int: ...
@@ -160,10 +164,10 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """Smaller priorities first, equal ones by arrival; waiting makes up for priority, so that nobody starves."""
+    """Smaller priorities first, equal ones by arrival. Requests gain priority by waiting, so that none starves."""
 
     def __init__(self, ageing_s: float, places: Places | None = None) -> None:
-        """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do."""
+        """`ageing_s`: seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing."""
         self.num_tokens = 0
         self._ageing_s = ageing_s
         self._places = places if places is not None else Places()
@@ -218,6 +222,6 @@ class PriorityRequestQueue:
         return (entry[-1] for entry in sorted(self._heap, key=lambda entry: entry[:-1]))
 
     def _rank(self, request: Request) -> tuple[float, float]:
-        # Everybody ages alike, so the order of two never changes while they wait: no clock is needed.
+        # All requests age at the same rate, so the order of two never changes while they wait: no clock is needed.
         arrived = request.arrival_time
         return (arrived + self._ageing_s * request.priority if self._ageing_s else request.priority), arrived

@@ -1,1 +1,1 @@
-"""Text and token ids: the tokenizer, incremental detokenizing, stop strings. No torch, no transformers."""
+"""Text and token ids: tokenizer, detokenizer, stop strings, grammars. Needs no torch and no transformers."""

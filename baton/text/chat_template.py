@@ -1,7 +1,7 @@
-"""A model's chat template: from messages to the text that the model continues.
+"""A model's chat template, which turns messages into the text that the model continues.
 
-As in transformers: Jinja, sandboxed, since a template is a program that came with the weights. It can compute, but
-reach nothing beyond what it is given, and change nothing of that.
+As in transformers, templates are Jinja. They run in a sandbox, since a template is a program that came with the
+weights: it can compute, but it can't change its arguments or access anything else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For a model that has none: a line for each message, such as `user: Hello`, and `assistant:`."""
+"""The template for a model without one: a line for each message, such as `user: Hello`, and at last `assistant:`."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_NAMES = frozenset({"messages", "add_generation_prompt", *_SPECIAL_TOKENS})
@@ -33,7 +33,7 @@ class ChatTemplate:
     """One model's template, compiled. Immutable, and safe to use from several threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ConfigError for a source that is no template."""
+        """Compile a template; raises ConfigError for a source that is not a valid template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -60,9 +60,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt's text, special tokens included; raises InvalidRequest for messages that the model can't have.
+        """The prompt's text, special tokens included; raises InvalidRequest for messages that the template rejects.
 
-        `variables` are more names for the template, such as `enable_thinking`.
+        `variables`: further variables for the template, such as `enable_thinking`.
         """
         if taken := _OWN_NAMES.intersection(variables or ()):
             raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}")
@@ -78,18 +78,18 @@ class ChatTemplate:
                     "strftime_now": now.strftime,
                 }
             )
-        except Exception as error:  # whatever a template does with messages that it was not written for
+        except Exception as error:  # A template may raise anything for messages that it was not written for.
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
 
     def _understood(self, message: Mapping[str, str]) -> Mapping[str, str]:
-        # OpenAI's newer word for "system", which few templates have heard of.
+        # OpenAI's newer name for the role "system", which few templates know.
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return message
 
 
 class _Generation(Extension):
-    """`{% generation %}`, with which templates mark for training what the model said. Here it marks nothing."""
+    """The tag `{% generation %}`, which marks the model's own text for training. It is accepted and has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's own way
 
@@ -105,7 +105,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes what HTML would stumble over.
+    # Jinja's own filter also escapes characters that are special in HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""Text from a stream of tokens, piece by piece.
+"""Incremental detokenizers: text from a stream of tokens, piece by piece.
 
-The rule both kinds keep: a piece is given out only when no later token can change it, and all pieces together are
-exactly what decoding all tokens at once gives. A character that is spread over several tokens waits for its last one.
+Both detokenizers keep one rule: a piece is returned only when no later token can change it, and all pieces together are
+exactly what decoding all tokens at once gives. A character that spans several tokens is returned with its last one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Vocabulary(Protocol):
-    """What a detokenizer asks of a tokenizer."""
+    """The methods of a tokenizer that a detokenizer needs."""
 
     def is_visible(self, token_id: int) -> bool: ...
 
@@ -24,31 +24,31 @@ class Vocabulary(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def whole_text(self, token_id: int) -> str | None:
-        """Of a byte-level vocabulary: a token's text if its bytes are whole characters; empty for an invisible one."""
+        """The text of a byte-level token whose bytes are whole characters, empty for an invisible token; else None."""
         ...
 
 
 class Detokenizer(Protocol):
-    """One stream's text. Holds state: one per stream."""
+    """Turns one stream of tokens into text. It has state, so each stream needs its own."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; may be empty."""
+        """Take the next token and return the text that is final now; may be empty."""
         ...
 
     def finish(self) -> str:
-        """The rest, when no token follows. Idempotent."""
+        """Return the remaining text at the end of the stream. Idempotent."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies: every token is a string of bytes, and only an unfinished character waits."""
+    """For byte-level vocabularies: every token is a string of bytes, and only an unfinished character is held back."""
 
     __slots__ = ("_decoder", "_vocabulary")
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder: codecs.IncrementalDecoder | None = None
-        """Only while a character is unfinished."""
+        """Decoder of the unfinished character; None if there is none."""
 
     def push(self, token_id: int) -> str:
         text = self._vocabulary.whole_text(token_id)
@@ -66,11 +66,12 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decodes a window of tokens and gives out what it has beyond its settled part.
+    """For all other vocabularies: decodes a window of tokens and returns the text behind the window's settled part.
 
-    The settled tokens at the window's start are context: decoders treat the first token differently (no leading
-    space), so a token is never decoded as the first unless it is. Raw-byte tokens wait for the end of their run,
-    because a run that is no valid UTF-8 turns into replacement characters as a whole.
+    The settled tokens at the window's start, whose text was returned before, are context: decoders treat the first
+    token differently (no leading space), so a token must not be decoded as the first one unless it is. Raw-byte tokens
+    are held back until the end of their run, because a run that is no valid UTF-8 becomes replacement characters as a
+    whole.
     """
 
     CONTEXT_TOKENS = 4
@@ -99,7 +100,7 @@ class WindowDetokenizer:
             last -= self.MAX_UNFINISHED_TOKENS
             is_byte = self._vocabulary.is_byte_fallback
             while last > len(self._settled) and is_byte(window[last - 1]) and is_byte(window[last]):
-                last -= 1  # a run of bytes is not cut in two
+                last -= 1  # A run of raw bytes must not be split.
             if last <= len(self._settled):
                 return ""
             certain = self._vocabulary.decode_visible(window[:last])
@@ -119,7 +120,7 @@ class WindowDetokenizer:
 
     def _settle(self, window: list[int]) -> None:
         context = window[-self.CONTEXT_TOKENS :]
-        # A byte run at the context's start would be cut in two: begin at a token that means the same everywhere.
+        # The context must not begin inside a run of raw bytes, whose text depends on the whole run.
         while len(context) < len(window) and self._vocabulary.is_byte_fallback(context[0]):
             context = window[-len(context) - 1 :]
         self._settled = context

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars over a model's tokens, by llguidance. No torch, no transformers."""
+"""JSON schemas as grammars over a model's tokens, based on llguidance. Needs no torch and no transformers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from baton.text.tokenizer import TOKENIZER_FILE
 Mask = npt.NDArray[np.int32]
 
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-"""What the library says of a token that may not come. It has one kind of error, whatever went wrong."""
+"""Part of llguidance's message for a token that is not allowed; its errors differ only in their text."""
 
 
 class JsonGrammars:
-    """Compiles schemas for one model. Its methods may be called from any thread, and let others run meanwhile."""
+    """Compiles schemas for one model. Its methods may be called from any thread, and release the interpreter lock."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """Takes 20 ms for 4,000 tokens and a second for 150,000, in which no other thread of Python runs.
+        """Prepare the tokenizer, which takes 20 ms for 4,000 tokens and 1 s for 150,000 and blocks all other threads.
 
-        Raises ConfigError for a tokenizer that can't be used.
+        Raises ConfigError for a tokenizer that llguidance can't use.
         """
         eos = sorted(eos_token_ids)
         if not eos:
@@ -42,7 +42,7 @@ class JsonGrammars:
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> JsonGrammars:
-        """Of a model directory; raises ConfigError when it can't."""
+        """Prepare the tokenizer of a model directory; raises ConfigError when it can't be read or used."""
         path = model_dir / TOKENIZER_FILE
         try:
             text = path.read_text(encoding="utf-8")
@@ -53,22 +53,26 @@ class JsonGrammars:
     def matcher(self, json_schema: str) -> JsonMatcher:
         """A new matcher for one sequence; raises InvalidRequest.
 
-        Of a schema that `SchemaSandbox.check` has let pass: another one may take this process's memory. Each is
-        compiled anew: copies would share the automaton that they build as they go, and with it its limits.
+        The schema must have passed `SchemaSandbox.check`: another one may use up this process's memory. Each matcher is
+        compiled anew, since copies would share the automaton that they extend while they match, and its limits.
         """
         return JsonMatcher(compile_schema(json_schema, self._tokenizer), self._but_eos)
 
 
 class JsonMatcher:
-    """A `TokenMatcher`. The library is called the same way for a token whether it was drawn here or elsewhere."""
+    """A `TokenMatcher` for one sequence.
+
+    The library's calls for a token are the same whether it was sampled here or by an earlier attempt, so that its
+    limits are reached at the same token.
+    """
 
     def __init__(self, matcher: LLMatcher, but_eos: Mask) -> None:
-        """`but_eos`: a bit for each token that does not end the answer."""
+        """`but_eos`: a mask with the bits of all tokens that don't end the output."""
         self._matcher = matcher
         self._but_eos = but_eos
         self._num_tokens = 0
         self._is_masked = False
-        """The mask of the next token has been computed."""
+        """Whether the mask of the next token has been computed."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,16 +92,16 @@ class JsonMatcher:
         self._check()
         self._is_masked = True
         if not self._matcher.is_accepting():
-            # Some vocabularies have an end token with a text, which could be a part of the answer.
+            # Some vocabularies have an end token with a text that could be part of the output.
             mask &= self._but_eos
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            story = shortened(self._matcher.get_error())
-            # Everything else that it says is of limits, and those are the schema's own fault.
-            raise EngineFault(f"{FIELD}: {story}") if _NOT_ALLOWED in story else InvalidRequest(FIELD, story)
+            reason = shortened(self._matcher.get_error())
+            # All other errors are about limits that the schema exceeds, so the request is invalid.
+            raise EngineFault(f"{FIELD}: {reason}") if _NOT_ALLOWED in reason else InvalidRequest(FIELD, reason)
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Words of 32 bits with a bit for each token."""
+    """The number of 32-bit words in a mask with one bit for each token."""
     return -(-vocab_size // 32)

@@ -1,4 +1,4 @@
-"""What a model directory says about its model, as far as a process without torch needs to know."""
+"""The facts about a model in its directory's JSON files, for processes without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelFiles:
 
 
 def read_model_files(model_dir: Path) -> ModelFiles:
-    """Read the two files; raises ConfigError when config.json is missing, is no JSON or lacks what is needed."""
+    """Read config.json and generation_config.json; raises ConfigError when one is invalid or lacks a needed field."""
     config = _read_json(model_dir / "config.json", model_dir)
     generation = model_dir / "generation_config.json"
     eos = _read_json(generation, model_dir).get("eos_token_id") if generation.is_file() else None

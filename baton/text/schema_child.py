@@ -1,11 +1,11 @@
-"""The process in which a schema is compiled for the first time: it may be killed for what that takes.
+"""The child process in which a schema is compiled for the first time; it dies when a schema exceeds its limits.
 
-It reads schemas from its standard input, which is a socket, and answers each there: a length in four bytes, big-endian,
-then UTF-8, in both directions. An answer is the reason why the schema can't be served, or empty. It ends with its
-parent, with the socket, and by signal: SIGABRT when there is no more memory for it (how Rust says so), SIGPROF when a
-schema has used its time.
+The child reads schemas from its standard input, which is a socket, and writes an answer to each there. A message is, in
+both directions, a length in four bytes, big-endian, and then UTF-8. An answer is the reason why the schema can't be
+served, or empty. The child ends when its parent ends, when the socket is closed, or by a signal: SIGABRT when an
+allocation exceeds the memory limit (Rust aborts then), SIGPROF when a schema has used its CPU time.
 
-Arguments: the process that started it, seconds of CPU for a schema, bytes of memory for one.
+Arguments: the parent's process id, seconds of CPU time for a schema, bytes of memory for a schema.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     # Ctrl-C in a terminal is for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with(parent)
-    # What is made only once does not count against the first schema.
+    # One-time initialisation must not count against the limits of the first schema.
     check_json_schema(JSON_OBJECT)
     _limit_memory(memory_bytes)
     with socket.socket(fileno=sys.stdin.fileno()) as channel:
@@ -58,7 +58,7 @@ def receive(channel: socket.socket) -> str | None:
 
 
 def out_of_memory(memory_bytes: int) -> str:
-    """What is said of a schema that needs more."""
+    """The reason why a schema that exceeds the memory limit can't be served."""
     return f"needs more than {memory_bytes >> 20} MiB to compile: join fewer patterns"
 
 
@@ -83,7 +83,10 @@ def _exactly(channel: socket.socket, count: int) -> bytes | None:
 
 
 def _end_with(parent: int) -> None:
-    """Also in the middle of a schema, where nothing reads the socket. Elsewhere than on Linux its time ends it."""
+    """Have the kernel kill this process when its parent ends, also while a schema is compiled and no socket is read.
+
+    On other systems than Linux the CPU time limit ends such a compilation.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -92,7 +95,7 @@ def _end_with(parent: int) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """From now on as much more, and no core file of it."""
+    """Limit the further memory of this process to `more_bytes`, and write no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not sys.platform.startswith("linux"):
         return

@@ -1,8 +1,8 @@
-"""From a JSON schema to llguidance's automaton, and everything that a schema must keep to.
+"""Compiles a JSON schema to llguidance's automaton, and checks its limits.
 
 Compiling may take any time and any memory: intersections of patterns grow exponentially, and no limit of the library
-counts them (26 MB for 18 patterns `^.*a.{i}$` under `allOf`, 472 MB for 22). So a schema that nobody has compiled yet
-is compiled in a process that may be killed for it: see `schema_sandbox`. Imports little, since that process does too.
+counts them (26 MB for 18 patterns `^.*a.{i}$` under `allOf`, 472 MB for 22). So a schema is compiled for the first time
+in a child process that may be killed: see `schema_sandbox`. This module imports little, since the child imports it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ JSON_OBJECT = '{"type": "object"}'
 """The schema of any JSON object."""
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
-"""Arrays and objects within each other."""
+"""The deepest nesting of arrays and objects in a schema."""
 FIELD = "json_schema"
 _MAX_LEXER_STATES = 50_000
 _FIRST_BYTES = 16
 _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
 _OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
-"""Between two tokens of JSON: a blank, or a new line and its indentation. Bounded, since models are known to go on with
-blanks until their length stops them."""
+"""Permits a blank, or a new line and its indentation, between two tokens of JSON. The length is bounded, since models
+tend to generate blanks until the length limit ends them."""
 
 
 def check_json_schema(text: str) -> None:
-    """Compile a schema over plain bytes, and ask for its first ones; raises InvalidRequest if it can't be served.
+    """Compile a schema over bytes and compute its first masks; raises InvalidRequest for one that can't be served.
 
     Takes 0.5 to 250 ms for schemas that people write, and any time and memory for others: call `SchemaSandbox.check`.
     """
     _check_json(text)
     matcher = compile_schema(text, _bytes_alone())
-    # Some schemas are found too complex only when the first tokens are asked for.
+    # Some schemas turn out to be too complex only when masks are computed.
     for _ in range(_FIRST_BYTES):
         mask = matcher.compute_bitmask()
         _check(matcher)
@@ -54,10 +54,11 @@ def check_json_schema(text: str) -> None:
 
 
 def compile_schema(text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """A matcher over the tokenizer's tokens; raises InvalidRequest. Lets other threads run meanwhile.
+    """A matcher over the tokenizer's tokens; raises InvalidRequest. Releases the interpreter lock.
 
-    What it builds while it matches is bounded by llguidance's own limits, which count work and not time, so that a
-    schema that is too complex is so everywhere: at most 25 ms of a core for a mask of 150,000 tokens, and 30 MB in all.
+    What the matcher builds while it matches is bounded by llguidance's own limits. They count work and not time, so
+    that a schema is too complex on every machine or on none: at most 25 ms of a core for a mask of 150,000 tokens, and
+    30 MB in all.
     """
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS)
@@ -70,7 +71,7 @@ def compile_schema(text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def shortened(error: object) -> str:
-    """What the library says, in one line."""
+    """The library's error message in one line of at most _MAX_ERROR_CHARS characters."""
     line = " ".join(str(error).replace("<non-verbose/>", "").split())
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 3]}..."
 
@@ -82,7 +83,7 @@ def _check(matcher: LLMatcher) -> None:
 
 @lru_cache(maxsize=1)
 def _bytes_alone() -> LLTokenizer:
-    # With the slices that nodes have for their vocabulary, so that compiling is the same work as theirs.
+    # Uses the same slices as the nodes' tokenizers, so that compiling takes the same work as on a node.
     return LLTokenizer("byte", slices=LLTokenizer.json_slices())
 
 

@@ -1,13 +1,13 @@
-"""Compiles JSON schemas of strangers: in processes of their own, within bounds of memory and time.
+"""Compiles untrusted JSON schemas in child processes, within limits of memory and time.
 
 The rules:
 
 1. A schema is compiled in this process only after a child has compiled it (`check`), within `CompileLimits`.
-2. A child that reaches a limit is dead and is replaced by the next check; the schema is refused with an InvalidRequest
+2. A child that exceeds a limit dies and is replaced at the next check; the schema is refused with an InvalidRequest
    that names the limit.
-3. What is known of a schema, good or bad, is remembered by its digest, so that sending it again costs nothing.
-4. A refusal that may be this machine's fault and not the schema's (the wall clock's) is not remembered.
-5. Children end with this process, however it ends, and use no core while there is nothing to compile.
+3. The verdict on a schema is cached by the schema's digest, so that checking it again costs nothing.
+4. A refusal that may be caused by this machine and not by the schema (the wall clock limit) is not cached.
+5. Children end with this process, however it ends, and use no CPU time while there is nothing to compile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from baton.text.schema_child import out_of_memory, receive, send
 from baton.text.schema_compiling import FIELD, MAX_SCHEMA_BYTES
 
 _START_S = 30.0
-"""A child imports its library within a quarter of a second; more is a machine with no core for it."""
+"""How long to wait for a child to start. It needs 0.25 s; more on a machine whose cores are all busy."""
 _MAX_VERDICTS = 1024
 SCHEMA_CHILD = "baton.text.schema_child"
 """The module that children run."""
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""The rest may hold secrets, and no schema needs them."""
+"""Environment variables that children inherit. The others may hold secrets, and compiling needs none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class CompileLimits:
 
     cpu_s: float = 1.0
     wall_s: float = 3.0
-    """For a child that gets no core, as long as it would need at a third of one."""
+    """Limit of elapsed time, for a child that gets little CPU time: `cpu_s` at a third of a core."""
     memory_bytes: int = 64 << 20
 
 
 class SchemaSandbox:
-    """Checks schemas in children. Its methods may be called from any thread; `check` waits, so call it in one.
+    """Checks schemas in child processes. Its methods may be called from any thread; `check` blocks the calling thread.
 
-    There are as many children as threads are in `check` at once. They are started when they are needed, and kept.
+    There are as many children as threads call `check` at the same time. They are started on demand, and kept.
     """
 
     def __init__(self, limits: CompileLimits | None = None) -> None:
@@ -58,7 +58,7 @@ class SchemaSandbox:
         self._children: set[_Child] = set()
         self._idle: list[_Child] = []
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        """Why a schema of this digest can't be served, or an empty text; the last asked for last."""
+        """By a schema's digest: why it can't be served, or an empty text; the most recently used last."""
         self._is_closed = False
 
     @property
@@ -68,7 +68,7 @@ class SchemaSandbox:
             return {child.pid for child in self._children}
 
     def check_known(self, json_schema: str) -> bool:
-        """Whether it is known that a schema can be served, at once; raises InvalidRequest if it is known not to be."""
+        """Whether the cache says that a schema can be served; raises InvalidRequest if it says that it can't."""
         digest = _digest(json_schema)
         with self._lock:
             reason = self._verdicts.get(digest)
@@ -79,7 +79,7 @@ class SchemaSandbox:
         return reason is not None
 
     def check(self, json_schema: str) -> None:
-        """Raises InvalidRequest for a schema that can't be served, and Overloaded where no child can be started."""
+        """Check a schema: raises InvalidRequest if it can't be served, and Overloaded if no child can be started."""
         if self.check_known(json_schema):
             return
         child = self._take()
@@ -95,7 +95,7 @@ class SchemaSandbox:
             raise InvalidRequest(FIELD, verdict.reason)
 
     def close(self) -> None:
-        """End the children, also those that compile. Idempotent."""
+        """End all children, even while they compile. Idempotent."""
         with self._lock:
             self._is_closed = True
             children, self._children = self._children, set()
@@ -145,14 +145,14 @@ class _Verdict:
     reason: str
     """Empty for a schema that can be served."""
     is_lasting: bool = True
-    """The verdict would be the same another time."""
+    """Whether another check would give the same verdict, so that it may be cached."""
 
 
 class _Child:
     """One process, and the socket to it. Belongs to one thread at a time."""
 
     def __init__(self, limits: CompileLimits) -> None:
-        """Returns once it is ready; raises OSError when it can't be."""
+        """Start a child and wait until it is ready; raises OSError when it can't be started."""
         self.is_alive = True
         self._socket, theirs = socket.socketpair()
         try:
@@ -172,21 +172,21 @@ class _Child:
         try:
             self._socket.settimeout(_START_S)
             if receive(self._socket) is None:
-                raise OSError(f"it ended at once, with {self._process.wait()}")
+                raise OSError(f"the child process ended at its start, with exit status {self._process.wait()}")
         except BaseException:
             self.close()
             raise
 
     def check(self, json_schema: str, limits: CompileLimits) -> _Verdict:
-        """What came of it. The child may be dead afterwards. Raises Overloaded when it was closed meanwhile."""
+        """Compile a schema in this child, which may be dead afterwards. Raises Overloaded if it is closed meanwhile."""
         try:
             self._socket.settimeout(limits.wall_s)
             send(self._socket, json_schema)
             reason = receive(self._socket)
         except TimeoutError:
             self.close()
-            story = f"was not compiled within {limits.wall_s:g} s: simplify its patterns, or ask again"
-            return _Verdict(story, is_lasting=False)
+            reason = f"was not compiled within {limits.wall_s:g} s: simplify its patterns, or ask again"
+            return _Verdict(reason, is_lasting=False)
         except OSError:
             reason = None
         if reason is not None:
@@ -194,9 +194,9 @@ class _Child:
         return self._verdict_of_end(limits)
 
     def close(self) -> None:
-        """Kill it, if it runs. Idempotent."""
+        """Kill the child, if it runs. Idempotent."""
         self.is_alive = False
-        # A thread that waits for it wakes up; its descriptor is freed when that thread lets go of it.
+        # Wakes a thread that waits for the child's answer. Closing alone would not.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -213,7 +213,7 @@ class _Child:
             return _Verdict(f"takes more than {limits.cpu_s:g} s to compile: join fewer patterns")
         if code == -signal.SIGABRT:
             return _Verdict(out_of_memory(limits.memory_bytes))
-        # A stack that ran over, or somebody else's signal.
+        # A stack overflow (SIGSEGV), or a signal from elsewhere, which says nothing about the schema.
         return _Verdict(f"can't be compiled: the compiler ended with {code}", is_lasting=code == -signal.SIGSEGV)
 
 
@@ -223,7 +223,10 @@ def _environment() -> dict[str, str]:
 
 
 def _digest(json_schema: str) -> bytes:
-    """Raises InvalidRequest for what is too long to look at, or no text."""
+    """The digest under which a schema's verdict is cached.
+
+    Raises InvalidRequest for a schema that is too long or is not valid UTF-8.
+    """
     try:
         content = json_schema.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Ends a text before the first stop string, wherever the borders between its pieces lie.
+"""Ends a text before the first stop string, also where the stop string spans several pieces of the text.
 
-The stop string that is complete first wins; of several that are complete with the same character, the longest. So the
-result depends on the text alone, never on how it was cut into pieces.
+The stop string that is complete first wins; of several that are complete at the same character, the longest. So the
+result depends on the text alone, never on how it was split into pieces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """One stream's search. Text that might be the beginning of a stop string is held back until it is not."""
+    """Searches one stream for stop strings. Text that may be the beginning of a stop string is held back."""
 
     __slots__ = ("_held", "_stops", "found", "is_off")
 
@@ -19,10 +19,10 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
         self.is_off = not self._stops
-        """Nothing is searched: all text is given out as it comes."""
+        """Whether there are no stop strings: then all text is returned as it comes."""
 
     def push(self, text: str) -> str:
-        """What may be given out now. After a stop string was found: nothing."""
+        """Take the next piece and return the text that may be sent now; empty once a stop string was found."""
         if self.found is not None:
             return ""
         if self.is_off or not text:
@@ -38,7 +38,7 @@ class StopStrings:
         return window[: len(window) - keep]
 
     def finish(self) -> str:
-        """What was held back, when no text follows. Idempotent."""
+        """Return the text that was held back, at the end of the stream. Idempotent."""
         rest, self._held = self._held, ""
         return rest
 

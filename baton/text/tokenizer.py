@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a model directory's tokenizer.json alone."""
+"""A model's tokenizer, which needs only the tokenizer.json of the model directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTE_FALLBACK_TOKENS = frozenset(f"<0x{value:02X}>" for value in range(256))
 class Tokenizer:
     """One model's tokenizer. Immutable once loaded, and safe to use from several threads.
 
-    `encode` adds the special tokens (BOS and the like) that the tokenizer's own post-processor asks for.
+    `encode` adds the special tokens (such as BOS) that the tokenizer's post-processor defines.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -44,7 +44,7 @@ class Tokenizer:
             raise ConfigError(f"{path} is missing; save the model's fast tokenizer beside its weights")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exception for a file that it can't read
+        except Exception as error:  # The library raises plain Exception for a file that it can't read.
             raise ConfigError(f"{path} is not a tokenizer: {error}") from error
 
     @property
@@ -61,12 +61,12 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Of a batch only because that way nobody computes where in the text each token is, a quarter of the work.
+        # Only the batch method skips the computation of token offsets, which is a quarter of the work.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`; special tokens and ids without a token are skipped."""
+        """The text of `token_ids`; special tokens and ids without a token are skipped."""
         return self.decode_visible([token for token in token_ids if self.is_visible(token)])
 
     def detokenizer(self) -> Detokenizer:
@@ -74,7 +74,7 @@ class Tokenizer:
         return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self)
 
     def is_visible(self, token_id: int) -> bool:
-        """Whether the token has a place in a text: it exists and is not special."""
+        """Whether the token contributes to a text: it exists and is not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
 
     def is_byte_fallback(self, token_id: int) -> bool:
@@ -82,12 +82,12 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) in _BYTE_FALLBACK_TOKENS
 
     def decode_visible(self, token_ids: Iterable[int]) -> str:
-        """Text of visible tokens."""
+        """The text of tokens that are all visible."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def spelling(self, token_id: int) -> bytes:
-        """The bytes that a token stands for inside a text; of a special token its name, of no token nothing."""
+        """The bytes of a token inside a text; a special token's name; nothing for an id without a token."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -125,7 +125,7 @@ class Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the code points from 256 on."""
+    """GPT-2's byte alphabet: printable bytes stand for themselves, the others are the code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(value): value for value in printable}
     hidden = [value for value in range(256) if value not in set(printable)]
@@ -137,7 +137,10 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """What the library's ByteLevel decoder makes of one token: a token with a foreign character is plain text."""
+    """The bytes of one token as the library's ByteLevel decoder gives them.
+
+    A token with a character outside the byte alphabet is plain text.
+    """
     try:
         return bytes(_BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:

@@ -1,3 +1,3 @@
-"""What Baton's roles share: engine, wire, registry, text, command line. It knows no role."""
+"""The code that Baton's roles share: engine, wire, registry, text, command line. It imports none of the roles."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,8 @@
-"""Background work of a process: tasks and callbacks whose result nobody awaits, and what a fault in one of them does.
+"""Background work of a process: tasks and callbacks whose results are never awaited, and what their failures cause.
 
-asyncio keeps the exception of such a task until the task is collected, and logs that of a callback; either way the
-process goes on without it. Here each task says what follows its fault (`OnFault`), and faults are logged and counted.
+asyncio keeps the exception of a failed task until the task is garbage-collected, and only logs that of a callback;
+either way the process continues without the task. Here each task says what its fault causes (`OnFault`), and faults are
+logged and counted. A fault is an exception, or the return of a task that must run for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from baton.errors import BackgroundFault
 FIRST_RESTART_S = 0.05
 LAST_RESTART_S = 5.0
 STEADY_AFTER_S = 60.0
-"""A task that ran for so long before it failed is restarted with the shortest delay again."""
+"""A task that ran for at least this long before it failed is restarted with the shortest delay again."""
 
 _log = logging.getLogger(__name__)
 
@@ -27,38 +28,41 @@ Work = Callable[[], Coroutine[Any, Any, object]]
 
 
 class OnFault(enum.Enum):
-    """What follows when a background task raises."""
+    """What happens when a background task fails."""
 
     END_PROCESS = "the process ends"
     """The process can't serve without the task: its supervisor starts another process, and its peers notice at once."""
     RESTART = "it is started again"
-    """With exponential back-off, for ever: what it does has no state that a fault could have torn."""
+    """The task is restarted with exponential back-off, for ever: it has no state that a fault could leave inconsistent.
+    """
     GO_ON = "the process goes on"
-    """The task was one piece of work for one peer, which is lost."""
+    """The task was one piece of work for one peer; only that work is lost."""
 
 
 class BackgroundWatch:
-    """Starts the background tasks of one process, or of one incarnation of a node, and hears of their faults."""
+    """Starts the background tasks of one process, or of one incarnation of a node, and handles their faults."""
 
     def __init__(self, end_process: Callable[[BackgroundFault], None] | None = None) -> None:
-        """`end_process` is called on the thread that met a fault, for each one that the process must not survive. None:
-        the process has no service to give up, such as a command; it goes on, and the fault is in its log."""
+        """`end_process` is called for each fault that the process must not survive, on the thread where it occurred.
+
+        None: the process offers no service (it is a command, for example), so it continues and only logs the fault.
+        """
         self._end_process = end_process
         self.faults: Counter[str] = Counter()
-        """How many faults there were, by kind of task."""
+        """The number of faults, by kind of task."""
 
     def start(
         self, work: Work, kind: str, of: str = "", *, on_fault: OnFault, may_end: bool = False
     ) -> asyncio.Task[None]:
-        """Run `work()` as a task named `kind`, or `kind-of`; the task itself never fails, so nobody need await it.
+        """Run `work()` as a task named `kind`, or `kind-of`. The task itself never raises and need not be awaited.
 
-        Without `may_end` it is a fault, too, when the work returns.
+        Unless `may_end` is set, it is a fault when the work returns.
         """
         name = f"{kind}-{of}" if of else kind
         return asyncio.create_task(self._run(work, kind, on_fault, may_end), name=name)
 
     def guarded(self, callback: Callable[[], object], kind: str) -> Callable[[], None]:
-        """The callback, for a loop or a thread that would only log what it raises: here that ends the process."""
+        """Wrap a callback so that an exception ends the process, where a loop or a thread would only log it."""
 
         def run() -> None:
             try:
@@ -69,7 +73,7 @@ class BackgroundWatch:
         return run
 
     def failed(self, kind: str, error: BaseException) -> None:
-        """Something that the process can't go on without has failed. May be called from any thread."""
+        """End the process because of a fault in work that it can't continue without. May be called from any thread."""
         self.note(kind, error, OnFault.END_PROCESS.value)
         if self._end_process is not None:
             fault = BackgroundFault(f"background task {kind} failed: {error!r}")
@@ -98,16 +102,16 @@ class BackgroundWatch:
             await asyncio.sleep(delay)
 
     def note(self, kind: str, error: BaseException, what_follows: str) -> None:
-        """Count a fault that whoever met it knows how to survive, and log it unless it came often before."""
+        """Count a fault and log it, unless it was logged often before. `what_follows`: a phrase for the log line."""
         count = self.faults[kind] = self.faults[kind] + 1
         if count & (count - 1) == 0:
-            # The first, second, fourth, eighth and so on: a fault that lasts must not fill the disk.
+            # Logs the first, second, fourth, eighth fault and so on: a permanent fault must not fill the disk.
             _log.error("background task %s failed (%d so far); %s", kind, count, what_follows, exc_info=error)
 
 
 current_watch: ContextVar[BackgroundWatch] = ContextVar("current_watch", default=BackgroundWatch())  # noqa: B039
-"""The watch of the process or incarnation that is running. A task inherits it from its starter; threads and calls that
-come through grpcio do not, so whoever needs it in a callback asks for it when it is made itself."""
+"""The watch of the running process or incarnation. A task inherits it from the task that starts it. Threads and calls
+from grpcio do not, so an object that needs the watch in a callback reads this variable in its constructor."""
 
 
 def start_background(

@@ -1,4 +1,4 @@
-"""Time as an argument: decisions never read a clock of their own."""
+"""Clocks, which are passed as arguments so that tests and simulations control the time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from. Both readings are in seconds."""
+    """A source of time. Both readings are in seconds."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary origin that is one and the same for all processes of a host; never goes back."""
+        """Seconds since an arbitrary origin that all processes of a host share; never decreases."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the epoch; for people only, never for a decision."""
+        """Seconds since the epoch, to be shown to people; never used for a decision, since it may jump."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Until when things wait; the first deadline is known without a look at the others."""
+"""A set of deadlines by key, whose earliest one is found without a scan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SPARE = 64
 
 
 class Deadlines(Generic[Key]):
-    """One for each key. Keys can be ordered."""
+    """At most one deadline for each key, on any clock. Keys must be comparable with each other."""
 
     def __init__(self) -> None:
         self._until: dict[Key, float] = {}
         self._heap: list[tuple[float, Key]] = []
-        """All of them, and some that were changed or cleared since: those are skipped."""
+        """(deadline, key) of all deadlines, and outdated entries of changed or cleared ones, which are skipped."""
 
     def __len__(self) -> int:
         return len(self._until)
@@ -25,7 +25,7 @@ class Deadlines(Generic[Key]):
         return key in self._until
 
     def set(self, key: Key, until: float) -> None:
-        """In place of the one that it had."""
+        """Set a key's deadline in place of an earlier one."""
         if self._until.get(key) == until:
             return
         self._until[key] = until
@@ -35,17 +35,17 @@ class Deadlines(Generic[Key]):
             heapq.heapify(self._heap)
 
     def clear(self, key: Key) -> None:
-        """It waits no more, or for something else; fine for one that has none."""
+        """Remove a key's deadline, if it has one."""
         self._until.pop(key, None)
 
     def first(self) -> float | None:
-        """The earliest; None: nothing has one."""
+        """The earliest deadline; None if there is none."""
         while self._heap and self._until.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, now: float) -> list[Key]:
-        """Those whose time has come, the earliest first; they have none any more."""
+        """Remove and return the keys whose deadlines have passed, the earliest first."""
         due = []
         while (until := self.first()) is not None and until <= now:
             key = heapq.heappop(self._heap)[1]

@@ -1,7 +1,7 @@
-"""One tree of errors. Each says whether trying again can help and which status it maps to.
+"""The hierarchy of Baton's errors. Each says whether a retry can help, and to which status and exit code it maps.
 
-Foreign errors are translated into these once, at the boundary where they appear; `baton.wire` alone turns them into
-gRPC statuses, `baton.cli` alone into exit codes.
+Exceptions of libraries are translated into these once, at the boundary where they appear. Only `baton.wire` turns them
+into gRPC statuses, and only `baton.cli` into exit codes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Self
 
 
 class Status(enum.Enum):
-    """Names of gRPC's canonical status codes, so that no layer below the wire needs grpc to speak of them."""
+    """The names of gRPC's canonical status codes, so that no layer below the wire needs to import grpc for them."""
 
     CANCELLED = "CANCELLED"
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
@@ -45,17 +45,18 @@ class ExitCode(enum.IntEnum):
 
 
 class BatonError(Exception):
-    """Root of every error that Baton raises on purpose. `str()` is one line for a person."""
+    """The base class of every error that Baton raises on purpose. Its `str()` is one line for people."""
 
     status: Status = Status.INTERNAL
     retryable: bool = False
     exit_code: ExitCode = ExitCode.FAILED
     tokens_sent: int | None = None
-    """Of a stream that it ended: how many tokens the client was sent before, if any."""
+    """How many tokens the client had been sent when this error ended its stream; None if the error ended no stream."""
 
     def not_raised(self) -> Self:
-        """The same error without a traceback, for whoever keeps one to raise it: an error that was raised keeps the
-        frames that it went through, and all that they have.
+        """A copy of the error without its traceback, to be stored and raised later.
+
+        The traceback of a raised error keeps the frames that it passed through alive, with all their variables.
         """
         same = type(self).__new__(type(self), *self.args)
         same.__dict__.update(self.__dict__)
@@ -80,13 +81,13 @@ class UnknownModel(InvalidRequest):
 
 
 class DuplicateRequest(BatonError):
-    """A live request already has this id."""
+    """The id of the request is in use by another request that has not ended."""
 
     status = Status.ALREADY_EXISTS
 
 
 class RequestNotFound(BatonError):
-    """No live request has this id."""
+    """There is no request with this id, or it has ended."""
 
     status = Status.NOT_FOUND
     exit_code = ExitCode.NOT_FOUND
@@ -100,13 +101,13 @@ class NodeNotFound(BatonError):
 
 
 class CacheInUse(BatonError):
-    """A prefix cache can't be forgotten: blocks of it are in use; the message says by whom."""
+    """A prefix cache can't be cleared because some of its blocks are in use; the message says by what."""
 
     status = Status.FAILED_PRECONDITION
 
 
 class Overloaded(BatonError):
-    """No capacity now; the same request may succeed later: try again after `retry_after_s`."""
+    """There is no capacity now. The same request may succeed later; retry after `retry_after_s` seconds."""
 
     status = Status.UNAVAILABLE
     retryable = True
@@ -117,19 +118,19 @@ class Overloaded(BatonError):
 
 
 class NoCapacity(Overloaded):
-    """No node that could serve the request is up."""
+    """No node that could serve the request is available."""
 
 
 class QueueFull(Overloaded):
-    """As many requests wait as may, none of them less urgent than this one."""
+    """The queue is full, and no waiting request is less urgent than this one."""
 
 
 class WouldBeLate(Overloaded):
-    """The deadline or the time to first token that the request asks for can't be met now: refused at once."""
+    """The request is refused at once because its deadline or its time to first token can't be met now."""
 
 
 class QuotaExceeded(Overloaded):
-    """As many requests of the tenant run as may; others are served."""
+    """The tenant has as many running requests as its quota allows."""
 
     status = Status.RESOURCE_EXHAUSTED
 
@@ -153,7 +154,7 @@ class Cancelled(BatonError):
 
 
 class ContinuedElsewhere(BatonError):
-    """The request goes on at another router, or is left for one: resume it there."""
+    """The request is continued by another router, or can be: the client should resume it there."""
 
     status = Status.UNAVAILABLE
     retryable = True
@@ -167,62 +168,62 @@ class NodeLost(BatonError):
 
 
 class AttemptsExhausted(BatonError):
-    """Every try failed and the budget of attempts is spent; the message has the last cause."""
+    """Every attempt failed and no further one is allowed; the message has the last cause."""
 
     status = Status.ABORTED
     retryable = True
 
 
 class StreamDiverged(BatonError):
-    """A later attempt gave other tokens than those already sent: the stream ends rather than contradict itself."""
+    """A later attempt generated other tokens than those already sent, so the stream can't be continued."""
 
     status = Status.ABORTED
     retryable = True
 
 
 class SlowReader(BatonError):
-    """The client did not take its tokens in time."""
+    """The client did not read its stream fast enough."""
 
     status = Status.RESOURCE_EXHAUSTED
 
 
 class EngineFault(BatonError):
-    """A request failed inside the engine (non-finite logits, a runner error); other requests are untouched."""
+    """A request failed inside the engine (non-finite logits, a runner error); other requests are not affected."""
 
     status = Status.INTERNAL
 
 
 class RepetitiveOutput(EngineFault):
-    """The output repeats itself in the way that the request wants to end with an error; tokens sent so far stand."""
+    """The output repeats itself, and the request asked for an error in that case. Tokens sent before remain valid."""
 
 
 class BackgroundFault(BatonError):
-    """Work that a process can't go on without has failed: the process ends. `__cause__` is what was raised."""
+    """Background work that a process can't do without has failed, so the process ends. `__cause__`: the exception."""
 
 
 class TransferCause(enum.Enum):
-    """Why a prompt's KV did not come."""
+    """Why a prompt's KV did not arrive."""
 
     PEER_GONE = "peer_gone"
     """The prefill node ended, or can't be reached."""
     LEASE_LOST = "lease_lost"
-    """The prefill node could not keep, or not compute, what it had promised."""
+    """The prefill node could not compute the blocks, or could not keep them until they were read."""
     DIGEST_MISMATCH = "digest_mismatch"
-    """What arrived is not what had been computed."""
+    """The bytes that arrived are not those that the prefill node computed."""
     LAYOUT_MISMATCH = "layout_mismatch"
-    """The two nodes don't store KV alike."""
+    """The two nodes store KV in different layouts."""
     DEADLINE = "deadline"
-    """The other side waited for it too long."""
+    """A deadline of the transfer passed."""
     REFUSED = "refused"
-    """One side does not want to, or what it was asked for makes no sense."""
+    """One side refused the transfer, or received an invalid message about it."""
     CANCELLED = "cancelled"
-    """Nobody wanted it any more."""
+    """The request had ended or was aborted."""
     STALLED = "stalled"
-    """Both sides live, and its bytes don't come."""
+    """Both nodes are alive, but no bytes arrive."""
 
 
 class TransferFailed(BatonError):
-    """A hand-off did not bring its KV, and nothing more is tried; `cause` says why, the last time."""
+    """A prompt's KV did not arrive, and there is no further attempt; `cause` is that of the last failure."""
 
     status = Status.ABORTED
     retryable = True
@@ -234,28 +235,28 @@ class TransferFailed(BatonError):
 
 
 class ConfigError(BatonError):
-    """Something here or in the configuration keeps a process from starting; the message says how to fix it."""
+    """The configuration or something on this machine keeps a process from starting; the message says how to fix it."""
 
     status = Status.FAILED_PRECONDITION
     exit_code = ExitCode.BAD_CONFIG
 
 
 class Unauthenticated(BatonError):
-    """Nobody knows who the caller is: no key, or one that is not known."""
+    """The caller is not authenticated: it sent no key, or an unknown one."""
 
     status = Status.UNAUTHENTICATED
     exit_code = ExitCode.UNAUTHORISED
 
 
 class PermissionDenied(BatonError):
-    """The caller is known, and may not do this."""
+    """The caller is authenticated, but is not allowed to do this."""
 
     status = Status.PERMISSION_DENIED
     exit_code = ExitCode.UNAUTHORISED
 
 
 class UsageError(BatonError):
-    """A command line that makes no sense."""
+    """A command line has invalid or contradictory arguments."""
 
     status = Status.INVALID_ARGUMENT
     exit_code = ExitCode.BAD_USAGE
@@ -270,4 +271,4 @@ class Unreachable(BatonError):
 
 
 class NobodyListens(Unreachable):
-    """The host of an address answers that no process listens there: whoever did has ended."""
+    """The host of an address refuses the connection, so no process listens there any more."""

@@ -1,14 +1,14 @@
-"""Named places where a process can be made to fail, for drills and tests; no-ops unless it was told to look for them.
+"""Failpoints: named places in the code where faults can be injected, for drills and tests; no-ops unless switched on.
 
-Whoever wants a fault puts a file into the directory that the process was started with (`baton node --failpoints`). The
-file's name is the place's; its words are what is to happen and, if one request alone is meant, that request's id:
+To inject a fault, put a file into the directory with which the process was started (`baton node --failpoints`). The
+file has the failpoint's name, and contains the action and, to restrict it to one request, that request's id:
 
-    kill                as SIGKILL
-    stop REQUEST        as SIGSTOP
-    sleep 0.5 REQUEST   the thread does nothing for so many seconds
+    kill                send SIGKILL to the process
+    stop REQUEST        send SIGSTOP to the process
+    sleep 0.5 REQUEST   let the thread sleep for so many seconds
 
-The first process that comes by takes the file away, so a fault strikes once, however many nodes pass the place and
-however often they are restarted. It leaves NAME.struck with its process id, which is the proof.
+The first process that reaches the failpoint removes the file, so a fault is injected once, however many nodes reach the
+failpoint and however often they are restarted. That process leaves a file NAME.struck with its process id.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _strike: Callable[[str, str], None] | None = None
 
 
 def failpoint(name: str, request_id: str = "") -> None:
-    """The place of that name, reached by that request."""
+    """Inject the fault that was requested for this failpoint, if any. `request_id`: the request that reached it."""
     if _strike is not None:
         _strike(name, request_id)
 
 
 def look_for_failpoints(directory: Path | None) -> None:
-    """From now on, take what is asked for in the directory; None: nothing any more."""
+    """Switch failpoints on, with faults requested by files in this directory; None: switch them off."""
     strike_by(None if directory is None else lambda name, request_id: _look(directory, name, request_id))
 
 
 def strike_by(strike: Callable[[str, str], None] | None) -> None:
-    """Have this called at every place, with its name and the request's id; None: nothing any more."""
+    """Call `strike` at every failpoint, with the failpoint's name and the request's id; None: switch failpoints off."""
     global _strike
     _strike = strike
 

@@ -1,4 +1,4 @@
-"""Threads for what would hold an event loop: bounded in number, in what may wait for them, and fair between tenants."""
+"""A thread pool for work that would block an event loop: with a bounded queue, and fair between tenants."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ class _Job:
 
 
 class FairExecutor:
-    """Runs jobs on a few threads; the tenants that wait take turns.
+    """Runs jobs on a few threads; the tenants with waiting jobs take turns (round-robin).
 
-    A tenant has at most half of the threads and a quarter of the places to wait, so that another one's job finds both.
-    The empty tenant is everybody where nobody has a name, so nothing is held back from it. Methods may be called from
-    any thread.
+    A tenant may use at most half of the threads and a quarter of the queue, so that both are left for other tenants.
+    The empty tenant stands for all clients of a cluster without tenants, so it may use everything. Methods may be
+    called from any thread.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
-        """`name`: what its threads are called, and what a refusal says is waited for."""
+        """`name`: the prefix of the threads' names and of refusals."""
         self._name = name
         self._num_threads = num_threads
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
-        """By tenant; the first one's turn is next. No tenant is in here without a job."""
+        """Waiting jobs by tenant, in the order of the tenants' turns. Tenants without a waiting job have no entry."""
         self._running: Counter[str] = Counter()
+        """Number of running jobs by tenant."""
         self._threads: list[threading.Thread] = []
-        """All of them from the first job on: how many there are does not depend on how jobs happened to meet."""
+        """The threads. All are started with the first job, so that their number does not depend on the load."""
         self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that no thread has begun, those that were cancelled meanwhile included."""
+        """Jobs that no thread has begun, cancelled ones included."""
         return sum(map(len, self._waiting.values()))
 
     def max_running(self, tenant: str) -> int:
@@ -55,7 +56,7 @@ class FairExecutor:
         return max(1, self._max_waiting // 4) if tenant else self._max_waiting
 
     def of(self, tenant: str) -> Executor:
-        """The same threads as an executor of this tenant's jobs, such as `loop.run_in_executor` takes."""
+        """This executor for one tenant's jobs, as a standard `Executor` (for `loop.run_in_executor`)."""
         return _OfTenant(self, tenant)
 
     def submit(self, tenant: str, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -78,7 +79,7 @@ class FairExecutor:
         return future
 
     def close(self) -> None:
-        """Cancel what waits, and wait for what runs. Idempotent."""
+        """Cancel the waiting jobs, and wait for the running ones. Idempotent."""
         with self._changed:
             self._is_closed = True
             for jobs in self._waiting.values():
@@ -126,7 +127,7 @@ class FairExecutor:
                         job.future.set_result(result)
                         del result
             finally:
-                # Nobody keeps what a job held until the next one comes.
+                # The job's objects must not stay referenced until the next job comes.
                 del found, job
                 self._ended(tenant)
 
@@ -156,12 +157,12 @@ class FairExecutor:
             self._running[tenant] -= 1
             if not self._running[tenant]:
                 del self._running[tenant]
-            # Its tenant may have another job that nobody was allowed to begin.
+            # The tenant may have another job that was held back by the tenant's limit.
             self._changed.notify()
 
 
 class _OfTenant(Executor):
-    """One tenant's way into a FairExecutor."""
+    """A FairExecutor as the standard `Executor` of one tenant."""
 
     def __init__(self, executor: FairExecutor, tenant: str) -> None:
         self._executor = executor

@@ -1,8 +1,8 @@
-"""State machines as tables: an enum of states, events in, effects out.
+"""State machines as transition tables: enums of states and events.
 
-The table is the specification. A (state, event) pair that is not in it is illegal: it changes nothing and raises
-`IllegalEvent`, which carries the machine's story so far. Diagrams are rendered from the same table. After h11, where
-the protocol is a transition table and an illegal event changes nothing.
+The table is the specification. A (state, event) pair that is not in the table is illegal: it changes nothing and raises
+`IllegalEvent`, whose message has the machine's history. Diagrams are rendered from the same table. The design follows
+h11, where the protocol is a transition table, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Machine(Generic[S, E]):
 
     @property
     def story(self) -> str:
-        """Every state so far and the event that led to it."""
+        """The history: every state so far and the event that led to it."""
         return " ".join(self._story)
 
     def accepts(self, event: E) -> bool:

@@ -1,7 +1,7 @@
-"""Values that are made thousands of times a second: frozen for whoever reads the code and for mypy, not at run time.
+"""Dataclasses that are created thousands of times a second: frozen for readers and for mypy, but not at run time.
 
-A frozen dataclass sets each of its fields by a call of `object.__setattr__`, so that making one takes several times as
-long: a tenth of all the time of a router, or of a simulated cluster.
+A frozen dataclass sets each field by a call of `object.__setattr__`, which makes its construction several times slower:
+that took a tenth of the time of a router, and of a simulated cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ else:
     from dataclasses import dataclass
 
     def value(*, frozen, slots):
-        """`dataclass(frozen=True, slots=True)`, which is equal and has a hash by its fields; nobody changes it."""
+        """As `dataclass(frozen=True, slots=True)`, with equality and hash by fields; changes are not prevented."""
         return dataclass(slots=slots, unsafe_hash=frozen)
 
 

@@ -101,5 +101,5 @@ def test_a_runner_that_forgets_it_fails_it_alone() -> None:
 
 @pytest.mark.parametrize("changes", [{"n": 2}, {"beam_width": 2}])
 def test_there_is_one_of_a_prompt(changes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="prompt alone"):
+    with pytest.raises(ValueError, match="an embedding leg has a prompt"):
         Request("e", [1], SamplingParams(**changes), leg=Leg.EMBED)  # type: ignore[arg-type]

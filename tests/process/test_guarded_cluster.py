@@ -141,7 +141,7 @@ def test_who_has_a_key_is_served_over_links_with_certificates(guarded: Guarded) 
     assert (nodes.returncode, nodes.stderr, nodes.stdout.count(" Ready ")) == (0, "", 3)
     refused = guarded.cluster.baton("generate", "--token-ids", "1,2,3")
     assert (refused.returncode, refused.stdout) == (ExitCode.UNAUTHORISED, ""), refused
-    assert "no key" in refused.stderr
+    assert "no API key was sent" in refused.stderr
 
 
 def test_a_load_is_measured_where_keys_and_certificates_are_asked_for(guarded: Guarded) -> None:

@@ -48,5 +48,5 @@ def test_a_block_is_as_large_as_the_largest_group() -> None:
 
 def test_groups_must_have_each_layer_once() -> None:
     for wrong in [(LayerGroup((0,)),), (LayerGroup((0, 1)), LayerGroup((1,)))]:
-        with pytest.raises(ValueError, match="each layer once"):
+        with pytest.raises(ValueError, match="must have each of the 2 layers once"):
             KVLayout(4, (ONE, ONE), "float32", wrong)

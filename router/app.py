@@ -11,16 +11,16 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from random import Random
 
 import baton
 from baton.background import BackgroundWatch, OnFault, current_watch, start_background
 from baton.clock import SystemClock
-from baton.config import RouterConfig as ProcessConfig
+from baton.config import RouterConfig
+from baton.config.setting import settings_for
 from baton.errors import BackgroundFault, ExitCode
 from baton.messages.generation import ModelCard
 from baton.messages.ids import new_incarnation
@@ -32,7 +32,7 @@ from baton.observe.process_figures import process_figures
 from baton.observe.ready import Ready, announce
 from baton.observe.start_tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord, require
-from baton.registry.flights import LIFETIME_S, FlightRecords
+from baton.registry.flights import FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry, with_authority
 from baton.runner.spec import SimulatedSpec
@@ -41,7 +41,6 @@ from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
-from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
@@ -80,46 +79,7 @@ from router.timers import LoopTimers, sleep_until
 
 _log = logging.getLogger(__name__)
 
-LEASE_S = 10.0
 _ANSWER_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """Everything a router needs to know. Ports of 0 are picked."""
-
-    registry_url: str
-    cluster: str
-    router_id: str
-    model_dir: Path
-    model_name: str
-    """As the nodes' records have it."""
-    host: str = "127.0.0.1"
-    grpc_port: int = 50051
-    has_own_grpc_server: bool = True
-    """The public service is not on grpcio's server but on one that is made for many streams; see `baton.wire.http2`."""
-    http_port: int = 8000
-    operator_port: int = 0
-    advertise_host: str = ""
-    """Where others reach this router; `host`, or this machine's name when that is a wildcard."""
-    simulated: SimulatedSpec | None = None
-    """What simulated nodes run: then nothing of `model_dir` is read, and only token ids are served."""
-    await_nodes: int = 0
-    """How many nodes must have joined before it counts as ready; it serves before."""
-    drain_s: float = 30.0
-    """How long running requests may go on once the router is to stop."""
-    lease_s: float = LEASE_S
-    """How long the registry keeps a crashed router."""
-    flight_record_s: float = LIFETIME_S
-    """How long what another router needs to go on with a request is kept in the registry; 0: not at all."""
-    tls: TlsFiles | None = None
-    """Its certificate on every port, and towards the nodes; None: clear text."""
-    api_keys: Path | None = None
-    """The file of the keys of which callers must show one; None: they need none."""
-    allowed_hosts: str = ""
-    limits: DispatchLimits = field(default_factory=DispatchLimits)
-    placement: PlacementSettings = field(default_factory=PlacementSettings)
-    link_times: LinkTimes = field(default_factory=LinkTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,20 +143,21 @@ class _Router:
         tls = config.tls.live() if config.tls is not None else None
         keys = KeyRing(config.api_keys) if config.api_keys is not None else None
         connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
-        self._links = NodeLinks(connect, config.router_id, self._timers, rng, config.link_times, incarnation)
+        self._links = NodeLinks(connect, config.router_id, self._timers, rng, LinkTimes(), incarnation)
         cards = _Cards(card, self._view, self._timers.monotonic)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
-        placer = Placer(config.placement)
+        placer = Placer(_placement(config))
         self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
         spans = RequestSpans(self._tracer) if self._tracer is not None else None
+        limits = DispatchLimits(**settings_for(DispatchLimits, config))
         self._dispatcher = Dispatcher(
-            self._view, self._links, codec, cards, self._timers, rng, config.limits, journal, placer, spans
+            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
         # Of all ports for strangers together.
         self._connections = limit = ConnectionLimit()
         budget = TurnBudget(asyncio.get_running_loop())
-        if config.has_own_grpc_server:
+        if config.grpc_server == "own":
             self._public = streaming_server(public, barrier, config.tls, limit, budget)
         else:
             self._public = RpcServer(public, barrier, tls)
@@ -218,7 +179,7 @@ class _Router:
                 authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
                 more=live_pages(self._live),
             ),
-            config.limits.stall_s,
+            limits.stall_s,
             config.tls,
             limit=limit,
             budget=budget,
@@ -235,13 +196,11 @@ class _Router:
             version=baton.__version__,
             started_at=clock.wall(),
             lease_s=config.lease_s,
-            model=config.model_name,
+            model=card.name,
         )
         self._events = EventRing(incarnation, clock.wall)
         self._dispatcher.on_retry = self._retried
-        self._steering = Steering(
-            self._view, membership, placer, self._timers, self._events, connect, config.model_name
-        )
+        self._steering = Steering(self._view, membership, placer, self._timers, self._events, connect, card.name)
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
         GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
         OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
@@ -341,7 +300,7 @@ class _Router:
     def _why_not_ready(self) -> str:
         if self._is_draining:
             return "this router is shutting down"
-        return self._dispatcher.placer.why_not_ready(self._view.candidates(), self._config.model_name)
+        return self._dispatcher.placer.why_not_ready(self._view.candidates(), self._record.model)
 
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
@@ -407,16 +366,17 @@ async def run_router(
 
     current_watch.set(BackgroundWatch(end_from_anywhere))
     card = _card_without_nodes(config)
-    codec = None if config.simulated else Tokenizer.load(config.model_dir)
-    template = None if config.simulated else ChatTemplate.load(config.model_dir)
+    # Simulated nodes take token ids only, and nothing of a model directory is read.
+    is_simulated = config.runner == "simulated"
+    codec = None if is_simulated else Tokenizer.load(config.model)
+    template = None if is_simulated else ChatTemplate.load(config.model)
     async with contextlib.AsyncExitStack() as stack:
         if membership is None:
-            membership = Registry.connect(config.registry_url, config.cluster)
+            registry_url = with_authority(config.registry, config.tls_ca)
+            membership = Registry.connect(registry_url, config.cluster)
             stack.push_async_callback(membership.close)
             if config.flight_record_s:
-                records = RedisFlightRecords.connect(
-                    config.registry_url, config.cluster, lifetime_s=config.flight_record_s
-                )
+                records = RedisFlightRecords.connect(registry_url, config.cluster, lifetime_s=config.flight_record_s)
                 stack.push_async_callback(records.close)
         await require(membership)
         tls = config.tls.read() if config.tls is not None else None
@@ -447,13 +407,22 @@ def asks_with(dialer: Dialer) -> Asks:
 
 
 def _card_without_nodes(config: RouterConfig) -> ModelCard:
-    if config.simulated is not None:
-        return ModelCard(config.model_name, config.simulated.max_model_len, config.simulated.vocab_size)
-    files = read_model_files(config.model_dir)
-    return ModelCard(config.model_name, files.max_position_embeddings, files.vocab_size, bool(files.eos_token_ids))
+    if config.runner == "simulated":
+        simulated = SimulatedSpec()
+        return ModelCard(config.model_name or simulated.name, simulated.max_model_len, simulated.vocab_size)
+    files = read_model_files(config.model)
+    return ModelCard(
+        config.served_model_name, files.max_position_embeddings, files.vocab_size, bool(files.eos_token_ids)
+    )
 
 
-def main(config: ProcessConfig) -> int:
+def _placement(config: RouterConfig) -> PlacementSettings:
+    return PlacementSettings(
+        Policy(config.placement), config.require_disaggregation == "on", config.max_local_prefill_tokens
+    )
+
+
+def main(config: RouterConfig) -> int:
     """Run a router until SIGTERM or SIGINT; the second signal forces. Returns the exit code.
 
     `config.notify_fd` is told when it answers. Raises ConfigError when it can't start.
@@ -478,7 +447,7 @@ def main(config: ProcessConfig) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
-        await run_router(_router_config(config), ready, stop)
+        await run_router(config, ready, stop)
 
     check_bind(config.host, config.protection, needs_keys=True)
     raise_file_limit()
@@ -486,37 +455,3 @@ def main(config: ProcessConfig) -> int:
     with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=RpcEventLoop) as runner:
         runner.run(run())
     return int(ExitCode.OK)
-
-
-def _router_config(config: ProcessConfig) -> RouterConfig:
-    simulated = SimulatedSpec() if config.runner == "simulated" else None
-    return RouterConfig(
-        registry_url=with_authority(config.registry, config.tls_ca),
-        cluster=config.cluster,
-        router_id=config.router_id,
-        model_dir=config.model,
-        model_name=config.model_name or (simulated.name if simulated else config.served_model_name),
-        host=config.host,
-        grpc_port=config.grpc_port,
-        has_own_grpc_server=config.grpc_server == "own",
-        http_port=config.http_port,
-        operator_port=config.operator_port,
-        advertise_host=config.advertise_host,
-        simulated=simulated,
-        await_nodes=config.await_nodes,
-        drain_s=config.drain_s,
-        lease_s=config.lease_s,
-        flight_record_s=config.flight_record_s,
-        tls=config.tls,
-        api_keys=config.api_keys,
-        allowed_hosts=config.allowed_hosts,
-        limits=DispatchLimits(
-            min_priority=config.min_priority,
-            priority_ageing_s=config.priority_ageing_s,
-            max_queue=config.max_queue,
-            max_running=config.max_running,
-        ),
-        placement=PlacementSettings(
-            Policy(config.placement), config.require_disaggregation == "on", config.max_local_prefill_tokens
-        ),
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -153,6 +153,12 @@ def flags_of(config: BaseModel, group: type[BaseModel]) -> dict[str, str]:
         for key in group.model_fields
         for flag, text in settings[key].with_value(getattr(config, key)).items()
     }
+
+
+def settings_for(kind: type[Any], config: BaseModel) -> dict[str, Any]:
+    """The settings for which a dataclass has fields of the same names, as arguments for it."""
+    names = {field.name for field in fields(kind)} & type(config).model_fields.keys()
+    return {name: getattr(config, name) for name in names}
 
 
 def _types(annotation: Any) -> set[Any]:

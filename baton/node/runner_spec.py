@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
 
 from baton.config import NodeConfig
+from baton.config.setting import settings_for
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
@@ -60,15 +60,11 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
             f"host_cache_memory {int(config.host_cache_memory)} bytes holds less than 2 blocks of "
             f"{runner.memory.block_bytes} bytes; give it more, or 0 for no host tier"
         )
+    own = settings_for(SchedulerConfig, config) | {"max_model_len": config.max_model_len or longest}
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
-        max_model_len=config.max_model_len or longest,
         windows=runner.layout.windows,
         policy=config.scheduling_policy,
         num_host_blocks=runner.num_host_blocks,
-        **{name: getattr(config, name) for name in _SETTINGS},
+        **own,
     )
-
-
-_SETTINGS = ({field.name for field in fields(SchedulerConfig)} & NodeConfig.model_fields.keys()) - {"max_model_len"}
-"""The settings of a node that are its scheduler's under the same name."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
-from router.placement.placer import PlacementSettings
 from tests.support.metrics_page import samples_at
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
@@ -54,13 +53,13 @@ async def told_of(cluster: MiniCluster, num_blocks: int) -> None:
 
 async def test_the_second_request_goes_where_the_first_one_is_cached_and_says_why(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
-    placement = PlacementSettings(alone_tokens=0)
+    settings = {"max_local_prefill_tokens": 0}
 
     def make_runner(_: str) -> SimulatedRunner:
         return SimulatedRunner(SPEC)
 
     async with mini_cluster(
-        make_runner, tmp_path, prefill=2, decode=2, token_ids_only=True, placement=placement
+        make_runner, tmp_path, prefill=2, decode=2, token_ids_only=True, router_settings=settings
     ) as cluster:
         on_both_nodes = 2 * (len(PROMPT) // SPEC.block_size)
         assert await ask(cluster, "first", [*PROMPT, 1]) == 0

@@ -6,21 +6,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from baton.config import RouterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorStub
-from router.app import RouterAddresses, RouterConfig, run_router
-from router.placement.placer import PlacementSettings, Policy
+from router.app import RouterAddresses, run_router
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 from tests.support.served_nodes import ServedNode, token_at
 
@@ -49,24 +48,26 @@ class Cluster:
         store: MemoryStore,
         model_dir: Path,
         nodes: dict[str, ServedNode],
-        simulated: SimulatedSpec | None,
+        runner: str,
         await_nodes: int = 0,
     ) -> None:
         self.store = store
         self.nodes = nodes
         self.stop = asyncio.Event()
         self.addresses: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
-        self.config = RouterConfig(
-            registry_url="unused",
-            cluster="test",
-            router_id="router-1",
-            model_dir=model_dir,
-            model_name=MODEL,
-            grpc_port=0,
-            http_port=0,
-            simulated=simulated,
-            await_nodes=await_nodes,
-            placement=PlacementSettings(Policy.LEAST_LOADED),
+        self.config = RouterConfig.model_validate(
+            {
+                "registry": "unused",
+                "cluster": "test",
+                "router_id": "router-1",
+                "model": model_dir,
+                "model_name": MODEL,
+                "grpc_port": 0,
+                "http_port": 0,
+                "runner": runner,
+                "await_nodes": await_nodes,
+                "placement": "least-loaded",
+            }
         )
         self.membership = MemoryRegistry(store, "test")
         self.task = asyncio.create_task(
@@ -102,14 +103,14 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(model_dir: Path, *names: str, simulated: SimulatedSpec | None = None) -> AsyncIterator[Cluster]:
+async def cluster(model_dir: Path, *names: str, runner: str = "torch") -> AsyncIterator[Cluster]:
     nodes = {name: ServedNode(prefill(name) if name.startswith("p") else decode(name)) for name in names}
     store = MemoryStore()
     for node in nodes.values():
         await node.start()
         record = record_of(node.description)
         store.put("test", record.incarnation, record.to_json())
-    one = Cluster(store, model_dir, nodes, simulated)
+    one = Cluster(store, model_dir, nodes, runner)
     try:
         await one.addresses
         await one.has_status("Ready", *nodes)
@@ -180,7 +181,7 @@ async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
 async def test_a_router_may_be_ready_only_when_its_nodes_have_joined(model_dir: Path) -> None:
     nodes = {name: ServedNode(kind(name)) for name, kind in (("p1", prefill), ("d1", decode))}
     store = MemoryStore()
-    one = Cluster(store, model_dir, nodes, None, await_nodes=2)
+    one = Cluster(store, model_dir, nodes, "torch", await_nodes=2)
     try:
         for number, node in enumerate(nodes.values()):
             assert not one.addresses.done(), f"ready with {number} of two nodes"
@@ -198,7 +199,7 @@ async def test_a_router_may_be_ready_only_when_its_nodes_have_joined(model_dir: 
 
 
 async def test_a_router_that_waits_for_nodes_can_be_stopped(model_dir: Path) -> None:
-    one = Cluster(MemoryStore(), model_dir, {}, None, await_nodes=1)
+    one = Cluster(MemoryStore(), model_dir, {}, "torch", await_nodes=1)
     one.stop.set()
     await one.task
     assert not one.addresses.done()
@@ -206,7 +207,7 @@ async def test_a_router_that_waits_for_nodes_can_be_stopped(model_dir: Path) -> 
 
 async def test_a_router_of_simulated_nodes_knows_their_model_before_they_come(tmp_path: Path) -> None:
     spec = SimulatedSpec()
-    async with cluster(tmp_path / "nothing", simulated=spec) as one:
+    async with cluster(tmp_path / "nothing", runner="simulated") as one:
         user = GenerationStub((await one.addresses).grpc)
         try:
             card = ModelCard(MODEL, spec.max_model_len, spec.vocab_size)
@@ -309,11 +310,11 @@ async def test_what_keeps_a_router_from_starting_is_said_in_one_line(model_dir: 
                 await membership.close()
 
         with pytest.raises(ConfigError, match="the port is taken"):
-            await start(replace(one.config, router_id="router-2", grpc_port=taken))
+            await start(one.config.model_copy(update={"router_id": "router-2", "grpc_port": taken}))
         with pytest.raises(ConfigError, match=r"the name router-1 is taken: .*--router-id"):
             await start(one.config)
         with pytest.raises(ConfigError, match="does not exist"):
-            await start(replace(one.config, model_dir=tmp_path / "nowhere"))
+            await start(one.config.model_copy(update={"model": tmp_path / "nowhere"}))
         one.store.stop()
         with pytest.raises(ConfigError, match="--registry"):
             await start(one.config)

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from baton.background import BackgroundWatch, current_watch
+from baton.config import RouterConfig
 from baton.errors import BackgroundFault
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
-from baton.runner import SimulatedSpec
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore
-from router.app import RouterAddresses, RouterConfig, _Router, run_router
+from router.app import RouterAddresses, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server
 from router.losses import NodeLosses
@@ -67,16 +67,9 @@ async def raising(*_arguments: object) -> None:
 @asynccontextmanager
 async def running_router(directory: Path) -> AsyncIterator[tuple[asyncio.Task[None], RouterAddresses]]:
     (directory / "config.json").write_text(json.dumps({"vocab_size": 300, "max_position_embeddings": 64}))
-    config = RouterConfig(
-        registry_url="unused",
-        cluster="test",
-        router_id="router-1",
-        model_dir=directory,
-        model_name="m",
-        grpc_port=0,
-        http_port=0,
-        simulated=SimulatedSpec(),
-        drain_s=0.0,
+    settings = {"grpc_port": 0, "http_port": 0, "runner": "simulated", "drain_s": 0.0}
+    config = RouterConfig.model_validate(
+        {"registry": "unused", "cluster": "test", "router_id": "router-1", "model": directory, **settings}
     )
     membership, stop = MemoryRegistry(MemoryStore(), "test"), asyncio.Event()
     ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()

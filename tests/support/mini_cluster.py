@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
@@ -15,19 +15,18 @@ from random import Random
 
 import grpc
 
-from baton.config import NodeConfig
+from baton.config import NodeConfig, RouterConfig
 from baton.messages.node import NodeDescription, Role
 from baton.messages.node_report import TraceEvent
 from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.registry import Membership
-from baton.runner import ModelRunner, SimulatedSpec
+from baton.runner import ModelRunner
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
-from router.app import RouterAddresses, RouterConfig, run_router
-from router.placement.placer import PlacementSettings, Policy
+from router.app import RouterAddresses, run_router
 from tests.support.caller import Caller
 from tests.support.reports import HeardStream
 
@@ -80,7 +79,7 @@ class RunningNode:
         return stats.total_blocks - stats.free_blocks
 
 
-BOTH_KINDS = PlacementSettings(Policy.LEAST_LOADED)
+BOTH_KINDS: Mapping[str, object] = {"placement": "least-loaded"}
 """Short prompts take a prefill and a decode node, too."""
 
 
@@ -124,7 +123,7 @@ async def mini_cluster(
     prefill: int = 1,
     decode: int = 1,
     token_ids_only: bool = False,
-    placement: PlacementSettings = BOTH_KINDS,
+    router_settings: Mapping[str, object] = BOTH_KINDS,
     **node_settings: object,
 ) -> AsyncIterator[MiniCluster]:
     """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit."""
@@ -135,7 +134,13 @@ async def mini_cluster(
         for name in names:
             runner = make_runner(name)
             cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
-        cluster.router = await _start_router(stack, store, runner.model.name, model_dir, token_ids_only, placement)
+        settings = {
+            "model": model_dir,
+            "model_name": runner.model.name,
+            "runner": "simulated" if token_ids_only else "torch",
+            **router_settings,
+        }
+        cluster.router = await _start_router(stack, store, settings)
         cluster.channel = grpc.aio.insecure_channel(cluster.router.grpc)
         stack.push_async_callback(cluster.channel.close, None)
         await _until_placeable(cluster, len(names))
@@ -176,23 +181,18 @@ async def _start_node(
 async def _start_router(
     stack: AsyncExitStack,
     store: MemoryStore,
-    model_name: str,
-    model_dir: Path,
-    token_ids_only: bool,
-    placement: PlacementSettings,
+    settings: Mapping[str, object],
 ) -> RouterAddresses:
-    config = RouterConfig(
-        registry_url="memory://",
-        cluster=CLUSTER,
-        router_id="router-0",
-        model_dir=model_dir,
-        model_name=model_name,
-        grpc_port=0,
-        http_port=0,
-        simulated=SimulatedSpec() if token_ids_only else None,
-        drain_s=0.0,
-        placement=placement,
-    )
+    values: dict[str, object] = {
+        "registry": "memory://",
+        "cluster": CLUSTER,
+        "router_id": "router-0",
+        "grpc_port": 0,
+        "http_port": 0,
+        "drain_s": 0.0,
+        **settings,
+    }
+    config = RouterConfig.model_validate(values)
     membership, stop = MemoryRegistry(store, CLUSTER), asyncio.Event()
     stack.push_async_callback(membership.close)
     ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()

@@ -18,7 +18,10 @@ from baton.config import MODELS, NodeConfig, RouterConfig, UpConfig, load
 from baton.config.cluster import ClusterSettings
 from baton.config.node import NodeSettings
 from baton.config.router import RouterSettings
-from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_of, value_text
+from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_for, settings_of, value_text
+from router import app as router_app
+from router.limits import DispatchLimits
+from router.placement.placer import PlacementSettings, Policy
 from tests.support.given_flags import configured
 
 ROOT = Path(__file__).parents[3]
@@ -160,6 +163,25 @@ def test_inconsistent_settings_are_refused_before_a_process_is_started() -> None
     ):
         with pytest.raises(ValueError, match=complaint):
             UpConfig.model_validate(settings)
+
+
+def test_a_routers_settings_are_the_limits_of_its_dispatcher_and_its_placement() -> None:
+    def parts(**settings: object) -> tuple[DispatchLimits, PlacementSettings]:
+        config = RouterConfig.model_validate({"router_id": "r", "registry": "redis://r", **settings})
+        return DispatchLimits(**settings_for(DispatchLimits, config)), router_app._placement(config)
+
+    assert parts() == (DispatchLimits(), PlacementSettings()), "the defaults are the same"
+    limits, placement = parts(
+        max_queue=1,
+        max_running=2,
+        min_priority=3,
+        priority_ageing_s=4,
+        placement="round-robin",
+        require_disaggregation="on",
+    )
+    assert limits == DispatchLimits(max_queue=1, max_running=2, min_priority=3, priority_ageing_s=4.0)
+    assert placement == PlacementSettings(Policy.ROUND_ROBIN, require_disaggregation=True)
+    assert parts(max_local_prefill_tokens=5)[1] == PlacementSettings(alone_tokens=5)
 
 
 def test_the_example_of_the_page_is_a_file_that_all_commands_read(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ SecondsToAnHour = Annotated[float, Field(ge=0, le=3600)]
 SecondsFromOneToAnHour = Annotated[float, Field(ge=1, le=3600)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Switch = Literal["on", "off"]
+OnOff = Literal["on", "off"]
 KVDigests = Literal["auto", "on", "sampled", "off"]
 
 

@@ -24,11 +24,11 @@ from baton.config.kinds import (
     KVDigests,
     Milliseconds,
     Name,
+    OnOff,
     Port,
     SecondsFromOneToAnHour,
     SecondsToAnHour,
     Share,
-    Switch,
 )
 
 
@@ -63,7 +63,7 @@ class NodeSettings(ClusterSettings):
         description="What happens to the KV of a request that is preempted because blocks run out: it is computed "
         "again (recompute), kept in the host tier (swap), or whichever is expected to cost less (auto).",
     )
-    async_scheduling: Switch = Field(
+    async_scheduling: OnOff = Field(
         "off",
         description="on: the scheduler decides the next step while one is computed. The device does not wait, and a "
         "new request waits for one step more. The tokens are the same.",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
-from baton.config.kinds import Count, CountOrZero, Name, Port, Seconds, Switch
+from baton.config.kinds import Count, CountOrZero, Name, OnOff, Port, Seconds
 
 
 class RouterSettings(ClusterSettings):
@@ -43,7 +43,7 @@ class RouterSettings(ClusterSettings):
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "
         "hand-off; for placement by cost.",
     )
-    require_disaggregation: Switch = Field(
+    require_disaggregation: OnOff = Field(
         "off",
         description="on: no node computes a prompt and also generates from it; requests wait for a pair of nodes.",
     )

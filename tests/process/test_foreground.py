@@ -49,7 +49,7 @@ def test_what_is_printed_is_true_and_can_be_pasted(shell: Shell, model: Path, tm
 
         terminal.ctrl_c()
         assert terminal.end() == 0
-        assert terminal.screen.endswith("Stopping: what runs may end first. Once more ends it at once.\n")
+        assert terminal.screen.endswith("Stopping: running requests may end first. Ctrl-C again ends them at once.\n")
     assert not shell.left()
     assert sorted(path.name for path in run_dir.iterdir()) == ["lock", "logs"]
     assert f"no cluster is running in {run_dir}" in refusal(shell.baton("status", "--run-dir", run_dir), 5)

@@ -1,4 +1,4 @@
-"""Waits for files of a directory to change, by the kernel's word: nobody has to look again and again."""
+"""Waits until a file of a directory changes, with the kernel's notifications instead of polling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _IN_MODIFY = 0x2
 
 
 class Changes:
-    """Writes to files of a directory, new ones too. Linux's inotify, of which Python has no binding."""
+    """Watches writes to the files of a directory, new files included, with Linux's inotify(7)."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError for a directory that can't be watched."""
+        """Begin to watch. Raises OSError if the directory can't be watched."""
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.inotify_init1(os.O_CLOEXEC)
         watch = libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_MODIFY)
@@ -29,5 +29,5 @@ class Changes:
         os.close(self._fd)
 
     def wait(self) -> None:
-        """Return once something was written since the last call, or since the beginning."""
+        """Return as soon as a file was written since the last call or, at first, since the watch began."""
         os.read(self._fd, 1 << 16)

@@ -1,4 +1,4 @@
-"""The log files of a run directory as one stream of lines, by time. Reads; decides nothing about the processes."""
+"""Reads the log files of a run directory as one stream of lines in the order of time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.cli.cluster.log_rotation import older_parts
 _REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
 _REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
 _ABOUT_A_LINE = frozenset({"timestamp", "level", "event", "node", "process"})
-"""What each line has, or what its file says; the rest is its own."""
+"""Keys that every line has, or that follow from its file. The others are fields of the line."""
 _MOST_READ = 1 << 20
 
 
@@ -25,23 +25,23 @@ class LogLine:
     """One line of one process."""
 
     at: float
-    """Seconds since the epoch; of a line that says no time, that of the line before it."""
+    """Seconds since the epoch. A line without a time has that of the line before it."""
     process: str
     level: str
-    """Empty where the line says none."""
+    """Empty if the line has none."""
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else it says."""
+    """The other keys of the line."""
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The line as a JSON object."""
         stamp = datetime.fromtimestamp(self.at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         said = {"timestamp": stamp, "process": self.process, "level": self.level, "event": self.event}
         return {**said, **self.fields}
 
 
 def parse_line(text: str, process: str, before: float) -> LogLine:
-    """What a line says; `before`: when the line before it was written."""
+    """Parse a line of a process. `before` is the time of the line before it."""
     if text.startswith("{"):
         try:
             said = json.loads(text)
@@ -49,17 +49,17 @@ def parse_line(text: str, process: str, before: float) -> LogLine:
             rest = {key: value for key, value in said.items() if key not in _ABOUT_A_LINE}
             return LogLine(at, process, str(said.get("level", "")), str(said["event"]), rest)
         except (ValueError, KeyError, TypeError):
-            # Cut off, or of something else that writes JSON.
+            # A line that is cut off, or one that another program wrote as JSON.
             return LogLine(before, process, "", text)
     if found := _REDIS.match(text):
-        # Redis writes the host's own time.
+        # Redis writes local time.
         at = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").astimezone().timestamp()
         return LogLine(at, process, _REDIS_LEVELS[found[2]], found[3])
     return LogLine(before, process, "", text)
 
 
 class LogFile:
-    """One process's log, read as it grows and rotates (`baton.cli.cluster.log_rotation`)."""
+    """The log of one process, read while it grows and rotates (`baton.cli.cluster.log_rotation`)."""
 
     def __init__(self, path: Path) -> None:
         self.process = path.stem
@@ -71,10 +71,10 @@ class LogFile:
         """The inode of the newest part that the log had rotated to by the last call."""
 
     def read(self) -> Sequence[LogLine]:
-        """The whole lines that were written since the last call; none when the file is gone."""
+        """The complete lines that were written since the last call; none if the file is gone."""
         lines: list[LogLine] = []
         for part in self._new_parts():
-            # What was read of the log before it rotated is in the oldest of them.
+            # The oldest new part begins with what was read of the log before it rotated.
             lines += self._read_to_end(part)
             self._offset = 0
         return lines + self._read_to_end(self._path)
@@ -106,7 +106,7 @@ class LogFile:
         try:
             with path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
-                    # Another cluster's: it begins again.
+                    # The log of another cluster, which begins anew.
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 piece = file.read(_MOST_READ)
@@ -117,5 +117,5 @@ class LogFile:
 
 
 def merged(files: Iterable[LogFile]) -> Sequence[LogLine]:
-    """What all of them have to say that is new, by time; of one process, in its order."""
+    """The new lines of all files in the order of time. Lines of one process keep their order."""
     return sorted((line for file in files for line in file.read()), key=lambda line: line.at)

@@ -1,8 +1,8 @@
-"""Keeps the logs of a run directory bounded: a log that is large enough becomes NAME.log.1, that one NAME.log.2, …
+"""Rotates the logs of a run directory: a log that is large enough becomes NAME.log.1, that one NAME.log.2, and so on.
 
-Processes write to their logs themselves, so that a supervisor that is stopped or slow holds up none of them, and none
-of them has to know that its log rotates. So a log is copied and then cut to nothing, as by logrotate's `copytruncate`;
-what a process writes between the two, which is a matter of microseconds, is lost.
+Processes write to their logs themselves, so that a supervisor that is stopped or slow delays none of them, and they
+need not know that a log rotates. So a log is copied and then truncated, as by `copytruncate` of logrotate. What a
+process writes between the two, within microseconds, is lost.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 16 << 20
-"""A log of this size rotates."""
+"""A log rotates when it is larger than this."""
 NUM_KEPT = 3
-"""Older parts of each log."""
+"""Number of older parts of each log that are kept."""
 LOOK_EVERY_S = 1.0
 
 
 def older_parts(log: Path) -> Sequence[Path]:
-    """The parts that a log has rotated to, the newest first."""
+    """The older parts of a log, the newest first."""
     found: list[Path] = []
     while (part := _part(log, len(found) + 1)).exists():
         found.append(part)
@@ -32,7 +32,7 @@ def older_parts(log: Path) -> Sequence[Path]:
 
 
 class LogRotation:
-    """Rotates all logs of one directory."""
+    """Rotates all logs of a directory."""
 
     def __init__(self, directory: Path, max_bytes: int = MAX_LOG_BYTES, num_kept: int = NUM_KEPT) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class LogRotation:
         self._num_kept = num_kept
 
     def look(self) -> None:
-        """Rotate what has become too large. Raises nothing: without rotation a cluster still serves."""
+        """Rotate the logs that are too large. Raises nothing, because a cluster also serves without rotation."""
         for log in self._directory.glob("*.log"):
             try:
                 if log.stat().st_size > self._max_bytes:
@@ -56,7 +56,7 @@ class LogRotation:
                 with os.fdopen(descriptor, "wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
             except OSError as error:
-                # A full disk: what would have been kept makes room for what comes.
+                # The disk is full, so the log is truncated without a copy, to make room for new lines.
                 with suppress(OSError):
                     copy.unlink()
                 _log.warning("the log %s is cut without being kept: %s", log, error.strerror)

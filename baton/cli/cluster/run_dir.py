@@ -1,6 +1,6 @@
-"""The directory of one running cluster: its lock, its state, its logs. A private place of one user.
+"""The directory of one running cluster, with its lock, its state and its logs. Only its owner can write to it.
 
-The lock is an flock that the supervisor holds as long as it lives, so a crash leaves nothing that has to be cleaned up.
+The lock is an flock that the supervisor holds while it lives, so nothing has to be cleaned up after a crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOG_NAME = re.compile(r"(redis|supervisor|(prefill|decode|router)-\d+)\.log(\.(
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:
-    """BATON_RUN_DIR, else a directory of this user's: under XDG_RUNTIME_DIR, else under the temporary directory."""
+    """The directory in BATON_RUN_DIR, else one of this user in XDG_RUNTIME_DIR or in the temporary directory."""
     if environ.get("BATON_RUN_DIR"):
         return Path(environ["BATON_RUN_DIR"])
     if environ.get("XDG_RUNTIME_DIR"):
@@ -35,7 +35,7 @@ def default_run_dir(environ: Mapping[str, str]) -> Path:
 
 
 class RunDir:
-    """One cluster's directory."""
+    """The run directory of one cluster."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -46,11 +46,11 @@ class RunDir:
         return self.path / "logs"
 
     def log(self, process: str) -> Path:
-        """Where the process's output goes."""
+        """The file that gets the output of a process."""
         return self.logs / f"{process}.log"
 
     def create(self) -> None:
-        """Make the directory with mode 700; raises ConfigError when it can't be made or is not this user's alone."""
+        """Make the directory with mode 700. Raises ConfigError if that fails or if others can write to it."""
         with self._usable():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -60,7 +60,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
-        """Read-only, full, too long a path, ...: the way out is the same."""
+        """Turn an OSError (read-only, full, path too long, ...) into a ConfigError that suggests another directory."""
         try:
             yield
         except OSError as error:
@@ -69,7 +69,7 @@ class RunDir:
             ) from None
 
     def exists(self) -> bool:
-        """Whether it is there; raises ConfigError when it is somebody else's."""
+        """Whether the directory exists. Raises ConfigError if it belongs to another user."""
         if not self.path.exists():
             return False
         self._check()
@@ -85,14 +85,14 @@ class RunDir:
             raise ConfigError(f"run directory {self.path} can be written by others: chmod 700 {self.path}")
 
     def take(self) -> None:
-        """Hold the directory until `release` or this process's end.
+        """Lock the directory until `release` or the end of this process.
 
-        Raises ConfigError when a live cluster holds it or nothing can be written there.
+        Raises ConfigError if a running cluster holds the lock, or if the directory can't be written.
         """
         with self._usable():
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         while not _locked(descriptor, fcntl.LOCK_EX):
-            # Whoever looks for a holder shares the lock for a moment, which is in our way, too.
+            # A process that looks for the holder has a shared lock for a moment, and that fails our attempt, too.
             if not self._look()[0]:
                 time.sleep(_LOOK_S)
                 continue
@@ -105,20 +105,20 @@ class RunDir:
         self.sign()
 
     def sign(self) -> None:
-        """Write this process's id into the lock that it holds; raises ConfigError on a full disk."""
+        """Write the id of this process into the lock file that it holds. Raises ConfigError on a full disk."""
         assert self._lock is not None
         with self._usable():
-            # In this order somebody's id is in it at any time.
+            # Written before it is cut, so that the file holds an id at any time.
             os.ftruncate(self._lock, os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0))
 
     def clear_logs(self) -> None:
-        """Remove the logs of the cluster before; whatever else is there is somebody's."""
+        """Remove the logs of the previous cluster. Other files in the directory stay."""
         for log in self.logs.iterdir():
             if _LOG_NAME.match(log.name):
                 log.unlink()
 
     def release(self) -> None:
-        """Let the directory go and remove the state."""
+        """Unlock the directory and remove the state."""
         if self._lock is not None:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / _STATE).unlink()
@@ -126,11 +126,11 @@ class RunDir:
             self._lock = None
 
     def holder(self) -> int | None:
-        """Process id of the supervisor that holds the directory; None when nobody does."""
+        """The process id of the supervisor that holds the lock; None if no process does."""
         return self._look()[1]
 
     def _look(self) -> tuple[bool, int | None]:
-        """Whether it is held, and by whom, if that can be read."""
+        """Whether the lock is held, and the process id of its holder if that can be read."""
         try:
             descriptor = os.open(self.path / _LOCK, os.O_RDONLY)
         except FileNotFoundError:
@@ -144,9 +144,9 @@ class RunDir:
             os.close(descriptor)
 
     def holders(self, timeout_s: float) -> Iterator[int]:
-        """Each one that holds the directory, until nobody does; raises TimeoutError when that takes longer.
+        """Yield each process that holds the lock until none does. Raises TimeoutError after `timeout_s`.
 
-        A start in the background has two, one after the other.
+        A cluster that is started in the background has two holders, one after the other.
         """
         ends_at, before = time.monotonic() + timeout_s, None
         while (holder := self.holder()) is not None:
@@ -158,7 +158,7 @@ class RunDir:
             time.sleep(_LOOK_S)
 
     def write_state(self, state: ClusterState) -> None:
-        """Replace the state in one piece; readable by this user alone. Raises ConfigError on a full disk."""
+        """Replace the state file in one step, readable by this user only. Raises ConfigError on a full disk."""
         with self._usable():
             descriptor, name = tempfile.mkstemp(dir=self.path, prefix=".cluster-", suffix=".json")
             try:
@@ -171,7 +171,7 @@ class RunDir:
                 raise
 
     def read_state(self) -> ClusterState | None:
-        """The last state that a supervisor wrote; None without one. Raises ConfigError when it can't be read."""
+        """The last state that a supervisor wrote; None if there is none. Raises ConfigError if it can't be read."""
         try:
             return ClusterState.from_json(json.loads((self.path / _STATE).read_text()))
         except FileNotFoundError:
@@ -181,7 +181,7 @@ class RunDir:
 
 
 def _locked(descriptor: int, how: int) -> bool:
-    """Lock it now; False: somebody else's lock is in the way."""
+    """Lock the file if that is possible without waiting. False: another process has it locked."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except OSError:

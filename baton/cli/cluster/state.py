@@ -1,4 +1,4 @@
-"""What a supervisor writes down about its cluster, for the commands that come later."""
+"""The state of a cluster that its supervisor writes to the run directory, for other commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """One process under a supervisor."""
+    """The state of one process that a supervisor runs."""
 
     name: str
     role: str
@@ -18,22 +18,22 @@ class ProcessState:
     status: str
     """Starting, Ready, CrashLoop, Draining or Stopped."""
     pid: int
-    """0 while it is not running."""
+    """The process id; 0 while the process is not running."""
     start_time: int
-    """The kernel's start time of that process: with the pid it names one process for good. 0 where it is unknown."""
+    """The kernel's start time of the process, which with the pid identifies it for ever. 0 if it is unknown."""
     restarts: int
     incarnation: str
     address: str
     operator_address: str
     log: str
     last_exit: str
-    """How it ended the last time, for people; empty when it never did."""
+    """How the process ended the last time; empty if it never did."""
     http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """A cluster on this machine."""
+    """The state of a cluster on this machine."""
 
     cluster: str
     phase: str
@@ -45,49 +45,48 @@ class ClusterState:
     model: str
     dtype: str
     grpc_address: str
-    """Of the first router that serves, as the next one."""
+    """The gRPC address of the first router that serves. The operator and HTTP addresses are of the same router."""
     operator_address: str
     processes: Sequence[ProcessState]
     http_address: str = ""
-    """Of the same router."""
     certs: str = ""
-    """Directory of the certificates of its processes and its operators; empty: it has none."""
+    """Directory with the certificates of processes and operators; empty without TLS."""
     needs_key: bool = False
-    """Clients must show one."""
+    """Whether clients must show an API key."""
 
     @property
     def grpc_addresses(self) -> tuple[str, ...]:
-        """Of every router that has said where it listens, the one above at least."""
+        """The gRPC addresses of all routers that have announced one, `grpc_address` at least."""
         found = tuple(p.address for p in self.processes if p.role == "router" and p.address)
         return found or tuple(filter(None, [self.grpc_address]))
 
     @property
     def operator_addresses(self) -> tuple[str, ...]:
-        """Of every router that has said where it listens, the one above at least."""
+        """The operator addresses of all routers that have announced one, `operator_address` at least."""
         found = tuple(p.operator_address for p in self.processes if p.role == "router" and p.operator_address)
         return found or tuple(filter(None, [self.operator_address]))
 
     @property
     def http_addresses(self) -> tuple[str, ...]:
-        """Of every router that has said where it listens."""
+        """The HTTP addresses of all routers that have announced one."""
         return tuple(p.http_address for p in self.processes if p.role == "router" and p.http_address)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The state as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> ClusterState:
-        """What `to_json` made; raises TypeError, KeyError or ValueError for anything else."""
+        """The inverse of `to_json`. Raises TypeError, KeyError or ValueError for anything else."""
         processes = tuple(ProcessState(**process) for process in found["processes"])
         return cls(**{**found, "processes": processes})
 
 
 def start_time(pid: int) -> int:
-    """The kernel's start time of a process, clock ticks since boot (proc(5)); 0 where there is no /proc or process."""
+    """The kernel's start time of a process in clock ticks since boot (proc(5)); 0 without /proc or such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    # The second field is the program's name in parentheses and may hold anything, parentheses included.
+    # The second field is the program's name in parentheses, and the name may contain parentheses.
     return int(stat.rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""`baton node` and `baton router`: the processes of a cluster, usable by hand on several hosts."""
+"""`baton node` and `baton router`: the processes of a cluster, which can also be started by hand on several hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def _node_name(flags: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Without a role the configuration's own complaint about it is the one to hear.
+    # The role may be missing here; loading the settings then says so.
     return {"node_id": _host_name(flags.get("role") or "node")}
 
 
@@ -54,7 +54,7 @@ def _node(
         if config.runner == "torch":
             from baton.runner.model.checkpoint import check_model_dir
 
-            # Cheap, and torch is not: a wrong path is told at once.
+            # This check is fast and importing torch is slow, so a wrong path is reported first.
             check_model_dir(config.model)
         from baton.node.process import run_node
 
@@ -96,7 +96,7 @@ def _be(
     log_format: str | None,
     parent_fd: int | None,
 ) -> None:
-    """Run a process to its end; whoever started it hears why it could not start."""
+    """Run a process to its end. If it can't start, the process that started it gets the reason."""
     from baton.observe import logs
     from baton.observe.ready import Failed, announce
 
@@ -104,7 +104,7 @@ def _be(
         end_with_parent(parent_fd)
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
     logs.configure_logging(level, environ=os.environ, form=form, node=name)
-    # gRPC's core writes lines of its own about errors that come to us as exceptions.
+    # gRPC's core would print errors that reach Baton as exceptions, too.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         code = run()
@@ -112,8 +112,8 @@ def _be(
         announce(notify_fd, Failed(str(error), int(error.exit_code)))
         raise
     finally:
-        # What is left goes with the process. As it ends the interpreter would look through all of it for cycles, again
-        # and again: of what torch and transformers have made that takes seconds.
+        # At its end the interpreter would collect garbage several times, which takes seconds with all the objects of
+        # torch and transformers.
         gc.freeze()
     if code:
         raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`baton up`: a cluster on this machine."""
+"""`baton up`: starts a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,25 @@ def register(app: typer.Typer, name: str, text: str) -> None:
             "run_dir",
             Path | None,
             None,
-            help="Directory of this cluster. Default: this user's own.",
+            help="Run directory of this cluster. Default: one of this user.",
             metavar="DIR",
             parser=run_dir_path,
         ),
-        option("detach", bool, False, "-d", "--detach", help="Return when the cluster is ready; it runs on."),
-        option("emit", Emission | None, None, help="Start nothing: write the cluster down for this to run."),
-        option("emit_dir", Path, Path("baton-deploy"), help="Directory to write it to.", metavar="DIR"),
+        option(
+            "detach",
+            bool,
+            False,
+            "-d",
+            "--detach",
+            help="Return when the cluster is ready, and keep it running in the background.",
+        ),
+        option(
+            "emit",
+            Emission | None,
+            None,
+            help="Start nothing, and write files with which this system runs the cluster.",
+        ),
+        option("emit_dir", Path, Path("baton-deploy"), help="Directory for these files.", metavar="DIR"),
         option("output", Format, Format.TEXT, "-o", "--output", help="Output format."),
         VERBOSE,
         LOG_FORMAT,
@@ -57,7 +69,7 @@ def _up(
         for path in write(emit, loaded.config, file, emit_dir):
             say(str(path))
         return
-    # What it takes to run a cluster is not for those who only want to read the help.
+    # These imports are slow, and the help does not need them.
     from baton.cli.cluster.supervisor.run import run_cluster
     from baton.observe import logs
 

@@ -1,1 +1,1 @@
-"""`baton up --emit`: the cluster of a command line, written down for whoever starts processes elsewhere."""
+"""`baton up --emit`: a cluster as files for systemd, Docker Compose, Helm or Slurm."""

@@ -1,4 +1,4 @@
-"""A cluster as a compose file: a container for each process, on a network of their own. Pure."""
+"""Renders a cluster as a Compose file, with a container for each process and a network of its own. Does no I/O."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEAD = """\
 
 
 def compose_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: str) -> dict[str, str]:
-    """The compose file by its name, and the configuration file that it mounts. `settings`: what that says."""
+    """The Compose file and, unless `settings` is empty, a configuration file with this content, by their names."""
     services = {process.name: _service(config, process, index) for index, process in _numbered(processes)}
     if not config.registry:
         services = {"redis": _redis(), **services}
@@ -38,7 +38,7 @@ def compose_files(config: UpConfig, processes: Sequence[EmittedProcess], setting
 
 
 def _numbered(processes: Sequence[EmittedProcess]) -> list[tuple[int, EmittedProcess]]:
-    """Each with its place among those of its role."""
+    """The processes, each with its index among those of its role."""
     return [(int(process.name.rpartition("-")[2]), process) for process in processes]
 
 
@@ -57,7 +57,7 @@ def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str,
     service: dict[str, Any] = {
         "image": "${BATON_IMAGE:-baton:latest}",
         "user": "${BATON_USER:-10001:10001}",
-        # A dollar would begin the name of a variable.
+        # Compose would take a single dollar for the start of a variable.
         "command": [word.replace("$", "$$") for word in command],
         **_confined(),
         "stop_signal": "SIGTERM",
@@ -66,7 +66,7 @@ def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str,
     }
     environment = dict(process.environment)
     if has_password(config.registry):
-        # Not among the words of a command, which everybody on the host can read.
+        # Every user of the host can read command lines.
         environment[REGISTRY] = config.registry.replace("$", "$$")
     if environment:
         service["environment"] = environment
@@ -99,7 +99,7 @@ def _own_flags(config: UpConfig, process: EmittedProcess) -> dict[str, str]:
 
 
 def _mounted(config: UpConfig, flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The flags with the paths that their files have inside, and where those come from."""
+    """The flags with paths and ports inside the container, and the mounts of the files."""
     inside, mounts = dict(flags), []
     places = {
         "--model": f"/models/{config.model.name}",
@@ -115,14 +115,14 @@ def _mounted(config: UpConfig, flags: Mapping[str, str]) -> tuple[dict[str, str]
             mounts.append(f"{source}:{place}:ro")
             inside[flag] = place
     for flag, port in (("--grpc-port", GRPC_PORT), ("--http-port", HTTP_PORT), ("--metrics-port", METRICS_PORT)):
-        # Each container has its own ports; what is published differs.
+        # Containers do not share ports; the published ports differ.
         if flag in inside:
             inside[flag] = str(port)
     return inside, mounts
 
 
 def _published(config: UpConfig, index: int) -> list[str]:
-    """HOST:PORT of this machine to the container's; 0 lets the engine choose."""
+    """The published ports, HOST:PORT:CONTAINER_PORT; port 0 lets the container engine choose."""
     return [
         f"{config.host}:{port + index if port else 0}:{inside}"
         for port, inside in ((config.grpc_port, GRPC_PORT), (config.http_port, HTTP_PORT))
@@ -130,7 +130,7 @@ def _published(config: UpConfig, index: int) -> list[str]:
 
 
 def _health(config: UpConfig, process: EmittedProcess) -> dict[str, Any]:
-    # The page says so without a key; whose certificate it shows is nothing to find out here.
+    # /readyz needs no key, and the certificate is not checked because the request stays in the container.
     scheme = "https" if config.certs else "http"
     page = f"{scheme}://localhost:{HTTP_PORT if process.command == 'router' else METRICS_PORT}/readyz"
     ask = f"import ssl, urllib.request as u; u.urlopen('{page}', timeout=4, context=ssl._create_unverified_context())"

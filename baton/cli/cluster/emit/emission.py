@@ -1,4 +1,4 @@
-"""Who can be told to run a cluster instead of `baton up`."""
+"""The systems that can run a cluster instead of `baton up`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Emission(enum.StrEnum):
-    """The value is the word for it on the command line."""
+    """A system that can run a cluster; the value is its name on the command line."""
 
     SYSTEMD = "systemd"
     COMPOSE = "compose"

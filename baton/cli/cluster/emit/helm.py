@@ -1,4 +1,4 @@
-"""A cluster as values of the chart deploy/helm/baton. Pure."""
+"""Renders a cluster as values of the chart deploy/helm/baton. Does no I/O."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _OF_THE_CHART = frozenset(
         *("--grpc-port", "--http-port", "--metrics-port", "--operator-port"),
     }
 )
-"""Flags that the chart has values or fixed places of its own for."""
+"""Flags that the chart renders from its own values, or with fixed paths and ports."""
 _HEAD = """\
 # Written by `baton up --emit helm`: `helm install baton deploy/helm/baton -f values.yaml`.
 """
 
 
 def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: str) -> dict[str, str]:
-    """The values by their file's name. `settings`: what the configuration file says."""
+    """The file of values by its name. `settings` is the content of the configuration file."""
     values: dict[str, Any] = {"cluster": config.cluster, "drainSeconds": config.drain_s}
     if config.insecure:
         values["insecure"] = True
@@ -37,7 +37,7 @@ def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: 
     if config.api_keys:
         values["apiKeys"] = {"existingSecret": KEYS_SECRET}
     if "--model" in processes[0].flags:
-        # Every machine of the cluster has it there, as this one has.
+        # The model is expected in the same directory on every machine of the cluster.
         path = str(config.model.absolute())
         values["model"] = {"path": f"/models/{config.model.name}", "volume": {"hostPath": {"path": path}}}
     if config.model_name:
@@ -67,13 +67,13 @@ def _flags(processes: Sequence[EmittedProcess]) -> dict[str, Any]:
 
 
 def _from_files(certs: Path) -> str:
-    """Not the whole directory: the authority's own key stays where it is."""
+    """The files for the secret, without the private key of the certificate authority."""
     names = ("ca.crt", "router.crt", "router.key", "node.crt", "node.key")
     return " ".join(f"--from-file={certs / name}" for name in names)
 
 
 def _comments(config: UpConfig) -> str:
-    """How to bring the secrets along, which no values file should hold."""
+    """Comments that say how to create the secrets, which do not belong in a file of values."""
     lines = []
     if config.certs:
         lines.append(f"# kubectl create secret generic {TLS_SECRET} {_from_files(config.certs.absolute())}")

@@ -1,4 +1,4 @@
-"""The processes of a cluster as another supervisor starts them. Pure."""
+"""The processes of a cluster and their flags, for supervisors other than Baton's. Does no I/O."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from baton.config import MODELS, UpConfig
 from baton.config.setting import settings_of
 
 _OF_THIS_MACHINE = frozenset({"--host", "--port", "--await-nodes", "--cluster"})
-"""Flags whose values each way to run a cluster has its own for."""
+"""Flags that each supervisor sets in its own way."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmittedProcess:
-    """A node or a router, and the flags that differ from its defaults."""
+    """A node or a router, and its settings that differ from the defaults."""
 
     name: str
     role: str
@@ -26,19 +26,22 @@ class EmittedProcess:
     command: str
     """node or router."""
     flags: Mapping[str, str]
-    """The value is "" where a flag takes none."""
+    """Flags and values; the value is "" for a flag that takes none."""
     environment: Mapping[str, str]
 
 
 def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = None) -> list[EmittedProcess]:
-    """What `baton up` would start, without addresses. `cores`: of the one machine that all of them share, if so."""
+    """The processes that `baton up` would start, without their addresses.
+
+    `cores` is the number of cores of the machine if all processes share one.
+    """
     processes = []
     for child in plan_nodes(config, "", cores or 1, file):
         command, flags = command_and_flags(child.command)
         environment = {name: value for name, value in child.environment.items() if name != REGISTRY}
         dropped = set(_OF_THIS_MACHINE)
         if cores is None and config.threads is None:
-            # Each machine knows how many cores it gives.
+            # The number of cores differs between machines, so each process finds out itself.
             dropped.add("--threads")
             environment.pop("OMP_NUM_THREADS", None)
         kept = {flag: value for flag, value in flags.items() if flag not in dropped}
@@ -48,12 +51,12 @@ def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = N
 
 
 def words(flags: Mapping[str, str]) -> list[str]:
-    """Flags and values in turn."""
+    """The flags as words of a command line."""
     return flag_words(flags)
 
 
 def shared_flags(processes: Sequence[EmittedProcess]) -> dict[str, str]:
-    """What all of them are told alike."""
+    """The flags that all of these processes have with the same value."""
     first, *others = processes
     own = {"--node-id", "--router-id", "--role"}
     return {

@@ -1,4 +1,4 @@
-"""A cluster as one Slurm job. Pure; the script itself is beside this file."""
+"""Renders a cluster as one Slurm job from the template `baton.sbatch` in this directory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from baton.config import UpConfig
 
 FILE = "baton.sbatch"
 DRAIN_S = 20.0
-"""Slurm kills what has not ended within its KillWait, 30 s unless the site says otherwise; so this much by default."""
+"""Longest drain: Slurm kills processes that have not ended within KillWait, which is 30 s by default."""
 
 
 def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: str) -> dict[str, str]:
-    """The batch script by its name. `baton`: the command on the job's hosts."""
+    """The batch script by its name. `baton` is the path of the command on the hosts of the job."""
     nodes = [process for process in processes if process.command == "node"]
     (router, *_) = (process for process in processes if process.command == "router")
     drain = {"--drain-s": f"{min(config.drain_s, DRAIN_S):g}"}
-    # The nodes of one host would ask for one port.
+    # Several nodes of one host would get the same port.
     node_flags = {flag: value for flag, value in shared_flags(nodes).items() if flag != "--metrics-port"}
     return {
         FILE: _fill(

@@ -1,4 +1,4 @@
-"""A cluster as systemd units of one machine: what `baton up` starts, kept running by systemd instead. Pure."""
+"""Renders a cluster as systemd units of one machine, which run the processes that `baton up` would. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.security.access import DEFAULT_CLUSTER
 from baton.security.redaction import has_password
 
 SECRETS = "/etc/baton"
-"""Where root keeps what units must not say."""
+"""The directory for secrets, which only root can read; other users can read units."""
 RUN_DIR = "/run/baton"
-"""Stands for the directory that systemd makes for the private Redis."""
+"""A placeholder for the directory that systemd makes for the private Redis."""
 STOP_GRACE_S = 15
-"""What a process may take to end beyond its drain."""
+"""Seconds that a process may take to end in addition to its drain."""
 _HARDENING = """\
 NoNewPrivileges=yes
 CapabilityBoundingSet=
@@ -42,9 +42,9 @@ UMask=0077
 def systemd_files(
     config: UpConfig, processes: Sequence[EmittedProcess], baton: str, user: str, redis: Sequence[str]
 ) -> dict[str, str]:
-    """Units by name, and a target that is all of them.
+    """The units by their names, and a target that wants all of them.
 
-    `redis`: the server's command with RUN_DIR for its directory; empty where one runs already.
+    `redis` is the command of the private Redis with RUN_DIR as its directory; empty if a Redis runs already.
     """
     prefix = "baton" if config.cluster == DEFAULT_CLUSTER else f"baton-{config.cluster}"
     redis = [word.replace(RUN_DIR, f"%t/{prefix}") for word in redis]
@@ -56,7 +56,7 @@ def systemd_files(
     own = {"--host": config.host, "--registry": registry, "--cluster": config.cluster}
     secret, from_file = {}, ""
     if has_password(registry):
-        # Everybody can read a command line, and what Environment= says by `systemctl show`.
+        # Every user can read command lines and, with `systemctl show`, the values of Environment=.
         del own["--registry"]
         from_file = f"EnvironmentFile={SECRETS}/{prefix}.env\n"
         secret = {f"{prefix}.env": _secret_file(prefix, registry)}
@@ -156,7 +156,7 @@ def _line(command: Sequence[str]) -> str:
 
 
 def _word(word: str) -> str:
-    """One word of a unit's line. Of all that systemd would put something else for, only `%t/` is meant."""
+    """A word of a line in a unit, escaped so that systemd expands nothing in it but `%t/`."""
     escaped = (
         word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$").replace("%", "%%").replace("%%t/", "%t/")
     )

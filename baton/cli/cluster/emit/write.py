@@ -1,4 +1,4 @@
-"""Writes a cluster down as files: the acting part of `baton up --emit`."""
+"""Writes the files of `baton up --emit`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from baton.registry.embedded import embedded_redis
 
 
 def write(kind: Emission, config: UpConfig, file: Path | None, directory: Path) -> list[Path]:
-    """Write the cluster of a configuration for `kind` into `directory`; returns what was written.
+    """Write the files with which `kind` runs the cluster into `directory`, and return their paths.
 
-    Raises UsageError for a cluster that others reach and nothing protects, ConfigError when a file can't be written.
+    Raises UsageError for a cluster that is reached over a network without TLS and keys, and ConfigError if a file can't
+    be written.
     """
     if kind is not Emission.SYSTEMD and not (config.insecure or (config.certs and config.api_keys)):
         raise UsageError(
@@ -54,7 +55,7 @@ def _files(kind: Emission, config: UpConfig, file: Path | None) -> Mapping[str, 
 
 
 def _write(path: Path, text: str) -> Path:
-    # A registry's URL may have a password, and whoever may read the file decides that later.
+    # The registry's URL may contain a password, so at first only the owner may read the file.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         os.fchmod(descriptor, 0o600)

@@ -1,8 +1,8 @@
-"""One run of one supervised process: started so that it can't outlive us, heard when it is ready, noticed when it ends.
+"""One run of a supervised process: its start, the announcement that it is ready, and its end.
 
-A child lives in a session of its own, so that Ctrl-C reaches the supervisor alone, which then drains in order. It dies
-with the supervisor even if that is killed: our own processes watch a pipe whose other end only the supervisor holds
-(portable), and on Linux the kernel kills every child of a dead parent (which covers Redis too).
+A child has a session of its own, so that Ctrl-C reaches only the supervisor, which then drains the processes in order.
+It ends with the supervisor even if that is killed: Baton's own processes watch a pipe whose other end only the
+supervisor holds, and on Linux the kernel kills the children of a dead parent (PR_SET_PDEATHSIG), Redis included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class DeathPipe:
-    """A pipe that reads as ended once the process that made it is gone."""
+    """A pipe whose readers see its end when the process that made it has ended."""
 
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
@@ -38,7 +38,7 @@ class DeathPipe:
 
 
 class ChildRun:
-    """A running process. Belongs to the event loop that started it; the callbacks run on it."""
+    """One run of a process. It belongs to the event loop that started it, on which its callbacks run."""
 
     def __init__(
         self, on_news: Callable[[Ready | Failed], None], on_exit: Callable[[int], None], death_pipe: DeathPipe
@@ -52,11 +52,11 @@ class ChildRun:
 
     @property
     def pid(self) -> int:
-        """0 once it ended."""
+        """The process id; 0 after the end of the process."""
         return self._process.pid if self._process is not None and self._process.returncode is None else 0
 
     def start(self, spec: ChildSpec, command: Sequence[str], log: Path) -> None:
-        """Start the process; raises OSError when there is no such program."""
+        """Start the process. Raises OSError if there is no such program."""
         read_end, write_end = os.pipe()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         words, passed = list(command), []
@@ -84,7 +84,7 @@ class ChildRun:
         self._watch(self._process)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if the process is still there."""
+        """Send a signal if the process still runs."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -97,7 +97,7 @@ class ChildRun:
             with suppress(BlockingIOError):
                 while piece := os.read(pipe, 65536):
                     if redis is not None:
-                        # On a full disk the log suffers, not the server.
+                        # On a full disk lines of the log are lost, but Redis goes on.
                         with suppress(OSError):
                             os.write(output, piece)
                         if redis.says_ready(piece):
@@ -116,7 +116,7 @@ class ChildRun:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         def ended() -> None:
             code = process.wait()
-            # Its last words may not have been heard yet, and they say why.
+            # The last announcement, which says why the process ended, may not have been read yet.
             self._hear()
             self._on_exit(code)
 
@@ -137,14 +137,14 @@ class ChildRun:
 
 
 class _RedisOutput:
-    """Redis has no descriptor to announce itself on; its output says when it serves."""
+    """Finds in the output of Redis, which has no descriptor for announcements, that it is ready."""
 
     def __init__(self) -> None:
         self._seen = b""
         self._told = False
 
     def says_ready(self, piece: bytes) -> bool:
-        """Whether this piece says so for the first time."""
+        """Whether this piece of output is the first after which Redis is known to be ready."""
         if self._told:
             return False
         self._seen = (self._seen + piece.lower())[-4096:]
@@ -157,7 +157,7 @@ def _hear_nothing() -> None:
 
 
 def describe_exit(code: int) -> str:
-    """`exit 1` or `SIGKILL`, for people."""
+    """How a process ended, as text: `exit 1` or `SIGKILL`."""
     if code >= 0:
         return f"exit {code}"
     with suppress(ValueError):
@@ -166,6 +166,6 @@ def describe_exit(code: int) -> str:
 
 
 def _die_with_parent() -> None:
-    # Between fork and exec: nothing here may take a lock or allocate more than it must.
+    # This runs between fork and exec, where no lock may be taken and little memory allocated.
     assert _LIBC is not None
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Runs a cluster's processes: start, ready, keep running, drain, stop. The second signal forces.
+"""Runs the processes of a cluster: starts them, keeps them running, drains and stops them. A second signal kills them.
 
-Order: Redis first, then nodes and routers together; at the end the routers drain first, so that what runs can finish on
-nodes that still serve, then the nodes, then Redis. A process that can't start while the cluster starts ends the start.
+Redis starts first, then nodes and routers together. At the end the routers drain first, so that requests can finish on
+nodes that still serve, then the nodes, then Redis. If a process can't start, the start of the cluster fails.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from baton.observe.ready import Failed, Ready
 _log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 5.0
-"""How much longer than its drain time a process may take to end before it is killed."""
+"""Seconds in addition to the drain time after which a process that has not ended is killed."""
 
 
 class StartFailed(BatonError):
-    """A process of the cluster could not start; everything that had started is stopped."""
+    """A process of the cluster could not start. The processes that had started are stopped."""
 
     def __init__(self, name: str, reason: str, exit_code: int, log: Path) -> None:
         super().__init__(f"{name} did not start: {reason} (log: {log})")
@@ -45,13 +45,13 @@ class StartFailed(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What a supervisor runs."""
+    """The processes that a supervisor runs, and what it tells other commands about them."""
 
     cluster: str
     model: str
     dtype: str
     first: Sequence[ChildSpec]
-    """Ready before the others start, stopped after them: the private Redis."""
+    """Processes that are ready before the others start, and stopped after them: the private Redis."""
     others: Sequence[ChildSpec]
     start_timeout_s: float
     drain_s: float
@@ -60,7 +60,7 @@ class ClusterPlan:
 
 
 class _Child:
-    """One process through all its runs."""
+    """One process over all of its runs."""
 
     def __init__(self, spec: ChildSpec, log: Path) -> None:
         self.spec = spec
@@ -94,14 +94,14 @@ class _Child:
         )
 
     def failure(self) -> StartFailed:
-        """Why its first run ended."""
+        """The reason why the first run of the process ended."""
         if self.refusal is not None:
             return StartFailed(self.spec.name, self.refusal.error, self.refusal.exit_code, self.log)
         return StartFailed(self.spec.name, _last_words(self.log) or self.last_exit, self.exit_code, self.log)
 
 
 class ClusterSupervisor:
-    """Keeps one cluster running until it is told to stop. Belongs to one event loop, on the main thread."""
+    """Keeps a cluster running until it is told to stop. Belongs to one event loop, on the main thread."""
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class ClusterSupervisor:
         self._next_look: asyncio.TimerHandle | None = None
 
     async def run(self, on_ready: Callable[[ClusterState], None]) -> None:
-        """Start everything, call `on_ready`, keep it running until a signal, stop everything.
+        """Start all processes, call `on_ready`, keep them running until a signal, then stop them.
 
-        Raises StartFailed, or ConfigError when the run directory can't hold the state; nothing runs any more then.
+        Raises StartFailed, or ConfigError if the state can't be written. No process runs any more after either.
         """
         self._run_dir.write_state(self.state())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -152,14 +152,14 @@ class ClusterSupervisor:
                 self._next_look.cancel()
 
     def stop(self) -> None:
-        """Begin to drain; the second time, end everything at once."""
+        """Begin to drain. A second call ends all processes at once."""
         if self._stop.is_set():
             self._force.set()
         self._stop.set()
         self._changed.set()
 
     def state(self) -> ClusterState:
-        """The cluster as the supervisor sees it."""
+        """The current state of the cluster."""
         processes = tuple(child.state() for child in self._children)
         routers = [process for process in processes if process.role == "router"]
         router = next((process for process in routers if process.status == "Ready"), routers[0] if routers else None)
@@ -238,7 +238,7 @@ class ClusterSupervisor:
         child.exit_code = code
         child.last_exit = describe_exit(code) if child.refusal is None else child.refusal.error
         effect = child.life.exited(self._clock.monotonic())
-        # One death in a start ends it; that others follow is no news, and nobody is to come back.
+        # A death before the cluster has served ends its start, so no process is to be started again.
         if isinstance(effect, RetryIn) and self._has_served:
             _log.warning(
                 "process died",
@@ -263,7 +263,7 @@ class ClusterSupervisor:
             await asyncio.gather(*(self._end(child) for child in self._children if child.spec.role in roles))
 
     async def _end(self, child: _Child) -> None:
-        """Ask, wait as long as it may drain, then kill."""
+        """Ask the process to end, wait while it may drain, then kill it."""
         if child.retry is not None:
             child.retry.cancel()
         child.life.stop()
@@ -284,7 +284,7 @@ class ClusterSupervisor:
         self._changed.set()
         state = self.state()
         with suppress(ConfigError):
-            # A full or vanished disk must not end a cluster that serves.
+            # A cluster that serves must not end because a disk is full or gone.
             self._run_dir.write_state(state)
         self._on_change(state)
 
@@ -297,7 +297,7 @@ def _pinned_ports(spec: ChildSpec, ready: Ready) -> Mapping[str, str]:
 
 
 def _last_words(log: Path) -> str:
-    """The last line of a log, or the reason in it if it is JSON."""
+    """The last line of a log, or the reason that it contains if it is JSON."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A supervisor in the background: the command returns when its cluster is ready, or with the error of the start."""
+"""Runs a supervisor in the background. Its command returns when the cluster is ready, or when its start has failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Report = Callable[[ClusterState], None]
 
 
 class DetachedStartFailed(BatonError):
-    """The cluster in the background did not start; nothing of it runs any more."""
+    """The cluster in the background did not start. None of its processes runs any more."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
@@ -27,10 +27,10 @@ class DetachedStartFailed(BatonError):
 
 
 def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
-    """Run `serve(report)` in a process of its own session, and wait until it reports.
+    """Run `serve(report)` in a background process with a session of its own, and wait until it reports.
 
-    `serve` calls `report` once, when the cluster is ready, and returns when it has ended. Raises DetachedStartFailed.
-    To be called before this process has threads: it forks.
+    `serve` calls `report` once, when the cluster is ready, and returns when the cluster has ended. Raises
+    DetachedStartFailed. This process must not have threads yet, because it forks.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -38,7 +38,7 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
     background, on_interrupt = 0, signal.getsignal(signal.SIGINT)
     with os.fdopen(read_end, "rb") as news:
         try:
-            # Not before it is known whom to end.
+            # An interrupt must not arrive before the process that it is to end is known.
             with interrupts_held():
                 middle = os.fork()
                 if middle == 0:
@@ -54,7 +54,7 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
                 background = found.get("pid", 0)
             while "state" not in found:
                 if "error" in found:
-                    # Its end is the end of the pipe: nothing of the failed start is left when the command returns.
+                    # The pipe ends with the background process, so nothing of it is left when the command returns.
                     news.read()
                     raise DetachedStartFailed(found["error"], found["exit_code"])
                 found = _next(news)
@@ -68,7 +68,7 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
 
 
 def _run(serve: Callable[[Report], None], pipe: int, log: Path) -> None:
-    """The process in the background; never returns."""
+    """Be the background process. Never returns."""
     code = int(ExitCode.FAILED)
     try:
         _redirect(log)
@@ -105,7 +105,7 @@ def _tell(pipe: int, news: dict[str, Any]) -> None:
 
 
 def _next(news: IO[bytes]) -> dict[str, Any]:
-    """What it says next."""
+    """The next message of the background process. Raises DetachedStartFailed if it has ended."""
     line = news.readline()
     if not line:
         raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)

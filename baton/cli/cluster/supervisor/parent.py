@@ -1,4 +1,4 @@
-"""The child's side: end when the supervisor is gone, however it went."""
+"""Ends a child process when its supervisor has ended, whatever the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.errors import ExitCode
 
 
 def end_with_parent(descriptor: int) -> None:
-    """Watch the supervisor's pipe in the background; when it ends, so does this process, at once."""
+    """Watch the supervisor's pipe in a thread, and end this process at once when the pipe ends."""
 
     def watch() -> None:
         while os.read(descriptor, 1):

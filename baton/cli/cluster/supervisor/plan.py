@@ -110,7 +110,7 @@ def _tls(config: UpConfig, role: str) -> dict[str, str]:
 
 
 def plan_redis(command: Sequence[str]) -> ChildSpec:
-    """The private Redis."""
+    """The private Redis of a cluster."""
     return ChildSpec(REDIS, "redis", command, {}, announces=False)
 
 
@@ -141,7 +141,7 @@ def parse_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def flag_words(flags: Mapping[str, str]) -> list[str]:
-    """Flags and values in turn; a flag whose value is "" stands alone."""
+    """The flags as words of a command line. A flag with the value "" is one word."""
     return [word for pair in flags.items() for word in pair if word]
 
 

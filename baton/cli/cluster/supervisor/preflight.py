@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started. Each finding is one line: what, and how to fix it."""
+"""Checks that need no process to be started. Each error is one line that says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.text.model_files import read_model_files
 
 
 def check_up(config: UpConfig) -> None:
-    """Raises ConfigError for a model, a port or a registry that the cluster could not start with."""
+    """Raise ConfigError for an address, certificate, model, port or registry with which the cluster could not start."""
     check_bind(config.host, config.protection, needs_keys=True)
     if config.certs is not None:
         for role in ("router", "node"):
@@ -36,7 +36,7 @@ def check_up(config: UpConfig) -> None:
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless config.json names a decoder-only language model; the node itself looks closer."""
+    """Raise ConfigError unless config.json names a decoder-only language model. The node checks the details."""
     named = config.get("architectures") or []
     causal = [name for name in named if str(name).endswith(("ForCausalLM", "LMHeadModel"))]
     if not causal or config.get("is_encoder_decoder"):
@@ -48,7 +48,7 @@ def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_port_free(host: str, port: int, flag: str) -> None:
-    """Raises ConfigError when something else listens there or the address is not this machine's."""
+    """Raise ConfigError if another process listens on the port, or if the address is not one of this machine."""
     if not port:
         return
     try:

@@ -1,7 +1,8 @@
-"""When a process that died is started again. Pure: time is an argument, waiting is an effect.
+"""Decides when a process that died is started again. Does no I/O: time is an argument, and waiting is an effect.
 
-A death is answered at once, then ever more slowly (exponential back-off); a process that served for a while starts with
-a clean sheet. One that dies again and again is in a crash loop: it is still tried, at the longest interval, and shown.
+The delay before a start grows exponentially with the deaths in a row. A process that served for a while begins again
+with the first delay. One that dies again and again is in a crash loop: it is shown as such, and still started again
+after the longest delay.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from baton.machine import Machine
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 30.0
 STABLE_S = 10.0
-"""Having been ready for so long clears what happened before: it died of something else than its start, and is missed.
-"""
+"""A process that was ready for this long did not die of its start, so deaths before it no longer count."""
 LOOP_AFTER = 3
-"""So many deaths in a row are a crash loop."""
+"""This many deaths in a row are a crash loop."""
 
 
 class ChildState(enum.Enum):
-    """Where a supervised process is in its life."""
+    """The states of a supervised process."""
 
     STARTING = enum.auto()
     READY = enum.auto()
@@ -31,7 +31,7 @@ class ChildState(enum.Enum):
 
 
 class ChildEvent(enum.Enum):
-    """What happens to a supervised process."""
+    """The events of a supervised process."""
 
     BECAME_READY = enum.auto()
     EXITED = enum.auto()
@@ -61,7 +61,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class RetryIn:
-    """Wait so long, then feed RETRY."""
+    """Wait for `seconds`, then call `ChildLife.retry`."""
 
     seconds: float
 
@@ -75,7 +75,7 @@ Effect = Spawn | RetryIn | Terminate | None
 
 
 class ChildLife:
-    """One supervised process through all its runs."""
+    """The state of one supervised process over all of its runs."""
 
     def __init__(self, name: str) -> None:
         self._machine = Machine(name, ChildState.STARTING, CHILD_TABLE)
@@ -89,12 +89,12 @@ class ChildLife:
 
     @property
     def restarts(self) -> int:
-        """How often it was started again."""
+        """How often the process was started again."""
         return self._restarts
 
     @property
     def status(self) -> str:
-        """The operator's word."""
+        """The state as operators see it."""
         state = self.state
         if state is ChildState.READY:
             return "Ready"
@@ -105,13 +105,13 @@ class ChildLife:
         return "CrashLoop" if self._deaths_in_a_row >= LOOP_AFTER else "Starting"
 
     def became_ready(self, now: float) -> Effect:
-        """It serves."""
+        """The process has announced that it is ready; `now` is monotonic seconds."""
         if self._machine.feed(ChildEvent.BECAME_READY) is ChildState.READY:
             self._ready_at = now
         return None
 
     def exited(self, now: float) -> Effect:
-        """It is gone; `now` is monotonic seconds."""
+        """The process has ended; `now` is monotonic seconds."""
         if self._machine.feed(ChildEvent.EXITED) is not ChildState.WAITING:
             return None
         if self._ready_at is not None and now - self._ready_at >= STABLE_S:
@@ -121,11 +121,11 @@ class ChildLife:
         return RetryIn(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._deaths_in_a_row - 1, 32)))
 
     def retry(self) -> Effect:
-        """The wait is over."""
+        """The delay before the next start has passed."""
         self._machine.feed(ChildEvent.RETRY)
         self._restarts += 1
         return Spawn()
 
     def stop(self) -> Effect:
-        """It is to end for good. Idempotent."""
+        """End the process for good. Idempotent."""
         return Terminate() if self._machine.feed(ChildEvent.STOP) is ChildState.STOPPING else None

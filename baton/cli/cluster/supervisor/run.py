@@ -1,4 +1,4 @@
-"""A cluster from its configuration to its end, here or in the background."""
+"""Runs a cluster from its settings to its end, in this process or in the background."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from baton.registry.embedded import EmbeddedRedis, embedded_redis
 def run_cluster(
     config: UpConfig, file: Path | None, place: RunDir, on_ready: Callable[[ClusterState], None], *, detach: bool
 ) -> None:
-    """Take the run directory, and run the cluster to its end; `detach`: return when it is ready.
+    """Lock the run directory and run the cluster to its end or, with `detach`, until it is ready.
 
-    `file` is the configuration's own. Raises ConfigError for what can't be started, and StartFailed.
+    `file` is the configuration file, which the processes read, too. Raises ConfigError before anything is started, and
+    StartFailed.
     """
     place.create()
     place.take()
@@ -65,7 +66,7 @@ def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> C
 
 
 class _PhaseNotes:
-    """Tells a person at a terminal why nothing seems to happen."""
+    """Tells a person at a terminal that the cluster starts or stops."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -75,7 +76,7 @@ class _PhaseNotes:
         if not before:
             note("Starting …")
         elif (before, state.phase) == ("ready", "draining"):
-            note("Stopping: what runs may end first. Once more ends it at once.")
+            note("Stopping: running requests may end first. Ctrl-C again ends them at once.")
 
 
 def _serve(
@@ -85,7 +86,7 @@ def _serve(
     on_ready: Callable[[ClusterState], None],
     on_change: Callable[[ClusterState], None] | None,
 ) -> None:
-    """Run the cluster to its end; the run directory is free afterwards."""
+    """Run the cluster to its end, then unlock the run directory."""
 
     async def run() -> None:
         await ClusterSupervisor(plan, place, SystemClock(), on_change or _ignore).run(on_ready)

@@ -77,6 +77,11 @@ class Setting:
         return self.field.annotation is bool
 
     @property
+    def is_path(self) -> bool:
+        """Whether its values are paths of files or directories."""
+        return Path in _types(self.field.annotation)
+
+    @property
     def is_internal(self) -> bool:
         """Whether only Baton's own processes give it to each other."""
         return Internal in self.field.metadata

@@ -333,6 +333,15 @@ def test_a_batch_script_says_the_same() -> None:
 # the whole
 
 
+def test_every_path_among_the_flags_of_a_container_is_mounted() -> None:
+    process = EmittedProcess("decode-0", "decode", "node", {"--failpoints": "/srv/drills", "--device": "/srv"}, {})
+    service = yaml.safe_load(compose_files(up(), [process], "")["compose.yaml"])["services"]["decode-0"]
+    assert service["volumes"] == ["/srv/drills:/etc/baton/failpoints:ro"]
+    command = service["command"]
+    assert command[command.index("--failpoints") + 1] == "/etc/baton/failpoints"
+    assert command[command.index("--device") + 1] == "/srv"
+
+
 @pytest.mark.parametrize("kind", list(Emission))
 def test_what_is_written_is_said(kind: Emission, tmp_path: Path) -> None:
     written = write(kind, up(), None, tmp_path / "out")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from baton.cli.cluster.emit.processes import EmittedProcess, words
 from baton.cli.cluster.supervisor.plan import REGISTRY
 from baton.cli.output import yaml_text
-from baton.config import UpConfig
+from baton.config import MODELS, UpConfig
+from baton.config.router import RouterSettings
+from baton.config.setting import settings_of
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.redaction import has_password
 
@@ -16,8 +18,8 @@ FILE = "compose.yaml"
 SETTINGS = "baton.toml"
 NODE_PORT = 50061
 OPERATOR_PORT = 50060
-GRPC_PORT = 50051
-HTTP_PORT = 8000
+GRPC_PORT: int = settings_of(RouterSettings)["grpc_port"].default
+HTTP_PORT: int = settings_of(RouterSettings)["http_port"].default
 METRICS_PORT = 9400
 STOP_GRACE_S = 15
 _INSIDE = "/etc/baton"
@@ -52,7 +54,7 @@ def _redis() -> dict[str, Any]:
 
 
 def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str, Any]:
-    flags, mounts = _mounted(config, process.flags)
+    flags, mounts = _mounted(config, process)
     command = [process.command, *words({**_own_flags(config, process), **flags})]
     service: dict[str, Any] = {
         "image": "${BATON_IMAGE:-baton:latest}",
@@ -98,9 +100,9 @@ def _own_flags(config: UpConfig, process: EmittedProcess) -> dict[str, str]:
     }
 
 
-def _mounted(config: UpConfig, flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def _mounted(config: UpConfig, process: EmittedProcess) -> tuple[dict[str, str], list[str]]:
     """The flags with paths and ports inside the container, and the mounts of the files."""
-    inside, mounts = dict(flags), []
+    settings, inside, mounts = settings_of(MODELS[process.command]), dict(process.flags), []
     places = {
         "--model": f"/models/{config.model.name}",
         "--config": f"{_INSIDE}/{SETTINGS}",
@@ -109,9 +111,12 @@ def _mounted(config: UpConfig, flags: Mapping[str, str]) -> tuple[dict[str, str]
         "--tls-ca": f"{_INSIDE}/ca.crt",
         "--api-keys": f"{_INSIDE}/keys",
     }
+    for setting in settings.values():
+        if setting.is_path:
+            places.setdefault(setting.flag, f"{_INSIDE}/{setting.key}")
     for flag, place in places.items():
-        if flag in flags:
-            source = f"./{SETTINGS}" if flag == "--config" else flags[flag]
+        if flag in inside:
+            source = f"./{SETTINGS}" if flag == "--config" else inside[flag]
             mounts.append(f"{source}:{place}:ro")
             inside[flag] = place
     for flag, port in (("--grpc-port", GRPC_PORT), ("--http-port", HTTP_PORT), ("--metrics-port", METRICS_PORT)):

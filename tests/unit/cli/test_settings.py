@@ -19,6 +19,8 @@ from baton.config.cluster import ClusterSettings
 from baton.config.node import NodeSettings
 from baton.config.router import RouterSettings
 from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_for, settings_of, value_text
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.registry.flights import LIFETIME_S
 from router import app as router_app
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
@@ -182,6 +184,19 @@ def test_a_routers_settings_are_the_limits_of_its_dispatcher_and_its_placement()
     assert limits == DispatchLimits(max_queue=1, max_running=2, min_priority=3, priority_ageing_s=4.0)
     assert placement == PlacementSettings(Policy.ROUND_ROBIN, require_disaggregation=True)
     assert parts(max_local_prefill_tokens=5)[1] == PlacementSettings(alone_tokens=5)
+
+
+def test_a_nodes_scheduler_has_the_defaults_of_the_settings() -> None:
+    """A scheduler that is made without settings, as in tests and benchmarks, takes larger steps than a node's."""
+    node = NodeConfig.model_validate({"role": "decode", "node_id": "n", "registry": "r"})
+    alone, settings = SchedulerConfig(65), settings_for(SchedulerConfig, node)
+    assert {key for key, value in settings.items() if getattr(alone, key) != value} == {
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_model_len",
+    }
+    assert alone.policy == node.scheduling_policy
+    assert settings_of(RouterConfig)["flight_record_s"].default == LIFETIME_S
 
 
 def test_the_example_of_the_page_is_a_file_that_all_commands_read(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The only home of torch and transformers: weights, paged attention, sampling; and a simulated runner.
+"""Model runners: weights, paged attention and sampling with torch and transformers, and a simulated runner.
 
-Importing this package is cheap; `load` imports what the specification needs.
+Only this package imports torch and transformers. Importing it is cheap; `load` imports what the specification needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec"
 
 
 def load(spec: RunnerSpec) -> ModelRunner:
-    """Load a model with its cache; raises ConfigError when the specification can't be served on this machine."""
+    """Load a model and allocate its KV cache; raises ConfigError when this machine can't run the specification."""
     if isinstance(spec, SimulatedSpec):
         from baton.runner.simulated import SimulatedRunner
 

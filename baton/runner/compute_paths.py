@@ -1,4 +1,4 @@
-"""What computes a model's steps on this machine, part by part, and why nothing faster does: for operators."""
+"""A report for operators: what computes each part of a model's steps here, and why nothing faster does."""
 
 from __future__ import annotations
 

@@ -136,7 +136,10 @@ class TorchModelRunner:
         embeddings: dict[str, bytes],
         failed: dict[str, str],
     ) -> tuple[npt.NDArray[np.float32], list[RequestState]]:
-        """Compute a step of which some requests are embedded; returns the logits of the others, and those."""
+        """Compute a step in which some requests ask for an embedding.
+
+        Adds the embeddings to `embeddings` and failures to `failed`; returns the logits and states of the others.
+        """
         computed = self._transformer.compute_with_hidden(batch)
         others = [row for row, state in enumerate(states) if not state.embeds]
         for state, hidden in zip(states, computed.hidden, strict=True):
@@ -183,7 +186,10 @@ def load_runner(
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:
-    """Find the fewest rows a call with which torch's products are bit-exact here; returns why nothing is, if so."""
+    """Choose the smallest number of rows per call with which torch's products are bit-exact on this machine.
+
+    Returns None, or why the model is not bit-exact.
+    """
     if not isinstance(operations, TorchOperations):
         return why_not_bit_exact(loaded, transformer)
     reason: str | None = None

@@ -1,7 +1,7 @@
-"""A node's own word on whether its bits depend on the batch, found out at start in well under a second.
+"""The check at start whether a model's results depend on the batch; takes well under a second.
 
-One sequence is computed at once, and again in chunks beside another one, on the node's own weights, shapes and threads;
-keys, values and logits must be the same bits.
+One sequence is computed at once, and again in chunks beside another sequence, with the node's own weights, shapes and
+threads; keys, values and logits must have the same bits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from baton.runner.model.weights import LoadedModel
 
 _CHUNKS = (1, 9, 1, 6, 1, 1)
 _MATE_CHUNKS = (5, 1, 11, 1, 1, 1)
-"""Beside each other; the last steps decode."""
+"""The tokens of both sequences in each step (see `_CHUNKS`); the last steps decode."""
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary embeddings that look at the longest sequence of the batch."""
+"""Types of rotary embeddings that depend on the longest sequence of the batch."""
 
 
 def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | None:
-    """None when the model computes a row from that row's history alone, else what speaks against it."""
+    """None when the model computes each row from that row's history alone; otherwise the reason why it does not."""
     if transformer.missed_products:
         return f"computes {', '.join(sorted(transformer.missed_products))} outside of Baton's kernels"
     rope = _rope_types(getattr(loaded.config, "rope_parameters", None))
@@ -57,7 +57,7 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
     logits = expected
     for count, mate_count in zip(_CHUNKS, _MATE_CHUNKS, strict=True):
         shares = [(mate, mate_count), (parts, count)]
-        # Chunks are cut to what a tiny model's length leaves.
+        # Chunks are shortened to the maximum length of a tiny model.
         fitting = [(state, min(n, len(state.token_ids) - state.num_computed_tokens)) for state, n in shares]
         logits = _advance(transformer, [share for share in fitting if share[1] > 0])[-1]
         if parts.num_computed_tokens == length:

@@ -1,8 +1,9 @@
-"""A runner without a model: its tokens and its KV bytes are hashes of everything before them.
+"""A runner without a model: its tokens and its KV bytes are hashes of the request's history.
 
-Each token's slot holds bytes that follow from its token id, its position and the slot before it *as it lies in the
-cache*; the next token follows from all KV bytes of the request's history. So a block with somebody else's KV, a block
-missed by a transfer or a stale table gives other tokens than `expected_tokens`, which needs no engine. numpy only.
+The KV bytes of a token are a function of its token id, its position and the KV bytes of the token before it *as they
+are in the cache*; the next token is a function of all KV bytes of the request's history. So a block with another
+request's KV, a block missed by a transfer or a stale table gives other tokens than `expected_tokens`, which needs no
+engine. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: Simulat
 
 
 def expected_embedding(prompt: Sequence[int], spec: SimulatedSpec) -> bytes:
-    """A prompt's, computed without any cache."""
+    """The embedding that a prompt must get, computed without any cache."""
     return embedding_of_number(_digest(expected_kv(prompt, layout_of(spec))), _EMBEDDING_SIZE)
 
 
 def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, float]]:
-    """What the runner says may follow the history kv [tokens, ...]: tokens and log-probabilities, best first.
+    """The runner's log-probabilities after the history kv [tokens, ...]: (token id, log-probability), best first.
 
-    The best is what it draws when it is greedy and may draw anything; otherwise they have nothing to do with that.
+    The first one is the token that greedy sampling without constraints returns; the others are arbitrary.
     """
     found: dict[int, float] = {}
     logprob, number = 0.0, _digest(kv)
@@ -83,7 +84,7 @@ def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, 
 
 
 def expected_beams(prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec) -> list[list[int]]:
-    """What a beam search must find, best first."""
+    """The output tokens that a beam search must find, best sequence first."""
     layout = layout_of(spec)
     while not search.is_over:
         histories = [expected_kv([*prompt, *beam.token_ids], layout) for beam in search.running]
@@ -92,7 +93,7 @@ def expected_beams(prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpe
 
 
 def layout_of(spec: SimulatedSpec) -> KVLayout:
-    """The block layout that a specification gives."""
+    """The block layout of a simulated model."""
     return KVLayout.uniform(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
 
 
@@ -102,7 +103,7 @@ def _head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
 
 
 def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int]) -> Bytes:
-    """One token's KV: a 64-bit chain value, stretched to the token's bytes so that no two heads look alike."""
+    """One token's KV: a 64-bit hash, expanded to the token's size so that no two heads have equal bytes."""
     chain = xxhash.xxh3_64_intdigest(
         before + token_id.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
     )
@@ -120,7 +121,7 @@ def _digest(kv: Bytes) -> int:
 
 
 def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSpec) -> int:
-    """Output token `index` after the history kv [tokens, ...]; greedy ignores the seed, anything else follows it."""
+    """Output token `index` after the history kv [tokens, ...]. The seed matters unless sampling is greedy."""
     digest = _digest(kv)
     if not params.is_greedy:
         digest ^= int(uniform(params.seed, index) * 2**53) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -243,7 +244,7 @@ class SimulatedRunner:
         return view
 
     def _seconds(self, scheduled: Sequence[Scheduled], num_copied: int) -> tuple[float, float]:
-        """What a step is said to take: its copies from and to the host tier, and everything else."""
+        """The simulated seconds of a step: of its copies from and to the host tier, and of everything else."""
         time = self._spec.step_time
         if not scheduled:
             return num_copied * time.per_copied_block, 0.0

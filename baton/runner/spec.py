@@ -1,4 +1,4 @@
-"""What to load, as small frozen values: the lazy half of the package imports nothing heavier than this."""
+"""Specifications of what to load, as frozen values. Importing this module is cheap."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ class TorchSpec:
     dtype: str = "auto"
     """auto, float32 or bfloat16; auto takes bfloat16 where the CPU computes it natively."""
     block_size: int = 16
-    """Tokens a block."""
+    """Tokens in a block."""
     num_blocks: int | None = None
-    """Size of the cache; exactly one of this and `cache_bytes`."""
+    """Size of the KV cache in blocks. Exactly one of `num_blocks` and `cache_bytes` must be set."""
     cache_bytes: int | None = None
+    """Size of the KV cache in bytes."""
     host_cache_bytes: int = 0
-    """Size of the host tier."""
+    """Size of the host tier in bytes."""
     num_threads: int = 1
     name: str = ""
-    """The name clients use; the directory's name when empty."""
+    """The model's name for clients; the directory's name when empty."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N; auto takes the first GPU where there is one."""
 
@@ -36,7 +37,7 @@ class StepTime:
     per_prefill_token: float = 0.0
     per_decode_seq: float = 0.0
     per_copied_block: float = 0.0
-    """From or to the host tier."""
+    """For each block that is copied from or to the host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class SimulatedSpec:
     eos_token_ids: frozenset[int] = frozenset()
     step_time: StepTime = StepTime()
     sleep: Callable[[float], None] | None = None
-    """Called with each step's seconds when given; nothing waits otherwise."""
+    """Called with each step's simulated seconds; None: steps take no time."""
 
 
 RunnerSpec = TorchSpec | SimulatedSpec

@@ -1,1 +1,1 @@
-"""Blocks of KV as bytes: those on the host, those on a device, and their digests."""
+"""KV blocks as bytes: blocks of the host tier, blocks on a device, and digests of blocks."""

@@ -1,6 +1,6 @@
-"""Digests of KV blocks: XXH3 with 64 bits of their bytes.
+"""Digests of KV blocks: 64-bit XXH3 over their bytes.
 
-They find accidents (a torn read, a block that was overwritten, a fault of memory or transport), not attacks.
+Digests detect accidents (a torn read, an overwritten block, a fault of memory or transport), not attacks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from baton.engine.runner import KVMemory
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
 
 BlockDigests = Callable[[Sequence[int]], Sequence[int]]
-"""The digests of these blocks' bytes as they are now, each 0 to 2**64 - 1; from any thread."""
+"""Computes the digests of blocks by their ids, each 0 to 2**64 - 1. May be called from any thread."""
 
 _log = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 16
 _SHORT = 240
-"""XXH3 has other rules for so few bytes, which the kernels leave to the library."""
+"""Up to this size XXH3 uses other algorithms, which the kernels do not implement."""
 
 
 def block_digests(memory: KVMemory) -> BlockDigests:
-    """Digests of a runner's blocks. Those of a device's are copied to the host first: ask for few at a time."""
+    """The digest function for a runner's blocks. Blocks on a device are copied to the host, a few at a time."""
     if memory.kind != "DRAM":
         from baton.runner.blocks.device_blocks import copied_to_host
 
@@ -40,7 +40,7 @@ def block_digests(memory: KVMemory) -> BlockDigests:
 
 
 def _by_kernels(memory: KVMemory) -> BlockDigests:
-    """Without the interpreter: the thread that has to answer at once does not wait for it."""
+    """Digests by the C kernels, which release the interpreter lock: no other thread has to wait meanwhile."""
     kernels = open_kernels()
     if not hasattr(kernels, "baton_digest_blocks"):
         raise KernelsUnavailable("the kernel library was built from an older source: run `pip install -e .` again")
@@ -50,7 +50,7 @@ def _by_kernels(memory: KVMemory) -> BlockDigests:
 
     def digests(block_ids: Sequence[int]) -> Sequence[int]:
         blocks, found = np.array(block_ids, np.uint64), np.empty(len(block_ids), np.uint64)
-        # The closure keeps `memory`, and that its owner, alive.
+        # The closure keeps `memory` and with it the memory's owner alive.
         compute(memory.base_address, memory.block_bytes, blocks.ctypes.data, len(block_ids), found.ctypes.data)
         result: list[int] = found.tolist()
         return result
@@ -59,7 +59,7 @@ def _by_kernels(memory: KVMemory) -> BlockDigests:
 
 
 def _by_library(memory: KVMemory) -> BlockDigests:
-    """By xxhash, which keeps the interpreter to itself while it computes."""
+    """Digests by the xxhash package, which holds the interpreter lock while it computes."""
 
     def digests(block_ids: Sequence[int]) -> Sequence[int]:
         starts = (memory.base_address + block_id * memory.block_bytes for block_id in block_ids)

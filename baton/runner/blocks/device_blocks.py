@@ -1,4 +1,4 @@
-"""Single blocks of a cache that lies on a device, as the host sees them."""
+"""Copies single blocks of a cache on a device to the host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from baton.engine.runner import KVMemory
 
 
 def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
-    """Copies blocks to memory of the host, in the order asked for, when all that writes to them is over.
+    """A function that copies blocks to host memory, in the given order. Nothing may write to them meanwhile.
 
-    From any thread. The copies share a stream of their own: they wait for no step that is being computed.
+    The function may be called from any thread. Its copies use a CUDA stream of their own, so they don't wait for the
+    step that is being computed.
     """
     cache: torch.Tensor = memory.owner
     rows = cache.view(-1).view(torch.uint8)[: memory.num_bytes].view(memory.num_blocks, memory.block_bytes)

@@ -1,4 +1,4 @@
-"""A runner's half of the host tier: blocks beside the cache, and a step's copies between both."""
+"""The runner's part of the host tier: the memory of the host blocks, and the copies between it and the KV cache."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from baton.engine.batch import SchedulerOutput
 
 
 def host_blocks_in(num_bytes: int, block_bytes: int) -> int:
-    """How many host blocks that much memory holds; 0 when they are too few to be of use (one is the null block)."""
+    """How many host blocks fit into `num_bytes`; 0 if that is only the null block."""
     num_blocks = num_bytes // block_bytes
     return num_blocks if num_blocks > 1 else 0
 
 
 class HostBlocks:
-    """Two arrays or tensors of rows of equal size and type, each row a block: the runner's cache and the host's."""
+    """The runner's KV cache and the host blocks: two arrays or tensors with one block a row, equal in size and type."""
 
     def __init__(self, cache: Any, blocks: Any) -> None:
         self._cache = cache
@@ -25,7 +25,7 @@ class HostBlocks:
         return len(self._blocks)
 
     def execute(self, output: SchedulerOutput) -> int:
-        """Do a step's copies: all those out, then all in. Returns how many blocks were copied."""
+        """Make a step's copies: first all copies out, then all copies in. Returns how many blocks were copied."""
         for copy in output.blocks_to_swap_out:
             self._blocks[copy.destination] = self._cache[copy.source]
         for copy in output.blocks_to_swap_in:

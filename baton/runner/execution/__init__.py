@@ -1,1 +1,1 @@
-"""What a step is made of and what is drawn from its logits: rows, masks, penalties, random numbers, embeddings."""
+"""The parts of a step: its input batch, sampling from its logits (masks, penalties, random numbers), embeddings."""

@@ -1,7 +1,7 @@
-"""Embeddings as runners return them: what the model's layers ended with at the last token, of length 1 (L2).
+"""Embeddings as runners return them: the last token's final hidden state, normalised to length 1 (L2).
 
-As vLLM embeds with models that generate ("last-token pooling"). Bytes are float32, little-endian: what goes over the
-wire, and what clients ask for as base64.
+This is "last-token pooling", as in vLLM for generative models. The bytes are float32, little-endian, as they go over
+the wire and, base64-encoded, to clients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 
 def embedding_of(hidden: npt.NDArray[np.float32]) -> bytes:
-    """Of one row, float32 [size]; zeros stay zeros. Raises ArithmeticError when a number is not finite.
+    """The embedding of one hidden state, float32 [size]; zeros stay zeros. ArithmeticError for non-finite numbers.
 
-    Squares of float32 are exact in float64 and their sum is rounded once, so the bits depend on nothing but the row.
+    Squares of float32 are exact in float64 and their sum is rounded once, so the bits depend on the row alone.
     """
     if not np.isfinite(hidden).all():
         raise ArithmeticError("the model produced a non-finite embedding")
@@ -25,7 +25,7 @@ def embedding_of(hidden: npt.NDArray[np.float32]) -> bytes:
 
 
 def embedding_of_number(number: int, size: int) -> bytes:
-    """For runners without a model: another one for each number of 64 bits."""
+    """The embedding that runners without a model return: a different one for each 64-bit number."""
     words = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(number)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     return embedding_of(((words >> np.uint64(40)).astype(np.float32) - 2.0**23).astype(np.float32))

@@ -1,6 +1,6 @@
-"""What a runner remembers of each request, and how a step's requests become flat rows.
+"""A runner's state of each request, and how a step's requests become flat rows.
 
-Pure Python and numpy: the simulated runner keeps its requests the same way.
+Needs only numpy, since the simulated runner uses it, too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
 
 _ROOM = 256
-"""Output tokens that a request has room for at first."""
+"""Output tokens for which a request's buffer has space at first."""
 
 NO_SLOT = -1
 """The slot of a padding row: nothing is stored."""
 
 
 class RequestState:
-    """One request as the runner knows it: its tokens, its blocks, how far it is computed."""
+    """One request in the runner: its tokens, its blocks, and how far it is computed."""
 
     __slots__ = (
         "_blocks",
@@ -61,7 +61,7 @@ class RequestState:
         self.set_blocks(data.block_ids)
 
     def fork(self, data: ForkedRequestData) -> RequestState:
-        """Another request that has this one's first tokens."""
+        """A new request that has this one's first tokens and parameters, and its own blocks."""
         fork = copy.copy(self)
         fork.request_id = data.request_id
         fork._tokens = self._tokens.copy()
@@ -75,7 +75,7 @@ class RequestState:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
-        """Prompt and output; a view that is valid until the next token is appended."""
+        """Prompt and output, int64 [tokens]; a view that is valid until the next token is appended."""
         return self._tokens[: self.num_tokens]
 
     @property
@@ -84,13 +84,13 @@ class RequestState:
 
     @property
     def counts(self) -> TokenCounts | None:
-        """How often each token occurs, counted once and then kept; None where nothing asks for it."""
+        """How often each token occurs, counted at first use and then kept up to date; None without penalties."""
         if self._counts is None and has_penalties(self.sampling_params):
             self._counts = TokenCounts(self.token_ids, self.num_prompt_tokens)
         return self._counts
 
     def append_token(self, token_id: int) -> None:
-        """One more output token."""
+        """Append an output token."""
         if self.num_tokens == self._tokens.size:
             grown = np.empty(2 * self._tokens.size, dtype=np.int64)
             grown[: self.num_tokens] = self._tokens
@@ -101,7 +101,7 @@ class RequestState:
             self._counts.add(token_id)
 
     def replace_last_token(self, token_id: int) -> None:
-        """Go on with another token than the one drawn."""
+        """Replace the sampled token, as for a beam that continues with another one."""
         if self._counts is not None:
             self._counts.take_back(int(self._tokens[self.num_tokens - 1]))
             self._counts.add(token_id)
@@ -142,17 +142,17 @@ class Scheduled:
 
     @property
     def stop(self) -> int:
-        """How many tokens are computed once the step is done."""
+        """How many of the request's tokens are computed after the step."""
         return self.state.num_computed_tokens + self.count
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the request's last token, so that a new one is drawn, or its embedding taken."""
+        """Whether the step computes the request's last token, so that a token is sampled or the embedding taken."""
         return self.stop == self.state.num_tokens
 
 
 class RequestTable:
-    """Every request the runner knows, kept in step with the scheduler."""
+    """All requests that the runner knows, updated from the scheduler's outputs."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, vocab_size: int, max_model_len: int) -> None:
         self._layout = layout
@@ -168,7 +168,7 @@ class RequestTable:
         return request_id in self._states
 
     def update(self, output: SchedulerOutput) -> tuple[list[Scheduled], dict[str, str]]:
-        """Take over what the scheduler changed; returns the step's shares and the requests that can't be computed."""
+        """Apply a scheduler output; returns the step's shares, and by request id why requests can't be computed."""
         forks = self._forks(output.scheduled_forked_reqs)
         for request_id in output.finished_req_ids:
             self._states.pop(request_id, None)
@@ -188,7 +188,7 @@ class RequestTable:
         return scheduled, failed
 
     def commit(self, scheduled: Iterable[Scheduled], sampled: dict[str, int]) -> None:
-        """The step is computed: advance every request in it and append what it drew."""
+        """After the step was computed, advance all its requests and append their sampled tokens."""
         for share in scheduled:
             share.state.num_computed_tokens = share.stop
             token_id = sampled.get(share.state.request_id)
@@ -216,7 +216,7 @@ class RequestTable:
             state.replace_last_token(cached.last_token_id)
 
     def _fault(self, state: RequestState, count: int) -> str | None:
-        """Why a share would read or write out of bounds: one request's fault must not become everybody's."""
+        """Why a share would read or write out of bounds, or None; checked so that only its own request fails."""
         start, stop = state.num_computed_tokens, state.num_computed_tokens + count
         if count < 0 or start < 0 or stop > state.num_tokens:
             return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
@@ -228,7 +228,7 @@ class RequestTable:
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
         tokens = state.token_ids[start:stop]
-        # A lone token is nearly always one that was drawn here.
+        # A single token needs no minimum and maximum, which saves time in decode steps.
         lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
         return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
 
@@ -253,7 +253,7 @@ class FlatBatch:
 
 
 def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) -> FlatBatch:
-    """Lay the shares of a step side by side and pad to a multiple of `row_quantum` rows."""
+    """Concatenate the shares of a step and pad to a multiple of `row_quantum` rows."""
     size, block_size, groups = len(scheduled), layout.block_size, len(layout.groups)
     counts = np.fromiter((share.count for share in scheduled), dtype=np.int64, count=size)
     starts = np.fromiter((share.state.num_computed_tokens for share in scheduled), dtype=np.int64, count=size)

@@ -1,10 +1,10 @@
 """From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
 
 As in vLLM V1: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
-temperature, min_p, top_k, top_p and one draw by inverse transform. Where a grammar says what may come, everything else
-has a logit of minus infinity, in the log-probabilities as well. The draw for output position i uses one number that
-comes from (seed, i) alone (philox.py), so any node draws the same token. numpy on one thread, so that the number of
-threads can't change a sum either.
+temperature, min_p, top_k, top_p and one draw by inverse transform. Tokens that a grammar does not allow have a logit of
+minus infinity, in the log-probabilities as well. The draw for output position i uses one random number that is a
+function of (seed, i) alone (philox.py), so any node samples the same token. Everything runs in numpy on one thread, so
+that the number of threads can't change the order of a sum.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Row = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.int32]
 
 _FOLD = 8
-"""Tokens that share one look when the best are searched."""
+"""Number of tokens of which only the maximum is compared at first, in the search for the heaviest tokens."""
 
 _FIRST_LOOK = 1024
-"""top_p is nearly always decided among this many best tokens; only otherwise the whole row is sorted."""
+"""How many of the best tokens are sorted first for top_p: nearly always enough; otherwise all tokens are sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingState:
-    """What one row's choice may depend on besides its logits."""
+    """Everything but the logits on which the token of one row depends."""
 
     params: SamplingParams
     token_ids: Sequence[int] | npt.NDArray[np.int64]
-    """Prompt and output together; the state refers to them, it copies nothing."""
+    """Prompt and output together; not copied."""
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
     mask: Mask | None = None
-    """A bit for each token that may be drawn, lowest bit of the first word first; None: any."""
+    """A bit for each token that may be sampled, lowest bit of the first word first; None: all may be."""
     counts: TokenCounts | None = None
-    """Those of `token_ids`, where penalties ask for them and somebody keeps them; else they are counted anew."""
+    """The counts of `token_ids`, if the caller keeps them; None: penalties count the tokens anew."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -51,7 +51,7 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One row's outcome; `error` set means that nothing could be drawn."""
+    """The result for one row. If `error` is set, no token could be sampled."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -61,7 +61,7 @@ class Sampled:
 def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
     """Draw one token per row. `logits` is float32 [rows, vocabulary], `states` one per row.
 
-    Rows with a value that is not finite come back with `error`; the others are untouched by it.
+    Rows with a non-finite value get a result with `error`; they don't affect the other rows.
     """
     finite = _finite_rows(logits)
     best = logits.argmax(axis=1).tolist()
@@ -77,14 +77,14 @@ def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> 
 
 
 def _finite_rows(logits: npt.NDArray[np.float32]) -> list[bool]:
-    """Which rows hold neither NaN nor infinity. One sum tells, unless finite numbers overflow it."""
+    """Which rows have neither NaN nor infinity. The sum of a row tells, unless finite numbers overflow it."""
     with np.errstate(over="ignore", invalid="ignore"):
         finite: list[bool] = np.isfinite(logits.sum(axis=1)).tolist()
     return [known or bool(np.isfinite(logits[row]).all()) for row, known in enumerate(finite)]
 
 
 def is_plain_greedy(state: SamplingState) -> bool:
-    """Whether the row's token is simply its largest logit and nothing else is asked."""
+    """Whether the row's token is the one with the largest logit, and no log-probabilities are wanted."""
     params = state.params
     return params.is_greedy and params.logprobs is None and state.mask is None and not _is_processed(state)
 
@@ -94,7 +94,7 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
     params = state.params
     processed = process(logits, state) if _is_processed(state) else logits
     if state.mask is not None:
-        # Last, so that nothing can bring back what it leaves out.
+        # The mask is applied last, so that no bias can bring back a token that it excludes.
         processed = _masked(processed, state.mask)
         if processed.max() == -np.inf:
             return Sampled(-1, error="json_schema: nothing that may follow is left by min_tokens and logit_bias")
@@ -128,8 +128,8 @@ def has_penalties(params: SamplingParams) -> bool:
 def process(logits: Row, state: SamplingState) -> Row:
     """A new row with logit_bias, the penalties and min_tokens applied.
 
-    A bias beyond what float32 holds is infinite: always this token (of several the first), or never. No bias lets a
-    stop through that min_tokens bars.
+    A bias beyond float32's range is infinite: the token is always sampled (of several the first), or never. No bias
+    permits a stop token that min_tokens forbids.
     Penalties as vLLM defines them: repetition divides positive and multiplies negative logits of every token in prompt
     or output; frequency subtracts per occurrence in the output, presence once if there is one.
     """
@@ -143,7 +143,7 @@ def process(logits: Row, state: SamplingState) -> Row:
             row[token_id] += np.float32(bias)
         if counts is not None and params.repetition_penalty != 1.0:
             seen = counts.seen()
-            # Not rounded to zero, by which nothing can be divided.
+            # A tiny penalty must not be rounded to zero, by which logits would be divided.
             penalty = max(np.float32(params.repetition_penalty), np.finfo(np.float32).tiny)
             row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     if counts is not None and (params.frequency_penalty or params.presence_penalty):
@@ -151,17 +151,17 @@ def process(logits: Row, state: SamplingState) -> Row:
         row[seen] -= np.float32(params.frequency_penalty) * times.astype(np.float32)
         row[seen] -= np.float32(params.presence_penalty)
     if state.num_output_tokens < params.min_tokens:
-        # Last, so that it never meets an infinite bias.
+        # min_tokens is applied last, so that no infinite bias can override it.
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
         row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
     return row
 
 
 def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Tokens that may be drawn and their unnormalised probabilities, in the order in which a draw walks them.
+    """The tokens that may be sampled and their unnormalised probabilities, in the order of the cumulative sum.
 
-    Ties are ordered by token id, and top_k and top_p keep a prefix of the order, so each keeps a set that depends on
-    nothing but the row. At least one token is kept.
+    Ties are ordered by token id, and top_k and top_p keep a prefix of the order, so the kept set depends on the row
+    alone. At least one token is kept.
     """
     with np.errstate(over="ignore"):
         row = logits / np.float32(params.temperature)
@@ -193,8 +193,8 @@ def heaviest(weights: Row, count: int) -> npt.NDArray[np.int64]:
     candidates = _every_id(weights.size)
     if count < weights.size:
         candidates = _at_least(weights, candidates, count)
-    # One integer for each: the bits of a float, turned so that they sort downwards, and below them the id. Sorting such
-    # integers is many times faster than a stable sort of the floats, and gives the same order.
+    # One integer for each token: in the high bits the float's bits, mapped so that they sort in descending order, in
+    # the low bits the id. Sorting these is many times faster than a stable sort of the floats, in the same order.
     bits = (weights[candidates] + np.float32(0.0)).view(np.uint32)
     bits ^= np.where(bits >> 31, np.uint32(0), np.uint32(0x7FFFFFFF))
     keys = bits.astype(np.uint64) << np.uint64(32) | candidates.astype(np.uint64)
@@ -213,7 +213,7 @@ def _at_least(weights: Row, token_ids: npt.NDArray[np.int64], count: int) -> npt
     """Those of `token_ids` that weigh at least as much as the `count`-th heaviest: ties at the edge are all in."""
     columns = weights.size // _FOLD
     if count <= columns:
-        # So many columns have a maximum of at least this, so that many tokens have: nothing lighter can be among them.
+        # `count` columns have a maximum of at least this value, so `count` tokens have: no lighter one is among them.
         folded = weights[: columns * _FOLD].reshape(_FOLD, columns).max(axis=0)
         token_ids = np.flatnonzero(weights >= np.partition(folded, columns - count)[columns - count])
     kept = weights[token_ids]

@@ -1,4 +1,4 @@
-"""A thread of its own for a runner's steps."""
+"""The thread on which a runner executes its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.engine.batch import ModelRunnerOutput
 
 
 class StepThread:
-    """A `StepExecutor`. The thread lives from the first step to `close`."""
+    """A `StepExecutor` with one thread, which lives from the first step to `close`."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-runner")

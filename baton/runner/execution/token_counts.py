@@ -1,4 +1,4 @@
-"""How often each token occurs in a request, kept with every token drawn: what penalties ask in each step."""
+"""How often each token occurs in a request, updated with every sampled token, for the penalties of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class TokenCounts:
-    """Distinct tokens of prompt and output in the order of their first appearance, and how often each was seen."""
+    """The distinct tokens of prompt and output, and how often each occurs."""
 
     def __init__(self, token_ids: Sequence[int] | Ids, num_prompt_tokens: int) -> None:
         tokens = np.asarray(token_ids, dtype=np.int64)
@@ -22,7 +22,7 @@ class TokenCounts:
         self._output = np.bincount(where[num_prompt_tokens:], minlength=self._ids.size)
 
     def add(self, token_id: int) -> None:
-        """One more output token."""
+        """Count an output token."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == self._ids.size:
             self._ids, self._total, self._output = map(_grown, (self._ids, self._total, self._output))
@@ -31,17 +31,17 @@ class TokenCounts:
         self._output[place] += 1
 
     def take_back(self, token_id: int) -> None:
-        """An output token is none after all."""
+        """Subtract an output token that was counted before."""
         place = self._places[token_id]
         self._total[place] -= 1
         self._output[place] -= 1
 
     def seen(self) -> Ids:
-        """Tokens of prompt or output, each once."""
+        """The distinct tokens of prompt and output."""
         return self._ids[self._total > 0]
 
     def in_output(self) -> tuple[Ids, Counts]:
-        """Tokens of the output, each once, and how often each occurs there."""
+        """The distinct tokens of the output, and how often each occurs there."""
         there = self._output > 0
         return self._ids[there], self._output[there]
 

@@ -1,4 +1,4 @@
-"""What a step's constrained requests may draw: one row of bits each, in a buffer that is used again and again."""
+"""The token masks of a step's requests with a grammar: one row of bits each, in a buffer that is reused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Masks = dict[str, npt.NDArray[np.int32]]
 
 
 class TokenMasks:
-    """Asks each request's matcher. Requests without one cost nothing."""
+    """Fills masks from the requests' matchers. Requests without a grammar cost nothing."""
 
     def __init__(self, vocab_size: int) -> None:
         self._rows = np.zeros((0, -(-vocab_size // 32)), dtype=np.int32)
 
     def fill(self, samplers: Iterable[RequestState]) -> tuple[Masks, dict[str, BatonError]]:
-        """Masks by request id, valid until the next call; and why requests have none though they need one."""
+        """The masks by request id, valid until the next call; and the errors of requests that could not get one."""
         constrained = [state for state in samplers if state.sampling_params.has_grammar]
         if not constrained:
             return {}, {}
@@ -41,7 +41,7 @@ class TokenMasks:
 def _fill(state: RequestState, row: npt.NDArray[np.int32]) -> None:
     matcher = state.matcher
     if matcher is None:
-        raise EngineFault("json_schema: nobody has compiled it")
-    # Normally the one token that was drawn last.
+        raise EngineFault("json_schema: the request has no compiled grammar")
+    # Usually this is one token, the one that was sampled last.
     matcher.advance(state.token_ids[state.num_prompt_tokens + matcher.num_tokens :].tolist())
     matcher.fill(row)

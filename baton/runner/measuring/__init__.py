@@ -1,1 +1,1 @@
-"""What this machine could do at best, and where the time of a step goes."""
+"""Measurements for benchmarks: the limits of this machine, and how the time of a step divides."""

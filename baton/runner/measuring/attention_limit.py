@@ -1,4 +1,4 @@
-"""Decode attention of one layer: our kernel on the paged cache, beside gathering the blocks for torch's own."""
+"""Measures decode attention of one layer: our kernel on the paged cache against torch's on gathered blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = LENGTH // BLOCK_SIZE
 _HALF = KV_HEADS * BLOCK_SIZE * HEAD_DIM
 """Elements of one layer's keys (or values) in a block."""
 _CACHES = 1.25
-"""All layers' keys and values together are so many times larger than the processor's last-level cache."""
+"""How many times larger than the processor's last-level cache the keys and values of all layers together are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Rig:
         # On huge pages, as a runner's cache is.
         self._memory = zeros_for_reading(one.numel() * num_layers, kind)
         self._memory.view(count, num_layers, -1).copy_(one.expand(-1, num_layers, -1))
-        # Gathered into the same memory every time: fresh pages would cost more than the gathering.
+        # Gathered into the same memory every time: new pages would cost more than the copies.
         self._gathered_keys = torch.zeros(count * KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kind)
         self._gathered_values = torch.zeros_like(self._gathered_keys)
         self._query = torch.randn(REQUESTS, HEADS, HEAD_DIM, generator=generator).to(kind)
@@ -106,7 +106,7 @@ class _Rig:
         return out.reshape(REQUESTS, HEADS, HEAD_DIM)
 
     def median_of(self, attend: Callable[[int], torch.Tensor], repeats: int) -> float:
-        """Seconds of one layer, over so many rounds through all of them."""
+        """The median of the seconds for one layer, over `repeats` passes through all layers."""
 
         def all_layers() -> None:
             for layer in range(self._num_layers):

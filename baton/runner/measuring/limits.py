@@ -1,6 +1,6 @@
-"""What this machine could do at best, measured: reading memory and multiplying matrices, the rule or no rule.
+"""Measures this machine's limits: how fast it reads memory and multiplies matrices, bit-exact or not.
 
-Every figure here is a limit that the runner is held against, so each is the best of several ways to do the same.
+The runner's speed is compared with these limits, so each is the best of several implementations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.runner.model.weights import DTYPES
 
 _READ_BYTES = 1 << 30
 _CACHES = 2
-"""A read must be so many times larger than the last-level cache, or it is partly the cache that is measured."""
+"""How many times larger than the last-level cache a read is, so that memory and not the cache is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,15 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The best of several ways to do the same, found once and measured again beside what is held against it.
+    """The best of several implementations, found once, and measured again beside what is compared with it.
 
-    On a machine shared with strangers a limit of some minutes ago is another machine's.
+    On a machine that is shared with other users, a limit measured some minutes ago does not hold any more.
     """
 
     way: str
+    """The implementation's name."""
     amount: float
-    """Bytes or operations of one go."""
+    """Bytes or operations of one call."""
     work: Callable[[], Any]
 
     def rate(self, repeats: int = 2) -> float:
@@ -61,7 +62,7 @@ def read_limit(num_threads: int, cache_bytes: int, repeats: int = 5) -> Iterator
     """Reading by `num_threads` threads, of memory that no cache holds (`cache_bytes`: the last level)."""
     size = max(_READ_BYTES, _CACHES * cache_bytes)
     size -= size % (num_threads * mmap.PAGESIZE)
-    # Private: shared memory gets no huge pages, and reads a fifth slower without them.
+    # A private mapping, since shared memory gets no huge pages, without which it reads a fifth slower.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size, flags=private)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -78,7 +79,7 @@ def _reads(floats: torch.Tensor, num_threads: int, pool: ThreadPoolExecutor) -> 
     memchr.restype = ctypes.c_void_p
     share = floats.nbytes // num_threads
     starts = [floats.data_ptr() + index * share for index in range(num_threads)]
-    # 0x77 is no byte of 1.0, so the search reads to the end; ctypes lets go of the interpreter meanwhile.
+    # 0x77 is no byte of 1.0, so the search reads to the end; ctypes releases the interpreter lock meanwhile.
     yield "memchr", lambda: list(pool.map(lambda start: memchr(start, 0x77, share), starts))
     matrix = floats[: floats.numel() // 1024 * 1024].view(-1, 1024)
     vector = torch.ones(1024)
@@ -91,7 +92,7 @@ def product_limit(
     shapes: Sequence[ProductShape], dtype: str, num_threads: int, operations: Operations, repeats: int = 5
 ) -> Limit:
     """The best plain product among `shapes`, torch's or ours."""
-    # One after the other: of all their matrices only the best one's stay.
+    # A generator, so that only the matrices of the best limit so far are kept in memory.
     limits = (limit for shape in shapes for limit in _products(shape, dtype, num_threads, operations))
     return max(limits, key=lambda limit: limit.rate(repeats))
 
@@ -115,7 +116,7 @@ def _with_threads(num_threads: int, work: Callable[[], Any]) -> Callable[[], Any
 
 
 class UnpaddedOperations:
-    """Torch's own products on the rows that there are; everything else as `inner` does it. Not bit-exact."""
+    """Torch's own products without padding, which are not bit-exact; all other operations are those of `inner`."""
 
     def __init__(self, inner: Operations) -> None:
         self._inner = inner
@@ -127,7 +128,7 @@ class UnpaddedOperations:
         return f"unpadded-torch/{self._inner.numerics()}"
 
     def program(self, dtype: torch.dtype) -> None:
-        """There are only single calls."""
+        """None: these operations have no programs, only single calls."""
 
     def pack(self, *weights: torch.Tensor) -> torch.Tensor:
         return torch.cat(weights)
@@ -159,7 +160,7 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each of so many calls, after one that warms up."""
+    """The seconds of each of `repeats` calls, after one call that is not measured."""
     work()
     times = []
     for _ in range(repeats):

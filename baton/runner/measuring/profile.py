@@ -1,4 +1,4 @@
-"""Where a step's time goes: the operations of a runner with a stopwatch around each, for the benchmark alone."""
+"""A runner that times each of its operations, for the benchmark that shows how a step's time divides."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.runner.spec import TorchSpec
 
 
 class TimedRunner:
-    """A runner that keeps, while `timing`, where the time of each of its steps went."""
+    """A runner that records, while `timing` is set, how the time of each step divides."""
 
     def __init__(self, runner: ModelRunner, stopwatch: TimedOperations) -> None:
         self._runner = runner
         self._stopwatch = stopwatch
         self.splits: list[StepSplit] = []
-        """Of every step since the timing was switched on."""
+        """The times of every step since the timing was switched on."""
 
     @property
     def model(self) -> ModelInfo:
@@ -55,10 +55,9 @@ class TimedRunner:
 
 
 def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:
-    """Load like `load`, with a stopwatch that starts switched off; raises ConfigError.
+    """Load a model as `baton.runner.load` does, with timing switched off at first; raises ConfigError.
 
-    Without `bit_exact` the products are torch's own, on just the rows that there are: a model that is good for
-    measuring what the rule costs, and for nothing else.
+    Without `bit_exact` the products are torch's own without padding, to measure what bit-exactness costs.
     """
     from baton.runner.backends.kernel_choice import choose_operations
     from baton.runner.measuring.limits import UnpaddedOperations

@@ -13,9 +13,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from baton.config import KVDigests
 from baton.engine.kv_cache.block_hash import group_key
-from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.runner.blocks.block_digests import BlockDigests
 from kv_transfer.sampling import SAMPLE_EVERY
 

@@ -17,12 +17,12 @@ from typing import Any
 from baton.background import OnFault, current_watch
 from baton.clock import Clock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
-from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import Leg
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog

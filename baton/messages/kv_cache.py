@@ -1,4 +1,4 @@
-"""Changes of a node's prefix cache, as routers and other subscribers receive them."""
+"""The id of the null block, and changes of a node's prefix cache, as routers and other subscribers receive them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from baton.values import value
+
+NULL_BLOCK = 0
+"""The id that stands for no block, in the block tables of every node."""
 
 Tier = Literal["device", "host"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, LostKV
-from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.errors import TransferCause
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import Leg
 
 

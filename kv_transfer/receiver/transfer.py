@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from math import lcm
 
 from baton.clock import Clock, SystemClock
-from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.machine import Machine
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffSide, OpenHandoff
 from kv_transfer.backends.base import ReadRange, coalesce

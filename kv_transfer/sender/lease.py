@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock
 from baton.deadlines import Deadlines
-from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.machine import Machine
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node_report import HandoffSide, OpenHandoff
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from baton.errors import BatonError
+from baton.messages.kv_cache import NULL_BLOCK
 
-NULL_BLOCK = 0
-"""The id that stands for no block."""
 _BLOCK_ID = attrgetter("block_id")
 
 

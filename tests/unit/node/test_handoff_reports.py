@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from baton.observe.metrics import Distribution, Figure

@@ -10,7 +10,7 @@ from baton.messages.node_report import HandoffReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
-from kv_transfer.sender.lease import LeaseStats
+from kv_transfer.sender.lease_values import LeaseStats
 
 _LIVE_STATES = [state for state in TransferState if any(before is state for before, _ in TRANSFER_TABLE)]
 

@@ -39,7 +39,8 @@ from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import MoverEvent
 from kv_transfer.sampling import is_digested
-from kv_transfer.sender.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
+from kv_transfer.sender.lease import LeaseBook
+from kv_transfer.sender.lease_values import CutLink, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})

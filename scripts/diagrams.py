@@ -26,7 +26,7 @@ DIAGRAMS = {
     "flight": render_mermaid(FlightState.PLACING, FLIGHT_TABLE),
     "breaker": render_mermaid(BreakerState.CLOSED, BREAKER_TABLE),
     "attempt": render_mermaid(AttemptState.RUNNING, ATTEMPT_TABLE),
-    "lease": render_mermaid(LeaseState.GRANTED, LEASE_TABLE),
+    "lease": render_mermaid(LeaseState.UNKNOWN, LEASE_TABLE),
     "transfer": render_mermaid(TransferState.PLANNED, TRANSFER_TABLE),
     "node": render_mermaid(NodeState.STARTING, NODE_TABLE),
     "child": render_mermaid(ChildState.STARTING, CHILD_TABLE),

@@ -36,8 +36,8 @@ from kv_transfer.link.link_messages import (
     Subscribe,
 )
 from kv_transfer.receiver.transfer_machine import TransferState
-from kv_transfer.sender.lease import LeaseTimes
 from kv_transfer.sender.lease_machine import LeaseState
+from kv_transfer.sender.lease_values import LeaseTimes
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     LAYOUT,

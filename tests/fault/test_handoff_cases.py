@@ -18,7 +18,7 @@ from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.mover.mover import STALL_S
-from kv_transfer.sender.lease import LeaseTimes
+from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff
 from router.placement.breaker import PAIR_FAILURES
 from tests.support.handoff_places import PLACES

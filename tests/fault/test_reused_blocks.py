@@ -40,8 +40,9 @@ class ForgetfulHandOff(HandOff):
         self._forget(incarnation)
 
     def _forget(self, incarnation: str) -> None:
-        for lease in self._book._leases_of(incarnation):
-            self._carry_out(self._book._advance(lease, LeaseEvent.READER_GONE, "forgotten"))
+        records = self._book._records
+        for lease in records.readers.of(incarnation):
+            self._carry_out(records.advance(lease, LeaseEvent.READER_GONE, "forgotten"))
         if not self._stopped:
             asyncio.get_running_loop().call_later(LEASE_S, self._forget, incarnation)
 

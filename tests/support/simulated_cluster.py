@@ -47,7 +47,7 @@ from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import Port
 from kv_transfer.mover.mover_events import MoverEvent
 from kv_transfer.mover.window import WindowLimits
-from kv_transfer.sender.lease import LeaseTimes
+from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff, OfferConnector
 from router.dispatcher import Dispatcher
 from router.limits import DispatchLimits

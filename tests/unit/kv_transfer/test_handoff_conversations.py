@@ -60,8 +60,9 @@ from kv_transfer.receiver.transfer import (
     TellSender,
     TransferBook,
 )
-from kv_transfer.sender.lease import CutLink as CutReader
-from kv_transfer.sender.lease import LeaseBook, LeaseTimes, OpenLeases, TellReader
+from kv_transfer.sender.lease import LeaseBook
+from kv_transfer.sender.lease_values import CutLink as CutReader
+from kv_transfer.sender.lease_values import LeaseTimes, OpenLeases, TellReader
 
 CONVERSATIONS = sorted((Path(__file__).parent / "handoff_conversations").glob("*.txt"))
 ATTEMPT = AttemptKey("r", 1)

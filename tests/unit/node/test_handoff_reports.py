@@ -18,7 +18,8 @@ from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLos
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer import Plan, TransferBook
-from kv_transfer.sender.lease import LeaseBook, LeaseTimes
+from kv_transfer.sender.lease import LeaseBook
+from kv_transfer.sender.lease_values import LeaseTimes
 
 A, B, C = AttemptKey("a", 1, 9), AttemptKey("b", 2), AttemptKey("c", 1)
 SOURCE = KVSource("p0", "p0.x", "host:1")

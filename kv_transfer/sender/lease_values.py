@@ -1,0 +1,68 @@
+"""What a lease book is given and what it answers: bounds on its waits, effects, and figures about its leases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.effects import Recorded, Released
+from kv_transfer.link.link_messages import SenderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Bounds of the sender's waits, in seconds, and of what it remembers."""
+
+    lease_s: float = 10.0
+    """How long a lease is promised for, from the reader's last heartbeat on."""
+    unclaimed_s: float = 60.0
+    """How long a computed prompt that nobody expects waits for its subscription. Long: whoever gives a request up says
+    so; this bound is for the case that all who knew of the request died."""
+    grace_s: float = 5.0
+    """How long blocks are kept after the end of the reader's link: reads of them may still run."""
+    suspect_s: float = 300.0
+    """How long blocks are kept after the end of the promise, while the reader's link lives and its reads don't end."""
+    max_waiting: int = 4096
+    """How many readers may wait for requests that have no blocks, how many for blocks that are not computed, and how
+    many attempts are followed whose reads outlived their leases: each at most so many."""
+    remembered_s: float = 600.0
+    """How long an attempt that is over is recognised: whoever may still ask about it has given up before."""
+    max_remembered: int = 16384
+    """How many attempts that are over are recognised at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellReader:
+    """Send a message on a link."""
+
+    link: int
+    message: SenderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLeases:
+    """So many leases may be read from now on, those included that are over and still read: the sender's transfer agent
+    must make progress while there are any."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutLink:
+    """End this link: its reader has a newer one, or is a newer process."""
+
+    link: int
+    reason: str
+
+
+LeaseEffect = TellReader | Released | OpenLeases | CutLink | Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStats:
+    """Number of leases in each state, blocks of the suspect leases, and the age of the oldest lease in seconds."""
+
+    granted: int
+    reading: int
+    suspect: int
+    suspect_blocks: int
+    oldest_s: float

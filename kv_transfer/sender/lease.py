@@ -159,7 +159,6 @@ class LeaseBook:
         effects: list[LeaseEffect] = []
         if lease.waiting_link is not None:
             effects.append(TellReader(lease.waiting_link, OfferLost(attempt, detail, cause)))
-        self._records.end_waits(lease)
         lease.promise_kept = lease.promise_kept and not promise_broken
         if lease.state is LeaseState.READING:
             effects += self._tell(lease, OfferLost(attempt, detail, cause))
@@ -313,7 +312,7 @@ class LeaseBook:
         if self._records.is_over(attempt):
             return [TellReader(link, OfferLost(attempt, "it is over here"))]
         known = self._records.get(attempt)
-        if known is not None and (known.expected_on is not None or not known.machine.accepts(LeaseEvent.EXPECT)):
+        if known is not None and (known.waiting_link is not None or not known.machine.accepts(LeaseEvent.EXPECT)):
             self.counters["duplicate_expect"] += 1
             return []
         if not self._records.may_expect:
@@ -434,7 +433,6 @@ class LeaseBook:
     def _abandon(self, link: int, reader: _LinkedReader, attempt: AttemptKey, reads: bool) -> list[LeaseEffect]:
         known = self._records.get(attempt)
         if known is not None and known.waiting_link == link:
-            self._records.end_waits(known)
             return self._records.advance(known, LeaseEvent.WITHDRAW, "abandoned")
         event = LeaseEvent.ABANDON_READING if reads else LeaseEvent.ABANDON
         if known is not None and known.state is LeaseState.OVERRUN:

@@ -267,11 +267,6 @@ class LeaseRecords:
         self._num_subscribed -= lease.subscription is not None
         lease.subscription = None
 
-    def end_waits(self, lease: AttemptLease) -> None:
-        """No reader waits for the attempt; fine if none did."""
-        self.end_expectation(lease)
-        self.end_subscription(lease)
-
     def forget_if_unwanted(self, lease: AttemptLease) -> None:
         """Forget an attempt that was only waited for, and is not any more."""
         if lease.state is LeaseState.EXPECTED and lease.waiting_link is None:
@@ -322,7 +317,8 @@ class LeaseRecords:
         return OpenLeases(self._num_open)
 
     def _remove(self, lease: AttemptLease) -> None:
-        self.end_waits(lease)
+        self.end_expectation(lease)
+        self.end_subscription(lease)
         self.readers.remove(lease)
         del self._leases[lease.attempt]
         if lease.state is not LeaseState.UNKNOWN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -669,3 +669,43 @@ def test_a_part_is_not_confirmed_once_its_lease_is_lost_though_its_digests_come(
     digesting.received(1, ConfirmPart(A, 3))
     digesting.withdraw(A, "preempted", promise_broken=True)
     assert lines(digesting.digested(A, (70,))) == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda book: book.withdraw(A, "aborted"),
+        lambda book: book.received(1, Abandon(A, False)),
+        lambda book: book.received(1, Subscribe(A, 0)),
+        lambda book: [*book.begun(A), *book.withdraw(A, "aborted")],
+        lambda book: [*book.offer(A, 0, (5,)), *book.received(1, Subscribe(A, 0))],
+        lambda book: [*book.offer(A, 0, (5,), CLOSING), *book.withdraw(A, "aborted")],
+    ],
+    ids=["withdrawn", "abandoned", "subscribed", "begun and withdrawn", "read", "computed and withdrawn"],
+)
+def test_an_expectation_that_has_ended_makes_room_for_another(
+    book: LeaseBook, end: Callable[[LeaseBook], list[LeaseEffect]]
+) -> None:
+    book.received(1, Expect(A))
+    book.received(1, Expect(B))
+    end(book)
+    assert lines(book.received(1, Expect(AttemptKey("c", 1)))) == []
+    assert book.counters == {}
+
+
+def test_an_early_subscription_that_has_ended_makes_room_for_another(book: LeaseBook) -> None:
+    book.received(1, Subscribe(A, 0))
+    book.received(1, Subscribe(B, 0))
+    book.withdraw(A, "aborted")
+    book.offer(B, 0, (5,))
+    assert lines(book.received(1, Subscribe(AttemptKey("c", 1), 0))) == []
+    assert lines(book.received(1, Subscribe(AttemptKey("d", 1), 0))) == []
+    assert book.counters == {}
+
+
+def test_a_reader_that_has_subscribed_expects_nothing_more(book: LeaseBook) -> None:
+    book.received(1, Subscribe(A, 0))
+    assert lines(book.received(1, Expect(A))) == []
+    assert book.counters == {"duplicate_expect": 1}
+    book.offer(A, 0, (5,))
+    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted LEASE_LOST)"]

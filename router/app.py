@@ -199,14 +199,14 @@ class _Router:
             model=card.name,
         )
         self._events = EventRing(incarnation, clock.wall)
-        self._dispatcher.on_retry = self._retried
+        self._dispatcher.requests.on_retry = self._retried
         self._steering = Steering(self._view, membership, placer, self._timers, self._events, connect, card.name)
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
         GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
         OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
 
         def num_live() -> int:
-            return self._dispatcher.num_live + limit.num_open // CONNECTIONS_LIKE_A_REQUEST
+            return self._dispatcher.requests.num_live + limit.num_open // CONNECTIONS_LIKE_A_REQUEST
 
         self._collector = IdleCollector(self._timers, num_live)
         self._lease: Lease | None = None
@@ -234,7 +234,7 @@ class _Router:
             await self._http.start()
             await self._private.set_ready(True)
             # Nodes may have come while the servers started, and starting says "not ready".
-            self._dispatcher.changed.set()
+            self._dispatcher.requests.changed.set()
             number = await start_number(self._membership, record.name)
             self._record = record = replace(record, start_number=number)
             self._lease = await self._membership.lease(record)
@@ -267,8 +267,8 @@ class _Router:
 
     async def _publish_health(self) -> None:
         while True:
-            await self._dispatcher.changed.wait()
-            self._dispatcher.changed.clear()
+            await self._dispatcher.requests.changed.wait()
+            self._dispatcher.requests.changed.clear()
             await self._public.set_ready(not self._why_not_ready())
             self._steering.look()
             # Those that take no requests now are there, too.
@@ -286,7 +286,7 @@ class _Router:
         idle = asyncio.create_task(self._dispatcher.idle())
         bound = asyncio.create_task(sleep_until(self._timers, self._timers.monotonic() + self._config.drain_s))
         try:
-            if self._lease is not None and self._dispatcher.num_live:
+            if self._lease is not None and self._dispatcher.requests.num_live:
                 await self._lease.update(self._record)
             await asyncio.wait((idle, bound), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -300,27 +300,27 @@ class _Router:
     def _why_not_ready(self) -> str:
         if self._is_draining:
             return "this router is shutting down"
-        return self._dispatcher.placer.why_not_ready(self._view.candidates(), self._record.model)
+        return self._dispatcher.requests.placer.why_not_ready(self._view.candidates(), self._record.model)
 
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
-        found = figures(self._dispatcher, self._view, self._timers.monotonic(), self._clock.wall())
+        found = figures(self._dispatcher.requests, self._view, self._timers.monotonic(), self._clock.wall())
         public, refused = self._public, self._connections.refused
         held = connection_figures(public.num_connections, public.num_calls, self._http.num_connections, refused)
         return render([*found, *self._tenants.figures(), *held, *process_figures()], labels)
 
     def _picture(self) -> bytes:
         """For the live page."""
-        dispatcher, operator = self._dispatcher, self._operator
-        counters = dispatcher.counters
+        requests, operator = self._dispatcher.requests, self._operator
+        counters = requests.counters
         attempts = counters.attempts.total() - counters.attempts[AttemptCause.FIRST]
         totals = {
-            "tokens": counters.served.num_tokens + dispatcher.num_live_tokens,
+            "tokens": counters.served.num_tokens + requests.num_live_tokens,
             "requests": counters.accepted,
             "retried": attempts,
             "failed": counters.failed,
-            "running": dispatcher.num_live - dispatcher.num_waiting,
-            "waiting": dispatcher.num_waiting,
+            "running": requests.num_live - requests.num_waiting,
+            "waiting": requests.num_waiting,
         }
         running, ended = operator.running(MAX_RUNNING), operator.ended(MAX_REMEMBERED)
         wall = self._clock.wall()
@@ -328,8 +328,8 @@ class _Router:
         return json.dumps(drawn, separators=(",", ":")).encode()
 
     async def _shut_down(self) -> None:
-        if self._dispatcher.num_live:
-            _log.info("%d requests did not end in time and are left to other routers", self._dispatcher.num_live)
+        if num_live := self._dispatcher.requests.num_live:
+            _log.info("%d requests did not end in time and are left to other routers", num_live)
         self._dispatcher.let_go_of_all()
         self._live.close()
         self._collector.stop()

@@ -146,8 +146,8 @@ class OperatorHandler:
         wall = self._clock.wall()
         own = replace(
             _router_status(self._own, wall),
-            running=self._dispatcher.num_live - self._dispatcher.num_waiting,
-            waiting=self._dispatcher.num_waiting,
+            running=self._dispatcher.requests.num_live - self._dispatcher.requests.num_waiting,
+            waiting=self._dispatcher.requests.num_waiting,
         )
         others = [_router_status(r, wall) for r in self._routers if r.incarnation != self._own.incarnation]
         nodes = self._view.statuses(self._clock.monotonic(), wall)
@@ -159,33 +159,33 @@ class OperatorHandler:
         if not request_id:
             return [*self.running(limit or None), *self.ended(limit)]
         name, now = self._own.name, self._clock.monotonic()
-        run, traced = self._dispatcher.run_of(request_id), self._dispatcher.timelines.of(request_id)
+        run, traced = self._dispatcher.requests.run_of(request_id), self._dispatcher.requests.timelines.of(request_id)
         if run is not None:
             return list(running_rows([run], name, now))
         return list(ended_rows([traced], name, now)) if traced is not None else []
 
     def running(self, limit: int | None) -> list[RequestRow]:
         """Requests that this router serves, the latest first."""
-        runs = islice(self._dispatcher.runs(), limit)
+        runs = islice(self._dispatcher.requests.runs(), limit)
         return list(running_rows(runs, self._own.name, self._clock.monotonic()))
 
     def ended(self, limit: int) -> list[RequestRow]:
         """Requests that are over, as far as they are remembered, the latest first."""
-        latest = islice(self._dispatcher.timelines.latest(), limit)
+        latest = islice(self._dispatcher.requests.timelines.latest(), limit)
         return list(ended_rows(latest, self._own.name, self._clock.monotonic()))
 
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
         """Why a request went where it went; raises RequestNotFound for one that is unknown or long ago."""
         now = self._clock.monotonic()
-        found = self._dispatcher.placer.explain(request_id, now)
+        found = self._dispatcher.requests.placer.explain(request_id, now)
         if not found:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
         return [explained(explanation, now) for explanation in found]
 
     def timeline(self, request_id: str) -> Timeline:
         """Where a request's time went; raises RequestNotFound for one that is unknown, not over or long ago."""
-        traced = self._dispatcher.timelines.of(request_id)
-        if traced is None and self._dispatcher.run_of(request_id) is not None:
+        traced = self._dispatcher.requests.timelines.of(request_id)
+        if traced is None and self._dispatcher.requests.run_of(request_id) is not None:
             raise RequestNotFound(f"request {request_id[:80]!r} is not over yet: its timeline is known at its end")
         if traced is None:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
@@ -193,7 +193,7 @@ class OperatorHandler:
 
     def _health(self) -> tuple[str, str]:
         candidates = self._view.candidates()
-        why = self._dispatcher.placer.why_not_ready(candidates, self._own.model)
+        why = self._dispatcher.requests.placer.why_not_ready(candidates, self._own.model)
         if why:
             return "unavailable", why
         roles = {candidate.node.role for candidate in candidates}

@@ -14,15 +14,14 @@ the link is there again its flights hear of that, each for the attempt that ran 
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
-from baton.background import current_watch
 from baton.messages.ids import AttemptKey
 from baton.messages.node import HEARTBEAT_S
 from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import LinkBack, NodeGone
+from router.timers import Timers
 
 MOMENT_S = 3 * HEARTBEAT_S
 """Losses within so many seconds may have one cause: so long may a node be silent before it counts as lost."""
@@ -31,12 +30,13 @@ FLIGHTS_PER_TURN = 32
 
 
 class NodeLosses:
-    """Tells flights of lost nodes, and of those that are back. Belongs to the running event loop; seconds on the
-    caller's clock.
-    """
+    """Tells flights of lost nodes, and of those that are back. Times are in seconds on the clock of `timers`."""
 
     def __init__(
-        self, runs: Callable[[], Iterable[ActiveRequest]], tell: Callable[[ActiveRequest, NodeGone | LinkBack], None]
+        self,
+        runs: Callable[[], Iterable[ActiveRequest]],
+        tell: Callable[[ActiveRequest, NodeGone | LinkBack], None],
+        timers: Timers,
     ) -> None:
         """`runs` gives those that may be on lost nodes; `tell` must not raise."""
         self._runs = runs
@@ -46,10 +46,11 @@ class NodeLosses:
         self._recent: dict[str, float] = {}
         """When each node of the last moment was lost, or its link cut, the earliest first."""
         self._untold: deque[tuple[ActiveRequest, AttemptKey, NodeGone | LinkBack]] = deque()
-        self._handle: asyncio.Handle | None = None
+        self._goes_on = False
+        """The next turn continues to tell flights."""
         self._runs_of_turn: defaultdict[str, list[ActiveRequest]] | None = None
         """By node, from when they were asked for to the end of that turn."""
-        self._watch = current_watch.get()
+        self._timers = timers
 
     def lost(self, incarnation: str, reason: str, now: float) -> None:
         """A node is gone. Its flights hear of it soon: in the next turn of the loop, or some turns later."""
@@ -82,7 +83,7 @@ class NodeLosses:
             for run in self._runs():
                 for node in run.flight.incarnations:
                     self._runs_of_turn[node].append(run)
-            asyncio.get_running_loop().call_soon(self._forget_runs_of_turn)
+            self._timers.call_soon(self._forget_runs_of_turn, "lost-nodes")
         return [run for run in self._runs_of_turn.get(incarnation, ()) if incarnation in run.flight.incarnations]
 
     def _forget_runs_of_turn(self) -> None:
@@ -100,12 +101,12 @@ class NodeLosses:
                 self._untold.append((run, run.flight.key, gone))
 
     def _go_on_next_turn(self) -> None:
-        if self._handle is None:
-            go_on = self._watch.guarded(self._go_on, "lost-nodes")
-            self._handle = asyncio.get_running_loop().call_soon(go_on)
+        if not self._goes_on:
+            self._goes_on = True
+            self._timers.call_soon(self._go_on, "lost-nodes")
 
     def _go_on(self) -> None:
-        self._handle = None
+        self._goes_on = False
         self.settle()
         for _ in range(min(FLIGHTS_PER_TURN, len(self._untold))):
             run, attempt, news = self._untold.popleft()

@@ -28,6 +28,10 @@ class Timers(Protocol):
         """Run the callback once at or after `when`."""
         ...
 
+    def call_soon(self, callback: Callable[[], None], name: str) -> None:
+        """Run the callback once in the next turn of the loop. `name` is what a report of its failure calls it."""
+        ...
+
 
 class LoopTimers:
     """The running event loop's clock."""
@@ -41,6 +45,9 @@ class LoopTimers:
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         return self._loop.call_at(when, self._watch.guarded(callback, "timer"))
+
+    def call_soon(self, callback: Callable[[], None], name: str) -> None:
+        self._loop.call_soon(self._watch.guarded(callback, name))
 
 
 async def sleep_until(timers: Timers, when: float) -> None:
@@ -83,6 +90,10 @@ class ManualTimers:
         heapq.heappush(self._due, (when, next(self._order), handle))
         self._scheduled.set()
         return handle
+
+    def call_soon(self, callback: Callable[[], None], name: str) -> None:
+        """Without moving the time: in the next turn of the running event loop."""
+        asyncio.get_running_loop().call_soon(current_watch.get().guarded(callback, name))
 
     async def is_due(self, within: float) -> None:
         """Return once a callback is due within so many seconds from now."""

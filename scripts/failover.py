@@ -105,8 +105,8 @@ class _Router:
         self._view.registered(records)
         self.links.update(records)
         while len(self._view.descriptions()) < len(nodes):
-            self.dispatcher.changed.clear()
-            await self.dispatcher.changed.wait()
+            self.dispatcher.requests.changed.clear()
+            await self.dispatcher.requests.changed.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ async def cut(num_pairs: int, num_streams: int) -> Seen:
         request = GenerateRequest((1, 2, 3), request_id=f"r{number}", max_tokens=100)
         clients.append(_Client(router.dispatcher.generate(request, None), BEFORE + AFTER))
         await clients[-1].has_begun.wait()
-    attempts = router.dispatcher.counters.attempts.total()
+    attempts = router.dispatcher.requests.counters.attempts.total()
     began = time.perf_counter()
     for node in nodes:
         node.fake.cut()
@@ -182,7 +182,7 @@ async def cut(num_pairs: int, num_streams: int) -> Seen:
         await client.has_all.wait()
     took, (held, held_cpu) = time.perf_counter() - began, _longest_turn()
     num_ended = sum(client.task.done() or client.tokens != [*range(BEFORE + AFTER)] for client in clients)
-    seen = Seen(took, held, held_cpu, num_ended, router.dispatcher.counters.attempts.total() - attempts)
+    seen = Seen(took, held, held_cpu, num_ended, router.dispatcher.requests.counters.attempts.total() - attempts)
     await _end(clients, router, nodes)
     return seen
 
@@ -210,7 +210,7 @@ async def takeover(num_flights: int, num_prompt_tokens: int) -> Seen:
         await client.has_all.wait()
     took, (held, held_cpu) = time.perf_counter() - began, _longest_turn()
     num_ended = sum(client.task.done() or client.tokens != [*range(BEFORE, BEFORE + AFTER)] for client in clients)
-    counters = router.dispatcher.counters
+    counters = router.dispatcher.requests.counters
     seen = Seen(took, held, held_cpu, num_ended, counters.attempts.total() + num_flights - counters.adopted)
     await _end(clients, router, nodes)
     return seen

@@ -55,6 +55,9 @@ class TextStream:
             piece = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
             return Chunk(first_index, token_ids, piece, logprobs)
         detokenizer = self._detokenizer
+        if detokenizer is None:
+            self.num_tokens += len(token_ids)
+            return Chunk(first_index, token_ids, "", logprobs)
         text = []
         taken = 0
         for offset, token in enumerate(token_ids):
@@ -62,7 +65,7 @@ class TextStream:
                 break
             taken += 1
             is_stop_token = ends_with_stop_token and offset == len(token_ids) - 1
-            if detokenizer is None or is_stop_token:
+            if is_stop_token:
                 continue
             piece = detokenizer.push(token)
             # A text may not end before min_tokens, so a stop string that lies before them is plain text.

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.security.connection_limit import Refusal
-from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
+from router.live_requests import LiveRequests
 from router.placement.view import ClusterView
 
 
-def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) -> Iterator[Figure | Distribution]:
+def figures(requests: LiveRequests, view: ClusterView, now: float, wall: float) -> Iterator[Figure | Distribution]:
     """What the router has done since its start, and what it sees now."""
-    counters = dispatcher.counters
-    waiting = dispatcher.num_waiting
+    counters = requests.counters
+    waiting = requests.num_waiting
     for name, text, value in (
-        ("num_requests_running", "Requests on nodes, or whose client still reads.", dispatcher.num_live - waiting),
+        ("num_requests_running", "Requests on nodes, or whose client still reads.", requests.num_live - waiting),
         ("num_requests_waiting", "Requests that wait for a node.", waiting),
         ("requests_accepted_total", "Requests that passed every check.", counters.accepted),
         ("request_failure_total", "Accepted requests that failed.", counters.failed),
@@ -36,7 +36,7 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
     text = "What requests waited at the router until a node was found."
     yield counters.queue_time.now("request_queue_time_seconds", text)
     yield from counters.served.figures()
-    yield from dispatcher.placer.figures(now)
+    yield from requests.placer.figures(now)
     for status in view.statuses(now, wall):
         # Not this process's own name and role, which its other figures have.
         labels = {"node": status.name, "role": status.role}

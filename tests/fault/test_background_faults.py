@@ -127,7 +127,7 @@ async def test_a_turn_of_the_loop_that_raises_ends_the_process(
         else:
             # More to serve than fits into one turn: the rest is left to the next.
             monkeypatch.setattr(owner, work, lambda *_: True)
-            rig.dispatcher._serve_queue()
+            rig.dispatcher.requests._serve_queue()
             monkeypatch.setattr(owner, work, Broken(lambda *_: False))
         assert str(await ended.get()) == f"background task {kind} failed: ValueError('out of luck')"
         reader.task.cancel()

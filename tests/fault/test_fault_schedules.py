@@ -99,7 +99,7 @@ class Schedule:
             for node in self.cluster.nodes.values():
                 node.assert_nothing_is_left()
                 self._count(node)
-            assert self.cluster.dispatcher.num_live == 0
+            assert self.cluster.dispatcher.requests.num_live == 0
 
     def _count(self, node: SimulatedNode) -> None:
         if node.backend is not None:

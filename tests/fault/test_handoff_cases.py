@@ -282,7 +282,8 @@ def test_bytes_that_stop_while_both_nodes_live_are_pulled_from_another_node() ->
             causes = {detail for _, _, detail in events(cluster, "decode-0", "kv_failed")}
             assert causes == {TransferCause.STALLED.value}
             assert sum(answer.path.attempts > 1 for answer in answers) >= PAIR_FAILURES
-            assert cluster.dispatcher.placer.open_breakers(cluster.clock.monotonic()) == {"prefill-0->decode-0"}
+            placer = cluster.dispatcher.requests.placer
+            assert placer.open_breakers(cluster.clock.monotonic()) == {"prefill-0->decode-0"}
             assert cluster.nodes["decode-0"].scheduler.make_stats().quarantined_blocks
             cluster.fabric.thaw("prefill-0.1")
             await idle(cluster)

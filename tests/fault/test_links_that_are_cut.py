@@ -59,8 +59,8 @@ async def _in_mid_stream(cut: Callable[[SimulatedCluster], None]) -> None:
     async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
         finished = await cut_at(cluster, 20, cut)
         assert finished.path.attempts == 1
-        assert cluster.dispatcher.counters.attempts == {AttemptCause.FIRST: 1}
-        assert cluster.dispatcher.counters.links_back == 2
+        assert cluster.dispatcher.requests.counters.attempts == {AttemptCause.FIRST: 1}
+        assert cluster.dispatcher.requests.counters.links_back == 2
         told = [event.name for event in cluster.nodes["decode-0"].log.after(0)]
         assert (told.count("adopted"), told.count("abort")) == (1, 0)
         await cluster.idle(30.0)

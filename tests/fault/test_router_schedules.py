@@ -68,10 +68,10 @@ class Schedule:
             for node in made.nodes.values():
                 node.assert_nothing_is_left()
             for router in made.routers.values():
-                assert router.dispatcher.num_live == 0
-                self.struck["adopted"] += router.dispatcher.counters.adopted
-                self.struck["moved"] += router.dispatcher.counters.moved
-                self.struck["resumed"] += router.dispatcher.counters.resumed
+                assert router.dispatcher.requests.num_live == 0
+                self.struck["adopted"] += router.dispatcher.requests.counters.adopted
+                self.struck["moved"] += router.dispatcher.requests.counters.moved
+                self.struck["resumed"] += router.dispatcher.requests.counters.resumed
 
     async def _ask(self, number: int) -> None:
         rng = self.rng
@@ -159,11 +159,11 @@ class Flaps(Schedule):
 
     async def _ask(self, number: int) -> None:
         for router in self.cluster.routers.values():
-            router.dispatcher.on_retry = partial(self._placed_again, router.dispatcher)
+            router.dispatcher.requests.on_retry = partial(self._placed_again, router.dispatcher)
         await super()._ask(number)
 
     def _placed_again(self, dispatcher: Dispatcher, request_id: str, attempt: int, cause: str) -> None:
-        run = dispatcher.run_of(request_id)
+        run = dispatcher.requests.run_of(request_id)
         assert run is not None
         self.had_when_placed_again.append(run.flight.num_output_tokens)
 
@@ -175,7 +175,7 @@ class Flaps(Schedule):
     async def run(self) -> None:
         await super().run()
         for router in self.cluster.routers.values():
-            counters = router.dispatcher.counters
+            counters = router.dispatcher.requests.counters
             self.struck["links back"] += counters.links_back
             self.struck["not kept"] += counters.attempts[AttemptCause.NOT_KEPT]
             lost = {cause: count for cause, count in counters.attempts.items() if cause not in COMPUTE_NOTHING_AGAIN}

@@ -115,7 +115,7 @@ async def _late_adoption(leaves: bool) -> None:
         assert client.finished is not None
         assert client.finished.path.attempts == 1, "nothing was computed again"
         assert client.token_ids == EXPECTED
-        assert made.routers[name].dispatcher.counters.moved == 0
+        assert made.routers[name].dispatcher.requests.counters.moved == 0
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await late.aclose()
@@ -153,7 +153,7 @@ async def _back_at_the_first() -> None:
                 stream.let_go_on()
         assert tokens == EXPECTED
         assert first.counters.moved == 0
-        assert made.routers[slow].dispatcher.counters.moved == 1
+        assert made.routers[slow].dispatcher.requests.counters.moved == 1
         await asyncio.gather(reading, return_exceptions=True)
         await events.aclose()
         await late.aclose()
@@ -192,7 +192,7 @@ async def _rolling_restart(seed: int) -> None:
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.error is None
             assert answer.token_ids == expected_tokens(prompt, params, limits.spec)
-        counters = [run.dispatcher.counters for run in runs]
+        counters = [run.dispatcher.requests.counters for run in runs]
         assert sum(of_one.adopted for of_one in counters) > 0
         begun = sum((of_one.attempts for of_one in counters), Counter())
         assert begun == {AttemptCause.FIRST: len(prompts)}, "each prompt was computed once"

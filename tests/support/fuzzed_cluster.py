@@ -83,20 +83,20 @@ class Ear:
         self.spoil: Callable[[StepReport], Sequence[StepReport]] = lambda report: (report,)
 
     def on_attached(self, description: NodeDescription) -> None:
-        self._dispatcher.on_attached(description)
+        self._dispatcher.requests.on_attached(description)
 
     def on_report(self, incarnation: str, report: StepReport) -> None:
         for heard in self.spoil(report):
-            self._dispatcher.on_report(incarnation, heard)
+            self._dispatcher.requests.on_report(incarnation, heard)
 
     def on_cut(self, incarnation: str, reason: str) -> None:
-        self._dispatcher.on_cut(incarnation, reason)
+        self._dispatcher.requests.on_cut(incarnation, reason)
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
-        return self._dispatcher.attempts_on(incarnation)
+        return self._dispatcher.requests.attempts_on(incarnation)
 
     def on_lost(self, incarnation: str, reason: str) -> None:
-        self._dispatcher.on_lost(incarnation, reason)
+        self._dispatcher.requests.on_lost(incarnation, reason)
 
 
 class FuzzedCluster:
@@ -144,7 +144,8 @@ class FuzzedCluster:
         return reply
 
     async def _assert_nothing_is_left(self) -> None:
-        assert (self.dispatcher.num_live, self.dispatcher.num_waiting, self.dispatcher.num_placed) == (0, 0, 0)
+        requests = self.dispatcher.requests
+        assert (requests.num_live, requests.num_waiting, requests.num_placed) == (0, 0, 0)
         assert self.timers.pending() == 0
         await self.cluster.idle(PATIENCE_S)
         for node in self.cluster.nodes.values():

@@ -138,8 +138,8 @@ class RouterRig:
     async def attached(self, count: int) -> None:
         """Return once exactly this many nodes are attached."""
         while len(self.view.descriptions()) != count:
-            self.dispatcher.changed.clear()
-            await self.dispatcher.changed.wait()
+            self.dispatcher.requests.changed.clear()
+            await self.dispatcher.requests.changed.wait()
 
     def ask(self, prompt: str = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
@@ -218,9 +218,9 @@ async def router_rig(
     await rig.attached(len(descriptions))
     try:
         yield rig
-        assert rig.dispatcher.num_live == 0
+        assert rig.dispatcher.requests.num_live == 0
         assert rig.in_flight() == 0
-        assert rig.dispatcher.placer.is_idle
+        assert rig.dispatcher.requests.placer.is_idle
     finally:
         await rig.links.close()
     assert asyncio.all_tasks() == before

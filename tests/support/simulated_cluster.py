@@ -665,8 +665,8 @@ class SimulatedCluster:
     async def whole(self) -> None:
         """Return when the router is attached to every living node."""
         while {d.incarnation for d in self.view.descriptions()} != {node.incarnation for node in self.nodes.values()}:
-            self.dispatcher.changed.clear()
-            await self.dispatcher.changed.wait()
+            self.dispatcher.requests.changed.clear()
+            await self.dispatcher.requests.changed.wait()
 
     async def idle(self, within_s: float) -> None:
         """Return when no living node uses a block, or after so long. Looking costs nothing in virtual time."""

@@ -41,6 +41,10 @@ class Timeline:
         heapq.heappush(self._due, (when if when > self.now else self.now, self._count, event))
         return event
 
+    def call_soon(self, callback: Callable[[], None], name: str) -> None:
+        """Have something happen now, after everything that is planned for now."""
+        self.call_at(self.now, callback)
+
     def run(self) -> None:
         """Let everything happen, in order."""
         due, pop = self._due, heapq.heappop

@@ -1,14 +1,13 @@
-"""A router in virtual time: real flights, placement, view and waiting room; the shell around them is the simulator's.
+"""A router in virtual time: the real one but for its clients' streams and its links to nodes.
 
-It is `router.dispatcher.Dispatcher` without a loop: nobody reads slowly, nothing is tokenized, no other router takes
-over. A client sees a token one message's time after its node drew it.
+Nobody reads slowly, nothing is tokenized, and no other router takes over. A client sees a token one message's time
+after its node drew it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from operator import sub
 from random import Random
 
@@ -20,7 +19,18 @@ from baton.bench.simulator.policies import Fetch, FetchingPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import BatonError
-from baton.messages.node import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
+from baton.messages.generation import Chunk, GenerateEvent
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
+    Abort,
+    NodeDescription,
+    Role,
+    RouterMessage,
+    StageTimings,
+    StepReport,
+    Submit,
+    WatchKVCache,
+)
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
@@ -29,40 +39,15 @@ from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
 from router.flight.fair_queue import FairQueue
-from router.flight.flight_table import (
-    AbortLeg,
-    Delta,
-    EmitTokens,
-    Fail,
-    Finish,
-    FlightEffect,
-    FlightEvent,
-    GiveUp,
-    LegEnded,
-    NodeGone,
-    Place,
-    Placed,
-    SubmitLeg,
-)
+from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
+from router.live_requests import LiveRequests
 from router.placement.placement import Candidates
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
-from router.waiting_room import WaitingRoom
 
 MODEL = "simulated"
 _NO_TIMINGS = StageTimings()
-
-
-@dataclass(slots=True)
-class Client:
-    """Who waits for one request's tokens."""
-
-    request: WorkloadRequest
-    planned_s: float
-    run: ActiveRequest
-    times: list[float] = field(default_factory=list)
-    """When its tokens came."""
 
 
 @dataclass(slots=True)
@@ -121,8 +106,47 @@ class SampledView(ClusterView):
         return Candidates((one for node in nodes if (one := self._candidate(node))), None, None)
 
 
+class SimulatedClient(EventQueue):
+    """Reads what comes for one request, at once."""
+
+    __slots__ = ("_ended", "_read", "is_over", "planned_s", "request", "times")
+
+    def __init__(
+        self,
+        request: WorkloadRequest,
+        planned_s: float,
+        turns: FairQueue,
+        read: Callable[[SimulatedClient, Chunk], None],
+        ended: Callable[[SimulatedClient, BatonError | None], None],
+    ) -> None:
+        super().__init__(turns)
+        self.request = request
+        self.planned_s = planned_s
+        self.times: list[float] = []
+        """When its tokens came, in seconds."""
+        self.is_over = False
+        self._read = read
+        self._ended = ended
+
+    def put(self, event: GenerateEvent) -> None:
+        if isinstance(event, Chunk):
+            self._read(self, event)
+
+    def put_all(self, events: Iterable[GenerateEvent]) -> None:
+        for event in events:
+            self.put(event)
+
+    def end(self, error: BatonError | None = None) -> None:
+        if type(error) is BatonError:
+            # The router's own fault, for which a real client would be told that its request failed.
+            raise error
+        if not self.is_over:
+            self.is_over = True
+            self._ended(self, error)
+
+
 class SimulatedRouter:
-    """Takes requests and hears of nodes, at once."""
+    """Takes requests and is told of nodes."""
 
     def __init__(
         self,
@@ -136,168 +160,79 @@ class SimulatedRouter:
         choices: int | None,
         ended: Callable[[Outcome], None],
     ) -> None:
-        self.num_retries = 0
+        self.num_open = 0
+        """Requests that have not ended."""
         self.parts = FirstTokenParts()
-        self.placer = placer
         self._timeline = timeline
         self._network = network
-        self._rng = rng
         self._block_size = block_size
         self._message_s = message_s
         self._ended = ended
         self._view = ClusterView() if choices is None else SampledView(choices, rng)
         self._nodes: dict[str, SimulatedNode] = {}
         self._records: dict[str, NodeRecord] = {}
-        self._clients: dict[str, Client] = {}
         self._params: dict[int, SamplingParams] = {}
-        self._unread: tuple[Answer, EventQueue] | None = None
-        """What a client would read; here nobody does, and one serves all."""
-        self._room_came = False
-        self._waiting = WaitingRoom(
-            self._view,
-            placer,
-            timeline,
-            rng,
-            limits,
-            place=self._place_again,
-            give_up=lambda run, error: self._feed(self._client(run), GiveUp(error)),
-        )
+        self._turns = FairQueue()
+        self._drawn: TokenTimes = {}
+        """When the tokens of the report that is being read were drawn."""
+        self._requests = LiveRequests(self._view, self, timeline, rng, limits, placer=placer)
 
     @property
-    def num_open(self) -> int:
-        return len(self._clients)
+    def num_retries(self) -> int:
+        """Attempts of requests that had one before."""
+        attempts = self._requests.counters.attempts
+        return attempts.total() - attempts[AttemptCause.FIRST]
 
     # Nodes.
 
     def attach(self, node: SimulatedNode) -> None:
         """A node is there."""
-        description, now = node.description, self._timeline.now
+        description = node.description
         self._nodes[node.incarnation] = node
-        self._records[node.incarnation] = node_record(description, now, 10.0)
+        self._records[node.incarnation] = node_record(description, self._timeline.now, 10.0)
         self._view.registered(self._records.values())
-        self._view.attached(description, now)
-        if self.placer.on_attached(description):
-            update = node.watch_kv_cache()
-            self.placer.on_report(node.incarnation, StepReport((), LoadReport(), update), now)
-        self._serve()
+        self._requests.on_attached(description)
 
     def lose(self, node: SimulatedNode) -> None:
         """A node is gone, and the router notices."""
-        incarnation, now = node.incarnation, self._timeline.now
-        del self._nodes[incarnation], self._records[incarnation]
+        del self._nodes[node.incarnation], self._records[node.incarnation]
         self._view.registered(self._records.values())
-        self._view.detached(incarnation, "it is gone", now)
-        self.placer.on_lost(incarnation, now)
-        for client in list(self._clients.values()):
-            self._feed(client, NodeGone(incarnation, "it is gone"))
+        self._requests.on_lost(node.incarnation, "it is gone")
 
-    def heard(self, node: SimulatedNode, report: StepReport, times: TokenTimes) -> None:
-        """A step of a node."""
-        incarnation, now = node.incarnation, self._timeline.now
-        if self.placer.on_report(incarnation, report, now):
-            update = node.watch_kv_cache()
-            self.placer.on_report(incarnation, StepReport((), report.load, update), now)
-        for delta in report.deltas:
-            drawn = times.pop((delta.attempt, delta.first_index), ())
-            client = self._clients.get(delta.attempt.request_id)
-            if client is None:
-                continue
-            if delta.outcome is None and client.run.flight.takes_next(incarnation, delta):
-                self._emit(client, len(delta.token_ids), drawn)
-            else:
-                self._feed(client, Delta(incarnation, delta), drawn)
-        self._view.reported(incarnation, report.load)
-        if self._waiting and not self._view.is_full(incarnation):
-            self._serve()
+    def report(self, node: SimulatedNode, report: StepReport, times: TokenTimes) -> None:
+        """A node reports a step. `times`, which is emptied: when the tokens in it were drawn."""
+        self._drawn = times
+        self._requests.on_report(node.incarnation, report)
+        times.clear()
 
-    # Requests.
+    def send(self, incarnation: str, message: RouterMessage) -> bool:
+        """A message to a node: a submit takes `message_s`, and anything else is there at once."""
+        node = self._nodes.get(incarnation)
+        if node is None:
+            return False
+        match message:
+            case Submit():
+                self._send(incarnation, message)
+            case Abort(attempt):
+                node.abort(attempt)
+            case WatchKVCache():
+                report = StepReport((), node.load(), node.watch_kv_cache())
+                self._requests.placer.on_report(incarnation, report, self._timeline.now)
+            case other:
+                raise AssertionError(f"a simulated node does not understand {other}")
+        return True
 
-    def arrive(self, request: WorkloadRequest, planned_s: float) -> None:
-        """A request comes, now; its client waits since `planned_s`."""
-        now = self._timeline.now
-        request_id = f"r{request.index}"
-        prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
-        valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
-        if self._unread is None:
-            self._unread = (Answer(None, valid), EventQueue(FairQueue()))
-        run = ActiveRequest(valid, self._rng.getrandbits(64), *self._unread, now)
-        client = self._clients[request_id] = Client(request, planned_s, run)
-        self._perform(client, run.flight.start())
-
-    def _params_for(self, output_length: int) -> SamplingParams:
-        length = max(1, output_length)
-        params = self._params.get(length)
-        if params is None:
-            params = self._params[length] = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        return params
-
-    def _client(self, run: ActiveRequest) -> Client:
-        return self._clients[run.request.request_id]
-
-    def _feed(self, client: Client, event: FlightEvent, drawn: Sequence[float] = ()) -> None:
-        self._perform(client, client.run.flight.handle(event), drawn)
-        if self._room_came and self._waiting:
-            self._serve()
-
-    def _serve(self) -> None:
-        self._room_came = False
-        self._waiting.serve()
-
-    def _place_again(self, run: ActiveRequest, place: Place) -> None:
-        client = self._client(run)
-        self._perform(client, self._place(client, place))
-
-    def _perform(self, client: Client, effects: Sequence[FlightEffect], drawn: Sequence[float] = ()) -> None:
-        """Do what the flight says, in order. `drawn`: when the last ones of the tokens in it were drawn."""
-        pending = deque(effects)
-        while pending:
-            match pending.popleft():
-                case Place() as place:
-                    pending.extend(self._place(client, place))
-                case SubmitLeg(incarnation, submit):
-                    self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
-                    self._send(client, incarnation, submit)
-                case AbortLeg(incarnation, abort):
-                    node = self._nodes.get(incarnation)
-                    if node is not None:
-                        node.abort(abort.attempt)
-                case LegEnded(incarnation, attempt):
-                    self._view.released(incarnation, attempt)
-                    self._room_came = True
-                case EmitTokens(token_ids=tokens):
-                    self._emit(client, len(tokens), drawn)
-                case Finish() as finish:
-                    self._finish(client, finish)
-                case Fail(error):
-                    self._end(client, error)
-                case other:
-                    raise AssertionError(f"nobody asked for {other}")
-
-    def _place(self, client: Client, place: Place) -> Sequence[FlightEffect]:
-        run = client.run
-        choice = self._waiting.seat(run, place)
-        if choice is None:
-            return ()
-        if isinstance(choice, GiveUp):
-            return run.flight.handle(choice)
-        self.num_retries += place.attempt > 1
-        if run.placed_at is None:
-            self._waiting.placed(run, self._timeline.now)
-        return run.flight.handle(Placed(choice.placement))
-
-    def _send(self, client: Client, incarnation: str, submit: Submit) -> None:
-        """A leg gets to its node one message later; blocks that it wants from elsewhere get there first."""
-        fetch = None
-        if isinstance(self.placer, FetchingPlacer) and submit.kv_source is None:
-            fetch = self.placer.take_fetch(submit.attempt.request_id)
+    def _send(self, incarnation: str, submit: Submit) -> None:
+        """A leg reaches its node one message later; blocks that it wants from elsewhere get there first."""
+        placer, fetch = self._requests.placer, None
+        if isinstance(placer, FetchingPlacer) and submit.kv_source is None:
+            fetch = placer.take_fetch(submit.attempt.request_id)
         if fetch is None or fetch.sink != incarnation:
-            self._timeline.call_at(
-                self._timeline.now + self._message_s, lambda: self._submit(client, incarnation, submit)
-            )
+            self._timeline.call_at(self._timeline.now + self._message_s, lambda: self._submit(incarnation, submit))
         else:
-            self._fetch(client, fetch, submit)
+            self._fetch(fetch, submit)
 
-    def _fetch(self, client: Client, fetch: Fetch, submit: Submit) -> None:
+    def _fetch(self, fetch: Fetch, submit: Submit) -> None:
         node, prompt = self._nodes[fetch.sink], submit.prompt_token_ids
         assert isinstance(prompt, SimulatedPrompt)
         keys = prompt.block_keys[: fetch.num_tokens // self._block_size]
@@ -305,7 +240,7 @@ class SimulatedRouter:
         def came() -> None:
             if keys and not node.is_gone:
                 node.take_in(keys)
-            self._submit(client, fetch.sink, submit)
+            self._submit(fetch.sink, submit)
 
         here = node.scheduler.kv_cache_manager.pool.keys
         missing = sum(key not in here for key in keys)
@@ -314,62 +249,72 @@ class SimulatedRouter:
         if flow.due is None:
             self._timeline.call_at(self._timeline.now, came)
 
-    def _submit(self, client: Client, incarnation: str, submit: Submit) -> None:
-        if client.run.flight.is_over or client.run.flight.key != submit.attempt:
-            return
-        node = self._nodes.get(incarnation)
-        if node is None:
-            self._feed(client, NodeGone(incarnation, "its stream is closed"))
-        else:
+    def _submit(self, incarnation: str, submit: Submit) -> None:
+        """A submit arrives; one that was aborted meanwhile is dropped."""
+        run, node = self._requests.run_of(submit.attempt.request_id), self._nodes.get(incarnation)
+        if node is not None and run is not None and not run.flight.is_over and run.flight.key == submit.attempt:
             node.submit(submit)
 
-    def _emit(self, client: Client, count: int, drawn: Sequence[float]) -> None:
-        run, now = client.run, self._timeline.now
-        message_s = self._message_s
+    # Requests.
+
+    def arrive(self, request: WorkloadRequest, planned_s: float) -> None:
+        """A request comes, now; its client waits since `planned_s`."""
+        request_id = f"r{request.index}"
+        prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
+        valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
+        client = SimulatedClient(request, planned_s, self._turns, self._read, self._end)
+        self.num_open += 1
+        self._requests.begin(self._requests.open(valid, Answer(None, valid), client, self._timeline.now))
+
+    def _params_for(self, output_length: int) -> SamplingParams:
+        length = max(1, output_length)
+        params = self._params.get(length)
+        if params is None:
+            params = self._params[length] = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        return params
+
+    def _run_of(self, client: SimulatedClient) -> ActiveRequest:
+        run = self._requests.run_of(f"r{client.request.index}")
+        assert run is not None
+        return run
+
+    def _read(self, client: SimulatedClient, chunk: Chunk) -> None:
+        run, now, message_s = self._run_of(client), self._timeline.now, self._message_s
+        drawn, count = self._take_drawn(run.flight.key, chunk.first_index), len(chunk.token_ids)
         times = [time + message_s for time in (drawn if count == len(drawn) else drawn[-count:])]
         if len(times) < count:
-            # Tokens that came by another leg earlier, and only now make sense.
+            # These tokens came by another leg earlier, and are given out only now.
             client.times += [now + message_s] * (count - len(times))
         client.times += times
-        if run.first_token_at is None:
-            run.first_token_at = client.times[0]
 
-    def _finish(self, client: Client, finish: Finish) -> None:
-        run, timings, parts = client.run, finish.timings, self.parts
-        assert run.placed_at is not None
-        parts.count += 1
-        parts.router_s += run.placed_at - client.planned_s
-        parts.queue_s += timings.queue_ms / 1e3
-        parts.prefill_s += timings.prefill_ms / 1e3
-        parts.messages_s += 2 * self._message_s
-        parts.transfer_s += timings.transfer_ms / 1e3
-        first = run.started if run.first_token_at is None else run.first_token_at
-        self._waiting.ended(run, first)
-        self._end(client, None, timings, finish.path.prefill_node, finish.path.decode_node)
+    def _take_drawn(self, attempt: AttemptKey, first_index: int) -> Sequence[float]:
+        """When the tokens from `first_index` on were drawn, or the tokens of the report that they are part of."""
+        drawn = self._drawn.pop((attempt, first_index), None)
+        if drawn is not None:
+            return drawn
+        other = next((key for key in self._drawn if key[0] == attempt), None)
+        return () if other is None else self._drawn.pop(other)
 
-    def _end(
-        self,
-        client: Client,
-        error: BatonError | None,
-        timings: StageTimings = _NO_TIMINGS,
-        prefill: str = "",
-        decode: str = "",
-    ) -> None:
-        run, times = client.run, client.times
-        run.wanted = None
-        self._waiting.leave(run)
-        self._waiting.gone(run)
-        self.placer.over(run.request.request_id)
-        del self._clients[run.request.request_id]
-        self._room_came = True
-        now = self._timeline.now
+    def _end(self, client: SimulatedClient, error: BatonError | None) -> None:
+        """A request ended. It is closed when the router is done with the event that ended it."""
+        self.num_open -= 1
+        ended_at = self._timeline.now
+        self._timeline.call_soon(lambda: self._close(client, error, ended_at), "simulated-client")
+
+    def _close(self, client: SimulatedClient, error: BatonError | None, ended_at: float) -> None:
+        run, times, timings, prefill, decode = self._run_of(client), client.times, _NO_TIMINGS, "", ""
+        if run.finish is not None:
+            finish, _ = run.finish
+            timings, prefill, decode = finish.timings, finish.path.prefill_node, finish.path.decode_node
+            self._count_parts(client, run, timings)
+        self._requests.close(run)
         self._ended(
             Outcome(
                 index=client.request.index,
                 planned_s=client.planned_s,
                 sent_s=run.started,
                 first_token_s=times[0] if times else None,
-                finished_s=times[-1] if times and error is None else now,
+                finished_s=times[-1] if times and error is None else ended_at,
                 input_length=client.request.input_length,
                 output_length=len(times),
                 gaps=list(map(sub, times[1:], times)),
@@ -382,3 +327,13 @@ class SimulatedRouter:
                 prefill_s=timings.prefill_ms / 1e3,
             )
         )
+
+    def _count_parts(self, client: SimulatedClient, run: ActiveRequest, timings: StageTimings) -> None:
+        assert run.placed_at is not None
+        parts = self.parts
+        parts.count += 1
+        parts.router_s += run.placed_at - client.planned_s
+        parts.queue_s += timings.queue_ms / 1e3
+        parts.prefill_s += timings.prefill_ms / 1e3
+        parts.messages_s += 2 * self._message_s
+        parts.transfer_s += timings.transfer_ms / 1e3

@@ -220,7 +220,7 @@ class Simulation:
             sizes.times,
             self.timeline,
             self._handoffs,
-            self.router.heard,
+            self.router.report,
             stepwise=config.stepwise or self._host is not None,
             prompts_first=sizes.prompts_first,
             keeps_timeline=config.keeps_timeline,

@@ -288,8 +288,8 @@ async def test_what_a_node_finds_impossible_is_the_requests_fault_and_not_the_no
                 await reader.finished()
             assert (caught.value.field, caught.value.reason) == ("json_schema", "is too complex: 2001 items")
             assert (await rig.aborted("p1")).attempt == attempt
-        assert rig.dispatcher.counters.rejections["InvalidRequest"] == (0 if text else 5)
-        opened = [f.value for f in rig.dispatcher.placer.figures(0.0) if f.name == "router_breakers_open"]  # type: ignore[union-attr]
+        assert rig.dispatcher.requests.counters.rejections["InvalidRequest"] == (0 if text else 5)
+        opened = [f.value for f in rig.dispatcher.requests.placer.figures(0.0) if f.name == "router_breakers_open"]  # type: ignore[union-attr]
         assert opened == [0, 0]
 
 
@@ -393,7 +393,7 @@ async def test_waits_for_a_node_but_not_for_ever() -> None:
         reader = rig.ask()
         await reader.accepted_now()
         rig.timers.advance(9.9)
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         rig.timers.advance(0.2)
         with pytest.raises(NoCapacity, match="no node that serves demo is up"):
             await reader.finished()
@@ -409,7 +409,7 @@ async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None
             # The node's address refuses the router, which tells its flights.
             await asyncio.sleep(0)
         rig.timers.advance(100)
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         rig.timers.advance(30)
         with pytest.raises(NoCapacity, match="no node that serves demo is up"):
             await reader.finished()
@@ -428,7 +428,7 @@ async def test_a_stream_whose_link_was_cut_goes_on_where_it_runs() -> None:
         rig.tell("d1", attempt, 2, "yz", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 1
         assert reader.text == "wxyz"
-        counters = rig.dispatcher.counters
+        counters = rig.dispatcher.requests.counters
         assert (counters.attempts, counters.links_back) == ({AttemptCause.FIRST: 1}, 1)
 
 
@@ -490,7 +490,7 @@ async def test_a_node_of_an_older_version_has_nothing_to_adopt_and_the_prompt_is
         assert list(again.output_token_ids) == [ord("w")]
         rig.tell("d1", again.attempt, 1, "xy", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
-        assert rig.dispatcher.counters.attempts[AttemptCause.NOT_KEPT] == 1
+        assert rig.dispatcher.requests.counters.attempts[AttemptCause.NOT_KEPT] == 1
 
 
 async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> None:
@@ -534,11 +534,11 @@ async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> No
         rig.dispatcher.drain()
         with pytest.raises(Draining):
             await rig.ask().finished()
-        assert rig.dispatcher.num_live == 1
+        assert rig.dispatcher.requests.num_live == 1
         rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
         await rig.dispatcher.idle()
-        assert rig.dispatcher.counters.accepted == 1
+        assert rig.dispatcher.requests.counters.accepted == 1
 
 
 async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_end() -> None:

@@ -57,7 +57,7 @@ async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order
         late, better = rig.ask(request_id="late", max_tokens=1), rig.ask(request_id="better", max_tokens=1, priority=-1)
         await late.accepted_now()
         await better.accepted_now()
-        assert (rig.dispatcher.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
+        assert (rig.dispatcher.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
         rig.timers.advance(0.5)
         await finish(rig, *running)
         sent = [(await rig.submitted("d1")).attempt for _ in range(2)]
@@ -66,9 +66,9 @@ async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order
             rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
         assert (await late.finished()).queue_ms == pytest.approx(500)
         await better.finished()
-        queue_time = rig.dispatcher.counters.queue_time
+        queue_time = rig.dispatcher.requests.counters.queue_time
         assert (queue_time.count, queue_time.total) == (5, pytest.approx(1.0))
-        page = render(figures(rig.dispatcher, rig.view, 0.0, 0.0), {"node": "router-1"}).decode()
+        page = render(figures(rig.dispatcher.requests, rig.view, 0.0, 0.0), {"node": "router-1"}).decode()
         assert 'baton_request_queue_time_seconds_bucket{le="0.001",node="router-1"} 3.0' in page
         assert 'baton_request_queue_time_seconds_bucket{le="+Inf",node="router-1"} 5.0' in page
 
@@ -79,7 +79,7 @@ async def test_a_full_node_is_passed_over_while_another_is_not() -> None:
         await rig.nodes["d1"].all_read()
         readers = await fill(rig, count=3)
         assert (rig.nodes["d1"].inbox.qsize(), rig.nodes["d2"].inbox.qsize()) == (0, 3)
-        assert rig.dispatcher.num_waiting == 0
+        assert rig.dispatcher.requests.num_waiting == 0
         for _ in readers:
             rig.tell("p1", (await rig.submitted("p1")).attempt, 0, "a", Outcome.LENGTH)
         for reader in readers:
@@ -94,7 +94,7 @@ async def test_prompts_that_wait_fill_a_prefill_node_and_its_report_lets_the_nex
         await rig.nodes["p1"].all_read()
         reader = rig.ask(max_tokens=1)
         await reader.accepted_now()
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=31))
         attempt = (await rig.submitted("p1")).attempt
         rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
@@ -107,7 +107,7 @@ async def test_a_request_that_fits_a_full_node_alone_waits_for_that_one() -> Non
         await rig.nodes["d1"].all_read()
         reader = rig.ask(max_tokens=40)
         await reader.accepted_now()
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         rig.nodes["d1"].report(load=LoadReport())
         rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await reader.finished()
@@ -117,7 +117,7 @@ async def test_only_so_many_run_at_once() -> None:
     async with router_rig(decode(), limits=DispatchLimits(max_running=1)) as rig:
         first, second = rig.ask(max_tokens=1, request_id="1"), rig.ask(max_tokens=1, request_id="2")
         await second.accepted_now()
-        assert (rig.dispatcher.num_placed, rig.dispatcher.num_waiting) == (1, 1)
+        assert (rig.dispatcher.requests.num_placed, rig.dispatcher.requests.num_waiting) == (1, 1)
         await finish(rig, first)
         await finish(rig, second)
 
@@ -137,9 +137,9 @@ async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_fo
         shed = await turned_away(waiting[1])
         assert isinstance(shed, QueueFull)
         assert "a more urgent request came" in str(shed)
-        assert rig.dispatcher.num_waiting == 2
-        assert rig.dispatcher.counters.rejections == {"QueueFull": 2}
-        page = render(figures(rig.dispatcher, rig.view, 0.0, 0.0), {}).decode()
+        assert rig.dispatcher.requests.num_waiting == 2
+        assert rig.dispatcher.requests.counters.rejections == {"QueueFull": 2}
+        page = render(figures(rig.dispatcher.requests, rig.view, 0.0, 0.0), {}).decode()
         assert 'baton_rejections_total{reason="queue_full"} 2.0' in page
         assert "baton_num_requests_waiting 2.0" in page
         await finish(rig, *running)
@@ -202,7 +202,7 @@ async def test_a_pace_that_nobody_keeps_is_refused_at_once_whatever_the_policy(p
         assert isinstance(error, WouldBeLate)
         assert "it allows 0.001 ms" in str(error)
         assert error.retry_after_s > 0.0
-        assert rig.dispatcher.counters.rejections == {"WouldBeLate": 1}
+        assert rig.dispatcher.requests.counters.rejections == {"WouldBeLate": 1}
         # What it hopes for can be kept, or has no second token that could be late.
         await pace(rig, rig.ask(request_id="kept", max_tokens=2, tpot_slo_ms=25.0), 0.02)
         await finish(rig, rig.ask(request_id="one", max_tokens=1, tpot_slo_ms=1e-3))
@@ -240,18 +240,18 @@ async def test_who_leaves_the_queue_leaves_nothing(how: str) -> None:
         behind = rig.ask(request_id="behind", max_tokens=1)
         await reader.accepted_now()
         await behind.accepted_now()
-        assert rig.dispatcher.num_waiting == 2
+        assert rig.dispatcher.requests.num_waiting == 2
         if how == "cancel":
             rig.dispatcher.cancel("mine")
         elif how == "client gone":
             reader.task.cancel()
         else:
             rig.timers.advance(1.0)
-        assert rig.dispatcher.num_waiting == (2 if how == "client gone" else 1)
+        assert rig.dispatcher.requests.num_waiting == (2 if how == "client gone" else 1)
         expected = {"cancel": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}
         with pytest.raises(expected.get(how, Overloaded)):
             await reader.finished()
-        assert (rig.dispatcher.num_waiting, rig.dispatcher.num_live) == (1, 4)
+        assert (rig.dispatcher.requests.num_waiting, rig.dispatcher.requests.num_live) == (1, 4)
         assert rig.timers.num_pending == timers + 1, "only the patience of the one behind is left"
         await finish(rig, *running)
         await finish(rig, behind)
@@ -265,7 +265,7 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
         for _ in running:
             await rig.submitted("d1")
         rig.dispatcher.cancel("d1-1")
-        assert rig.dispatcher.num_waiting == 0, "in the same breath"
+        assert rig.dispatcher.requests.num_waiting == 0, "in the same breath"
         assert (await rig.aborted("d1")).attempt.request_id == "d1-1"
         assert (await rig.submitted("d1")).attempt.request_id == "next"
         with pytest.raises(Cancelled):
@@ -285,7 +285,7 @@ async def test_who_lost_its_node_goes_before_all_others_even_to_a_full_one() -> 
         rig.nodes["d1"].die()
         again = [(await rig.submitted("d2")).attempt for _ in range(3)]
         assert sorted(attempt.request_id for attempt in again) == sorted(lost)
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         for reader in [*running, waiting]:
             reader.task.cancel()
         await asyncio.gather(*(reader.task for reader in [*running, waiting]), return_exceptions=True)
@@ -303,7 +303,7 @@ async def test_patience_is_for_what_one_waits_for() -> None:
         for _ in range(5):
             rig.nodes["d1"].report(load=LoadReport(running=1, waiting=2))
             await rig.nodes["d1"].all_read()
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         rig.timers.advance(1.5)
         error = await turned_away(waiting)
         assert type(error) is Overloaded
@@ -328,7 +328,7 @@ async def test_what_no_node_can_ever_hold_is_refused_before_it_is_accepted() -> 
         reader = rig.ask(max_tokens=30)
         assert isinstance(await turned_away(reader), InvalidRequest)
         assert not reader.events
-        assert rig.dispatcher.counters.rejections == {"InvalidRequest": 1}
+        assert rig.dispatcher.requests.counters.rejections == {"InvalidRequest": 1}
 
 
 async def test_only_so_many_long_texts_are_tokenized_at_once() -> None:

@@ -23,10 +23,10 @@ def nodes(*names: str) -> list[NodeDescription]:
 
 
 async def text_is_placed(rig: RouterRig) -> None:
-    waiting, in_flight = rig.dispatcher.num_waiting, rig.in_flight()
+    waiting, in_flight = rig.dispatcher.requests.num_waiting, rig.in_flight()
     reader = rig.ask(request_id="some-text")
     await reader.accepted_now()
-    assert rig.dispatcher.num_waiting == waiting
+    assert rig.dispatcher.requests.num_waiting == waiting
     assert rig.in_flight() > in_flight
     rig.dispatcher.cancel("some-text")
     with pytest.raises(Cancelled):
@@ -55,12 +55,13 @@ async def test_a_prefill_node_alone_computes_it(policy: Policy) -> None:
         assert rig.nodes["d1"].inbox.empty()
         assert reader.chunks == []
         assert not rig.store.kept, "there is nothing to go on with"
-        traced = rig.dispatcher.timelines.of("mine")
+        traced = rig.dispatcher.requests.timelines.of("mine")
         assert traced is not None
         spent = timeline(traced, "router-1", rig.timers.monotonic())
         assert sum(stage.duration_ns for stage in spent.stages) == spent.total_ns == spent.ttft_ns
         assert "unfinished" not in {stage.name for stage in spent.stages}
-        figures = {one.name: one.value for one in rig.dispatcher.counters.served.figures() if isinstance(one, Figure)}
+        served = rig.dispatcher.requests.counters.served
+        figures = {one.name: one.value for one in served.figures() if isinstance(one, Figure)}
         assert (figures["prompt_tokens_total"], figures["generation_tokens_total"]) == (5, 0)
 
 
@@ -96,7 +97,7 @@ async def test_where_nobody_embeds_it_is_refused_at_once(policy: Policy) -> None
         with pytest.raises(NoCapacity, match="no node that embeds with demo is up"):
             await reader.finished()
         assert reader.events == []
-        assert rig.dispatcher.counters.rejections == {"NoCapacity": 1}
+        assert rig.dispatcher.requests.counters.rejections == {"NoCapacity": 1}
         await text_is_placed(rig)
 
 
@@ -125,7 +126,7 @@ async def test_one_that_waits_for_a_full_node_holds_up_no_text(policy: Policy, o
         await rig.nodes["p1"].all_read()
         reader, behind = (rig.ask(embeds=True, request_id=name) for name in ("first", "second"))
         await behind.accepted_now()
-        assert rig.dispatcher.num_waiting == 2
+        assert rig.dispatcher.requests.num_waiting == 2
         if others == "older" or policy is Policy.COST:
             await text_is_placed(rig)
         rig.nodes["p1"].report(load=LoadReport())
@@ -140,11 +141,11 @@ async def test_text_that_waits_holds_up_no_embedding() -> None:
         await rig.nodes["d1"].all_read()
         text = rig.ask(max_tokens=1, request_id="text")
         await text.accepted_now()
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         reader = rig.ask(embeds=True)
         tell(rig, "p1", (await rig.submitted("p1")).attempt)
         await reader.finished()
-        assert rig.dispatcher.num_waiting == 1
+        assert rig.dispatcher.requests.num_waiting == 1
         rig.dispatcher.cancel("text")
         with pytest.raises(Cancelled):
             await text.finished()
@@ -163,7 +164,7 @@ async def test_room_goes_to_whoever_can_use_it() -> None:
         rig.timers.advance(0.01)
         asked.append(rig.ask(max_tokens=1))
         await asked[1].accepted_now()
-        assert rig.dispatcher.num_waiting == 2
+        assert rig.dispatcher.requests.num_waiting == 2
         rig.nodes["d1"].report()
         rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.LENGTH)
         await asked[1].finished()
@@ -228,7 +229,7 @@ async def test_what_it_took_says_nothing_of_text() -> None:
             await rig.ask(ttft_slo_ms=1000.0).finished()
         rig.nodes["d1"].report()
         await rig.nodes["d1"].all_read()
-        told = [one for one in rig.dispatcher.counters.served.figures() if isinstance(one, Distribution)]
+        told = [one for one in rig.dispatcher.requests.counters.served.figures() if isinstance(one, Distribution)]
         counts = {one.name: one.buckets[-1][1] for one in told}
         assert counts["time_to_first_token_seconds"] == counts["request_decode_time_seconds"] == 1
         assert counts["e2e_request_latency_seconds"] == counts["request_prefill_time_seconds"] == 4

@@ -50,7 +50,7 @@ async def answer(rig: RouterRig) -> None:
 async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
     """So many clients, each of which has read tokens."""
     readers = [rig.ask(request_id=f"r{i}", max_tokens=40) for i in range(number)]
-    await turns_until(lambda: rig.dispatcher.num_placed == number)
+    await turns_until(lambda: rig.dispatcher.requests.num_placed == number)
     await answer(rig)
     for reader in readers:
         await reader.tokens_read(2)
@@ -71,25 +71,25 @@ async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_
         for node in rig.nodes.values():
             node.die()
         await rig.attached(0)
-        in_each_turn = [rig.dispatcher.num_waiting]
-        while rig.dispatcher.num_waiting < 100:
+        in_each_turn = [rig.dispatcher.requests.num_waiting]
+        while rig.dispatcher.requests.num_waiting < 100:
             await turns(1)
-            in_each_turn.append(rig.dispatcher.num_waiting)
+            in_each_turn.append(rig.dispatcher.requests.num_waiting)
         assert max(b - a for a, b in pairwise(in_each_turn)) <= FLIGHTS_PER_TURN
-        assert rig.dispatcher.counters.attempts == {AttemptCause.FIRST: 100}
+        assert rig.dispatcher.requests.counters.attempts == {AttemptCause.FIRST: 100}
 
         for node in rig.nodes.values():
             node.is_up = True
         rig.timers.advance(10)
         waiting = [100]
-        while rig.dispatcher.num_waiting:
+        while rig.dispatcher.requests.num_waiting:
             await turns(1)
-            waiting.append(rig.dispatcher.num_waiting)
+            waiting.append(rig.dispatcher.requests.num_waiting)
         assert max(a - b for a, b in pairwise(waiting)) <= SEATED_PER_TURN
         await answer(rig)
         for reader in readers:
             await reader.tokens_read(4)
-        assert rig.dispatcher.counters.failed == 0
+        assert rig.dispatcher.requests.counters.failed == 0
         await cancelled(readers)
 
 
@@ -101,9 +101,9 @@ async def test_nodes_that_are_found_lost_one_after_the_other_end_no_stream(polic
         for node in rig.nodes.values():
             node.die()
             await turns(3)
-        await turns_until(lambda: rig.dispatcher.num_waiting == 40)
-        assert rig.dispatcher.counters.attempts[AttemptCause.NODE_LOST] > 0
-        assert rig.dispatcher.counters.failed == 0
+        await turns_until(lambda: rig.dispatcher.requests.num_waiting == 40)
+        assert rig.dispatcher.requests.counters.attempts[AttemptCause.NODE_LOST] > 0
+        assert rig.dispatcher.requests.counters.failed == 0
         await cancelled(readers)
 
 
@@ -131,7 +131,7 @@ async def test_a_stream_waits_for_the_only_node_that_is_large_enough_and_holds_u
         await reader.tokens_read(3)
         rig.nodes["d1"].die()
         await rig.attached(1)
-        await turns_until(lambda: rig.dispatcher.num_waiting == 1)
+        await turns_until(lambda: rig.dispatcher.requests.num_waiting == 1)
 
         other = rig.ask("hello", max_tokens=1)
         rig.tell("d2", (await rig.submitted("d2")).attempt, 0, "x", Outcome.LENGTH)
@@ -156,7 +156,7 @@ async def test_a_stream_waits_for_a_large_enough_node_but_not_for_ever() -> None
         await rig.submitted("d1")
         rig.nodes["d1"].die()
         await rig.attached(1)
-        await turns_until(lambda: rig.dispatcher.num_waiting == 1)
+        await turns_until(lambda: rig.dispatcher.requests.num_waiting == 1)
         rig.timers.advance(5.1)
         with pytest.raises(NoCapacity, match="large enough"):
             await reader.finished()

@@ -49,7 +49,7 @@ async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
     rig.tell(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
     rig.tell(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
     finished = await reader.finished()
-    (told,) = rig.dispatcher.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
+    (told,) = rig.dispatcher.requests.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
     assert told.decision.actual is not None
     assert (told.decision.actual.timings.queue_ms, told.decision.actual.first_token_ms) == (1, finished.ttft_ms)
 
@@ -87,7 +87,7 @@ async def test_a_request_that_ends_before_it_is_placed_or_by_its_client_leaves_n
             await asked_for_everything(rig, name)
         reader = rig.ask(PROMPT, max_tokens=2)
         await rig.submitted("p1")
-        assert not rig.dispatcher.placer.is_idle
+        assert not rig.dispatcher.requests.placer.is_idle
         reader.task.cancel()
         await asyncio.gather(reader.task, return_exceptions=True)
-        assert rig.dispatcher.placer.is_idle
+        assert rig.dispatcher.requests.placer.is_idle

@@ -74,7 +74,7 @@ async def test_another_stream_takes_a_live_run_over() -> None:
         assert (new.chunks[0].first_index, new.text) == (1, "ord")
         assert (finished.completion_tokens, finished.path.attempts) == (4, 1)
         assert rig.nodes["d1"].inbox.empty(), "nothing was aborted, nothing asked for again"
-        assert rig.dispatcher.counters.resumed == 1
+        assert rig.dispatcher.requests.counters.resumed == 1
 
 
 async def test_one_that_is_over_but_unread_is_replayed() -> None:
@@ -172,8 +172,8 @@ async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
         finished = await reader.finished()
         assert (reader.accepted, reader.text) == (Accepted("r", 5, 3), "cdef")
         assert (reader.chunks[0].first_index, finished.completion_tokens, finished.path.attempts) == (2, 6, 2)
-        assert rig.dispatcher.counters.adopted == 1
-        (told,) = rig.dispatcher.placer.explain("r", 0.0)
+        assert rig.dispatcher.requests.counters.adopted == 1
+        (told,) = rig.dispatcher.requests.placer.explain("r", 0.0)
         assert (told.decision.attempt, told.decision.decode) == (2, "d1")
         assert told.decision.actual is not None
 
@@ -291,16 +291,16 @@ async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_
             if number % 2:
                 rig.tell("d1", key, 0, "abc")
         await rig.nodes["d1"].all_read()
-        assert rig.dispatcher.counters.adoption_looks == 0, "it only told again what it had"
+        assert rig.dispatcher.requests.counters.adoption_looks == 0, "it only told again what it had"
         rig.nodes["d1"].report()
         await rig.nodes["d1"].all_read()
-        assert rig.dispatcher.counters.adoption_looks == count / 2
+        assert rig.dispatcher.requests.counters.adoption_looks == count / 2
         for number, key in enumerate(keys):
             first = 3 if number % 2 else 0
             rig.tell("d1", key, first, "abcdef"[first:], Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
-        assert rig.dispatcher.counters.adoption_looks == count / 2
+        assert rig.dispatcher.requests.counters.adoption_looks == count / 2
 
 
 async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_loop() -> None:
@@ -311,7 +311,7 @@ async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_l
             request = replace(REQUEST, request_id=key.request_id)
             rig.journal("router-0.a").placed(request, key, Placement(None, decode(), "because"))
         readers = [rig.resume(key.request_id) for key in keys]
-        steps, counters = [0], rig.dispatcher.counters
+        steps, counters = [0], rig.dispatcher.requests.counters
         while counters.adopted < count:
             await asyncio.sleep(0)
             steps.append(counters.adopted)
@@ -362,7 +362,7 @@ async def test_moved_is_the_quiet_end_of_a_flight() -> None:
         assert rig.nodes["p1"].inbox.empty(), "an abort could harm its new owner"
         assert rig.nodes["d1"].inbox.empty()
         assert rig.store.lifetime_s("c", "r") == LIFETIME_S, "the record is another router's by now"
-        assert (rig.dispatcher.counters.moved, rig.dispatcher.counters.failed) == (1, 0)
+        assert (rig.dispatcher.requests.counters.moved, rig.dispatcher.requests.counters.failed) == (1, 0)
 
 
 async def test_what_moved_is_adopted_anew_though_its_end_is_still_unread() -> None:
@@ -396,7 +396,7 @@ async def test_an_attempt_that_a_router_with_an_earlier_call_adopted_is_taken_ba
         rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "abcdef"
-        assert rig.dispatcher.counters.moved == 0
+        assert rig.dispatcher.requests.counters.moved == 0
 
 
 async def test_a_call_that_comes_behind_a_later_one_is_told_so() -> None:

@@ -38,7 +38,7 @@ async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool)
         exchange.leave()
         assert (await rig.aborted("p1")).attempt == (await rig.aborted("d1")).attempt == attempt
         await exchange.task
-        assert rig.dispatcher.num_live == 0
+        assert rig.dispatcher.requests.num_live == 0
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

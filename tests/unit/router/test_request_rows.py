@@ -19,8 +19,8 @@ def rows(rig: RouterRig) -> list[RequestRow]:
     now = rig.timers.monotonic()
     dispatcher = rig.dispatcher
     return [
-        *running_rows(dispatcher.runs(), "r0", now),
-        *ended_rows(dispatcher.timelines.latest(), "r0", now),
+        *running_rows(dispatcher.requests.runs(), "r0", now),
+        *ended_rows(dispatcher.requests.timelines.latest(), "r0", now),
     ]
 
 

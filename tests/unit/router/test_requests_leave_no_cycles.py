@@ -95,7 +95,7 @@ async def test_a_request_that_is_over_is_freed(end: str, left: Callable[[], Coun
                 rig.nodes["d1"].inbox.get_nowait()
             while not rig.nodes["p1"].inbox.empty():
                 rig.nodes["p1"].inbox.get_nowait()
-        while rig.dispatcher.num_live:  # noqa: ASYNC110 - the dispatcher tells nobody, and what it keeps is looked at
+        while rig.dispatcher.requests.num_live:  # noqa: ASYNC110 - the dispatcher tells nobody, and what it keeps is looked at
             await asyncio.sleep(0.001)
         for _ in range(20):
             await asyncio.sleep(0)

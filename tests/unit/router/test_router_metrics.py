@@ -62,7 +62,7 @@ async def test_gaps_are_those_of_each_sequence() -> None:
             rig.tell("d1", attempt, index, text, outcome, sequence_index=sequence)
             await reader.tokens_read(len(reader.token_ids) + 1)
         await reader.finished()
-        found = samples(render(rig.dispatcher.counters.served.figures(), {}))
+        found = samples(render(rig.dispatcher.requests.counters.served.figures(), {}))
         gaps = "baton_inter_token_latency_seconds"
         assert (found[f"{gaps}_count", ""], found[f"{gaps}_sum", ""]) == (4, pytest.approx(0.04 * (1 + 1 + 3 + 2)))
 
@@ -76,7 +76,7 @@ async def test_the_page_of_a_router() -> None:
         await rig.aborted("d1")
         rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
-        page = render(figures(rig.dispatcher, rig.view, rig.timers.monotonic(), 0.0), {})
+        page = render(figures(rig.dispatcher.requests, rig.view, rig.timers.monotonic(), 0.0), {})
         found = samples(page)
         assert (found["baton_node_up", "p1"], found["baton_node_up", "d1"]) == (0, 1)
         attempts = {cause.value: found["baton_request_attempts_total", cause.value] for cause in AttemptCause}

@@ -186,7 +186,7 @@ async def ask(cluster: SimulatedCluster, rng: Random) -> Timeline:
     request = GenerateRequest(prompt, request_id, max_tokens=rng.randrange(1, 7), seed=1, **fields)
     answer = await cluster.generate(request)
     assert answer.finished is not None, answer.error
-    traced = cluster.dispatcher.timelines.of(request_id)
+    traced = cluster.dispatcher.requests.timelines.of(request_id)
     assert traced is not None
     found = timeline(traced, "router-0", 0.0)
     assert found.ttft_ns == pytest.approx(answer.finished.ttft_ms * 1e6, abs=2)

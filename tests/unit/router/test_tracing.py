@@ -131,7 +131,7 @@ async def test_a_router_gives_its_span_to_every_attempt() -> None:
     assert root.ended - root.begun >= 0.5
     assert root.attributes["baton.attempts"] == 2
     assert (root.attributes["gen_ai.usage.output_tokens"], root.error) == (1, "")
-    traced = rig.dispatcher.timelines.of("r")
+    traced = rig.dispatcher.requests.timelines.of("r")
     assert traced is not None
     assert traced.trace_id == root.trace_id
 

@@ -152,7 +152,7 @@ async def _back_at_the_first() -> None:
             for stream in made.streams_of(slow):
                 stream.let_go_on()
         assert tokens == EXPECTED
-        assert first.counters.moved == 0
+        assert first.requests.counters.moved == 0
         assert made.routers[slow].dispatcher.requests.counters.moved == 1
         await asyncio.gather(reading, return_exceptions=True)
         await events.aclose()

@@ -17,11 +17,8 @@ from tests.support.router_rig import RouterRig, router_rig
 
 def rows(rig: RouterRig) -> list[RequestRow]:
     now = rig.timers.monotonic()
-    dispatcher = rig.dispatcher
-    return [
-        *running_rows(dispatcher.requests.runs(), "r0", now),
-        *ended_rows(dispatcher.requests.timelines.latest(), "r0", now),
-    ]
+    requests = rig.dispatcher.requests
+    return [*running_rows(requests.runs(), "r0", now), *ended_rows(requests.timelines.latest(), "r0", now)]
 
 
 async def test_a_request_passes_the_baton() -> None:

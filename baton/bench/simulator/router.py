@@ -6,7 +6,7 @@ after its node drew it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import sub
 from random import Random
@@ -107,13 +107,14 @@ class SampledView(ClusterView):
 
 
 class SimulatedClient(EventQueue):
-    """Reads what comes for one request, at once."""
+    """The client of one request: it reads every event as soon as the router puts it."""
 
-    __slots__ = ("_ended", "_read", "is_over", "planned_s", "request", "times")
+    __slots__ = ("_ended", "_read", "is_over", "planned_s", "request", "request_id", "times")
 
     def __init__(
         self,
         request: WorkloadRequest,
+        request_id: str,
         planned_s: float,
         turns: FairQueue,
         read: Callable[[SimulatedClient, Chunk], None],
@@ -121,6 +122,7 @@ class SimulatedClient(EventQueue):
     ) -> None:
         super().__init__(turns)
         self.request = request
+        self.request_id = request_id
         self.planned_s = planned_s
         self.times: list[float] = []
         """When its tokens came, in seconds."""
@@ -132,10 +134,6 @@ class SimulatedClient(EventQueue):
         if isinstance(event, Chunk):
             self._read(self, event)
 
-    def put_all(self, events: Iterable[GenerateEvent]) -> None:
-        for event in events:
-            self.put(event)
-
     def end(self, error: BatonError | None = None) -> None:
         if type(error) is BatonError:
             # The router's own fault, for which a real client would be told that its request failed.
@@ -146,7 +144,7 @@ class SimulatedClient(EventQueue):
 
 
 class SimulatedRouter:
-    """Takes requests and is told of nodes."""
+    """Gives simulated requests to simulated nodes, by the decisions of a real router."""
 
     def __init__(
         self,
@@ -186,7 +184,7 @@ class SimulatedRouter:
     # Nodes.
 
     def attach(self, node: SimulatedNode) -> None:
-        """A node is there."""
+        """A node has started, and the router is attached to it."""
         description = node.description
         self._nodes[node.incarnation] = node
         self._records[node.incarnation] = node_record(description, self._timeline.now, 10.0)
@@ -206,7 +204,7 @@ class SimulatedRouter:
         times.clear()
 
     def send(self, incarnation: str, message: RouterMessage) -> bool:
-        """A message to a node: a submit takes `message_s`, and anything else is there at once."""
+        """Send a message to a node: a submit arrives after `message_s`, any other message at once."""
         node = self._nodes.get(incarnation)
         if node is None:
             return False
@@ -262,7 +260,7 @@ class SimulatedRouter:
         request_id = f"r{request.index}"
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
-        client = SimulatedClient(request, planned_s, self._turns, self._read, self._end)
+        client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
         self._requests.begin(self._requests.open(valid, Answer(None, valid), client, self._timeline.now))
 
@@ -274,7 +272,7 @@ class SimulatedRouter:
         return params
 
     def _run_of(self, client: SimulatedClient) -> ActiveRequest:
-        run = self._requests.run_of(f"r{client.request.index}")
+        run = self._requests.run_of(client.request_id)
         assert run is not None
         return run
 

@@ -260,7 +260,7 @@ class Dispatcher:
 
         What no other router could find ends on its nodes, too: embeddings, what waits for nodes, all without a journal.
         """
-        for run in [*self.requests.runs()]:
+        for run in reversed([*self.requests.runs()]):
             if run.is_noted and not run.flight.is_over:
                 self.requests.feed(run, LetGo(ContinuedElsewhere("this router is shutting down: go on at another one")))
             else:

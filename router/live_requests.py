@@ -1,7 +1,7 @@
-"""Every live request of a router: tells each flight what happens, carries out what it decides, frees what it held.
+"""The live requests of a router: gives events to each flight, carries out what the flight decides, frees what it held.
 
-Nothing in here waits, and everything runs on one event loop or in one simulation. So a decision and its consequences
-are one piece: nobody sees a flight between them. `router.dispatcher` puts clients' streams in front of it, and
+Nothing in this module waits, and one event loop or one simulation calls all of it. Therefore no other code runs between
+a flight's decision and its consequences. `router.dispatcher` puts clients' streams in front of it, and
 `baton.bench.simulator` runs it in virtual time.
 """
 
@@ -83,7 +83,7 @@ def _about(run: ActiveRequest, **more: str | float) -> dict[str, str | float]:
 
 
 class LiveRequests:
-    """The live requests of one router, the listener of its links."""
+    """Keeps the live requests of one router, and is the listener of its links."""
 
     def __init__(
         self,
@@ -230,8 +230,8 @@ class LiveRequests:
             self._adopting.setdefault(run.settles_at, {})[run.request.request_id] = run
         run.is_adopted = True
         effects = run.flight.adopt(record.key, placement, record.num_given)
-        # The next one to adopt it has to have a larger number, and our end is the one that counts.
-        self.note(run, placement)
+        # The next router that adopts it needs a larger number, and only this router may end its record.
+        self._note(run, placement)
         return effects
 
     def close(self, run: ActiveRequest) -> None:
@@ -245,7 +245,7 @@ class LiveRequests:
         if self._waiting:
             self._serve_queue()
 
-    def note(self, run: ActiveRequest, placement: Placement) -> None:
+    def _note(self, run: ActiveRequest, placement: Placement) -> None:
         """Record where the running attempt is, for another router."""
         if self._journal is not None and not run.request.embeds:
             flight = run.flight
@@ -427,8 +427,9 @@ class LiveRequests:
     def _place(self, run: ActiveRequest, place: Place) -> Sequence[FlightEffect]:
         """Find nodes for an attempt, or let the request wait for some."""
         if not run.request.prompt_token_ids:
-            why = "nodes have lost it that another router had chosen, and nobody else has its prompt: ask for it again"
-            return run.flight.handle(GiveUp(RequestNotFound(f"request {unscoped(run.request.request_id)!r}: {why}")))
+            why = "was lost with the nodes that another router had chosen, and no other process has its prompt"
+            name = unscoped(run.request.request_id)
+            return run.flight.handle(GiveUp(RequestNotFound(f"request {name!r} {why}: ask for it again")))
         choice = self._waiting.seat(run, place)
         if choice is None:
             return ()
@@ -443,7 +444,7 @@ class LiveRequests:
             self._waiting.placed(run, now)
             self.counters.queue_time.observe(now - run.started)
         effects = run.flight.handle(Placed(choice.placement))
-        self.note(run, choice.placement)
+        self._note(run, choice.placement)
         return effects
 
     def _relay(self, run: ActiveRequest, delta: RequestDelta) -> None:

@@ -6,16 +6,16 @@ import enum
 
 
 class LeaseState(enum.Enum):
-    """Who may be reading the blocks of an attempt, and who still waits for something of it."""
+    """The states of an attempt: whether its blocks may be read, and whether a reader still waits for it."""
 
     UNKNOWN = enum.auto()
-    """Neither the engine nor a reader has named the attempt, or nobody waits for it any more. Nothing is kept of it."""
+    """Neither the engine nor a reader has named the attempt, or no reader waits for it any more. It has no record."""
     EXPECTED = enum.auto()
     """A reader waits for the attempt, whose request has no blocks here."""
     COMPUTING = enum.auto()
     """The request has its blocks and is being computed; nothing was offered yet."""
     GRANTED = enum.auto()
-    """The lease is held for a reader that has not subscribed: nobody reads."""
+    """The lease is held for a reader that has not subscribed: no read runs."""
     READING = enum.auto()
     """The reader was told the blocks and lives: it may read."""
     SUSPECT = enum.auto()
@@ -25,7 +25,7 @@ class LeaseState(enum.Enum):
     OVERRUN = enum.auto()
     """The lease is over and its blocks are free, but its reader says that reads go on."""
     RELEASED = enum.auto()
-    """The lease is over: nobody reads, and nobody waits for an answer."""
+    """The lease is over: no read runs, and no reader waits for an answer."""
     EXPIRED = enum.auto()
     """The lease is over: no reader ever came."""
     CANCELLED = enum.auto()
@@ -54,7 +54,7 @@ class LeaseEvent(enum.Enum):
     DIGESTED = enum.auto()
     """Reported by the engine: the digests of all blocks are known."""
     DIGESTS_LOST = enum.auto()
-    """Reported by the engine: nobody can tell any more what was in the blocks."""
+    """Reported by the engine: the digests of the blocks will never be known."""
     CONFIRM = enum.auto()
     """Reported by the reader: everything is read."""
     CONFIRM_UNDIGESTED = enum.auto()
@@ -66,9 +66,9 @@ class LeaseEvent(enum.Enum):
     LINK_LOST = enum.auto()
     """Reported by the link: it has ended."""
     READER_GONE = enum.auto()
-    """Reported by whoever looked: the reader's process does not exist any more."""
+    """Reported by the check of a lost link: the reader's process does not exist any more."""
     DEADLINE = enum.auto()
-    """Reported by the clock: nobody claimed the offer, or its reader was silent for too long."""
+    """Reported by the clock: no reader claimed the offer, or its reader was silent for too long."""
     GRACE_OVER = enum.auto()
     """Reported by the clock: reads of a suspect lease have had their time, and its reader has no link."""
     GRACE_OVER_READING = enum.auto()

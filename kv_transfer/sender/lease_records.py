@@ -1,5 +1,7 @@
-"""The records of a lease book: of each attempt, of each reader, and of the attempts that are over. `LeaseRecords` takes
-attempts from state to state and says what follows."""
+"""The records of a lease book: one for each attempt, one for each reader, and the attempts that are over.
+
+`LeaseRecords` takes attempts from state to state and returns the effects.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class WaitingSubscription:
 
 @dataclass(slots=True)
 class AttemptLease:
-    """What the sender knows of one attempt, from the first word about it until nothing of it goes on."""
+    """The sender's record of one attempt, from the first event about it until its final state."""
 
     attempt: AttemptKey
     machine: Machine[LeaseState, LeaseEvent]
@@ -193,7 +195,7 @@ class LeaseRecords:
         return self._leases.get(attempt)
 
     def get_or_make(self, attempt: AttemptKey) -> AttemptLease:
-        """The record of an attempt, which its first event is about if there is none."""
+        """The record of an attempt; a new one in UNKNOWN if there is none, for the attempt's first event."""
         lease = self._leases.get(attempt)
         if lease is None:
             machine = Machine(f"lease {attempt}", LeaseState.UNKNOWN, LEASE_TABLE)

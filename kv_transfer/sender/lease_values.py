@@ -15,17 +15,17 @@ class LeaseTimes:
     lease_s: float = 10.0
     """How long a lease is promised for, from the reader's last heartbeat on."""
     unclaimed_s: float = 60.0
-    """How long a computed prompt that nobody expects waits for its subscription. Long: whoever gives a request up says
-    so; this bound is for the case that all who knew of the request died."""
+    """How long a computed prompt that no reader expects waits for its subscription. It is long, because a router or a
+    reader that gives a request up says so; it bounds the case that all processes that knew of the request died."""
     grace_s: float = 5.0
     """How long blocks are kept after the end of the reader's link: reads of them may still run."""
     suspect_s: float = 300.0
     """How long blocks are kept after the end of the promise, while the reader's link lives and its reads don't end."""
     max_waiting: int = 4096
-    """How many readers may wait for requests that have no blocks, how many for blocks that are not computed, and how
-    many attempts are followed whose reads outlived their leases: each at most so many."""
+    """The most readers that may wait for a request to begin, the most that may wait for its first offer, and the most
+    attempts that are followed because reads outlive their leases: each of the three has this bound."""
     remembered_s: float = 600.0
-    """How long an attempt that is over is recognised: whoever may still ask about it has given up before."""
+    """How long an attempt that is over is recognised. Every reader gives up asking about it earlier."""
     max_remembered: int = 16384
     """How many attempts that are over are recognised at most."""
 

@@ -20,7 +20,7 @@ from router.timers import TimerHandle
 
 
 class ActiveRequest:
-    """The dispatcher's state of one request while its client is served."""
+    """The router's state of one request while its client is served."""
 
     def __init__(
         self,

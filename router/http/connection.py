@@ -21,6 +21,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.security.connection_limit import Place
+from baton.wire.closing import close_transport
 from baton.wire.turn_budget import TurnBudget
 from router.http.body import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from router.http.errors import HttpError, Kind, error_body, error_headers
@@ -270,7 +271,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         self._head_is_there()
         if self._expects_head and not self._unparsed:
-            self._real.close()
+            close_transport(self._real)
             return
         self._is_lingering = True
         self._unparsed = b""

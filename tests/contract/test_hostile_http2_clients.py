@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import socket
+import ssl
 import struct
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -14,15 +17,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
+from baton.security.authority import make_certificates
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
+from baton.security.tls_files import TlsFiles
 from baton.wire.authenticator import Authenticator
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
 from baton.wire.http2.hpack import HeaderReader, write_headers
 from baton.wire.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
 from baton.wire.server.fault_barrier import FaultBarrier
-from baton.wire.turn_budget import TurnBudget
+from baton.wire.turn_budget import Source, TurnBudget
 from tests.support.http2_frames import (
     ACK,
     DATA,
@@ -392,6 +397,54 @@ async def test_however_many_flood_they_share_one_turn() -> None:
             await asyncio.sleep(0)
         # Each step takes a second, and the clock is read before it and after.
         assert 0 < clock.most <= 2 * 10
+
+
+class HeldBudget(TurnBudget):
+    """Lets nothing be parsed while it is held."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self.is_held = False
+        self.waiting: list[Source] = []
+
+    def step(self, source: Source) -> None:
+        if self.is_held:
+            self.waiting.append(source)
+        else:
+            super().step(source)
+
+    def release(self) -> None:
+        self.is_held = False
+        for source in self.waiting:
+            super().step(source)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("has_tls", [False, True], ids=["clear", "tls"])
+async def test_who_breaks_the_protocol_and_leaves_before_that_is_read_leaves_nothing(
+    tmp_path: Path, has_tls: bool
+) -> None:
+    """asyncio's TLS does not end a connection that is at its end while reading from it is paused."""
+    make_certificates(tmp_path, "default", ["127.0.0.1"], 1, datetime.datetime.now(datetime.UTC))
+    files = TlsFiles(tmp_path / "ca.crt", tmp_path / "router.crt", tmp_path / "router.key")
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt")) if has_tls else None
+    budget = HeldBudget()
+    async with serving(budget=budget, tls=files.server_context("h2") if has_tls else None) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context)
+        client = Client(reader, writer)
+        client.say(PREFACE + frame(SETTINGS, 0, 0))
+        await client.all_said()
+        budget.is_held = True
+        client.say(frame(DATA, 0, 0))
+        writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
+        while not budget.waiting:  # noqa: ASYNC110 - the server tells nobody that it has read
+            await asyncio.sleep(0)
+        for _ in range(10):  # the end of the connection is read in these turns of the loop
+            await asyncio.sleep(0)
+        budget.release()
+        while server.connections:  # noqa: ASYNC110 - it tells nobody that a connection is gone
+            await asyncio.sleep(0)
+        writer.transport.abort()
 
 
 @pytest.mark.timeout(20)

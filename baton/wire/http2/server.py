@@ -22,6 +22,7 @@ from baton.observe.listener import Listener, listening_socket
 from baton.observe.log_limit import LimitedLog
 from baton.security.connection_limit import ConnectionLimit, Place
 from baton.wire.authenticator import Authenticator
+from baton.wire.closing import close_transport
 from baton.wire.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead, HeldBytes, trailers_only
 from baton.wire.http2.call_queue import CallQueue
 from baton.wire.http2.connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
@@ -419,7 +420,7 @@ class _Link(asyncio.BufferedProtocol):
             call.stop(_STOPPED)
         self._flush()
         if self._transport is not None:
-            self._transport.close()
+            close_transport(self._transport)
 
     # Inside.
 

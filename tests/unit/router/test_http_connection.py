@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
 from baton.clock import ManualClock
 from baton.wire.turn_budget import TurnBudget
@@ -96,6 +97,27 @@ async def test_a_request_that_was_answered_early_is_read_no_more() -> None:
         await client.turns()
     assert len(client.unsent) >= len(MANY) - MAX_DROPPED_BYTES - 3 * READ_BYTES
     assert app.received.empty()
+
+
+async def test_reading_goes_on_when_a_connection_closes_with_a_body_that_nobody_took() -> None:
+    """Over TLS a connection whose reading is paused would stay open for ever (`close_transport`)."""
+    app = App()
+    client = Client(app)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    # The last piece fills uvicorn's buffer, which pauses reading, and is the end of the request.
+    body = bytes(HIGH_WATER_LIMIT + STEP_BYTES + STEP_BYTES // 4)
+    client.send(head % len(body) + body)
+    await client.turns()
+    assert len(await _next(app)) > 0
+    await client.turns(100)
+    assert not client.unsent
+    assert client.transport.is_paused
+    app.answer()
+    await client.turns()
+    assert client.transport.written.startswith(b"HTTP/1.1 401 ")
+    assert client.transport.is_closed
+    assert not client.transport.has_ended, "the request was read to its end: nothing is dropped"
+    assert not client.transport.is_paused
 
 
 def test_a_client_that_goes_on_slowly_after_its_answer_is_cut() -> None:

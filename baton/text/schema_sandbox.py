@@ -19,9 +19,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
+
+from cachetools import LRUCache
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.text.schema_child import out_of_memory, receive, send
@@ -57,8 +58,8 @@ class SchemaSandbox:
         self._lock = threading.Lock()
         self._children: set[_Child] = set()
         self._idle: list[_Child] = []
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        """By a schema's digest: why it can't be served, or an empty text; the most recently used last."""
+        self._verdicts: LRUCache[bytes, str] = LRUCache(_MAX_VERDICTS)
+        """By a schema's digest: why it can't be served, or an empty text."""
         self._is_closed = False
 
     @property
@@ -72,8 +73,6 @@ class SchemaSandbox:
         digest = _digest(json_schema)
         with self._lock:
             reason = self._verdicts.get(digest)
-            if reason is not None:
-                self._verdicts.move_to_end(digest)
         if reason:
             raise InvalidRequest(FIELD, reason)
         return reason is not None
@@ -90,7 +89,9 @@ class SchemaSandbox:
             raise
         self._put_back(child)
         if verdict.is_lasting:
-            self._remember(_digest(json_schema), verdict.reason)
+            digest = _digest(json_schema)
+            with self._lock:
+                self._verdicts[digest] = verdict.reason
         if verdict.reason:
             raise InvalidRequest(FIELD, verdict.reason)
 
@@ -131,13 +132,6 @@ class SchemaSandbox:
         with self._lock:
             self._children.discard(child)
         child.close()
-
-    def _remember(self, digest: bytes, reason: str) -> None:
-        with self._lock:
-            self._verdicts[digest] = reason
-            self._verdicts.move_to_end(digest)
-            if len(self._verdicts) > _MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)

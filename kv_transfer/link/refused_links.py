@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
+
+from cachetools import FIFOCache
 
 from baton.clock import Clock
 from baton.errors import TransferCause
@@ -29,7 +30,7 @@ class RefusedLinks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._latest: OrderedDict[str, _Refusal] = OrderedDict()
+        self._latest: FIFOCache[str, _Refusal] = FIFOCache(_MAX_PEERS)
 
     def ended(self, peer: str, cause: TransferCause, story: str) -> None:
         """A link between this node and `peer` ended; noted if it was refused.
@@ -41,8 +42,6 @@ class RefusedLinks:
         before = self._latest.pop(peer, None)
         count = before.count + 1 if before is not None else 1
         self._latest[peer] = _Refusal(cause, story[:_MAX_STORY_CHARS], self._clock.monotonic(), count)
-        if len(self._latest) > _MAX_PEERS:
-            self._latest.popitem(last=False)
 
     def opened(self, peer: str) -> None:
         """A link to `peer` is open: what was refused before is settled."""
@@ -53,5 +52,5 @@ class RefusedLinks:
         now = self._clock.monotonic()
         return [
             RefusedLink(peer, refusal.cause.value, refusal.story, now - refusal.at, refusal.count)
-            for peer, refusal in reversed(self._latest.items())
+            for peer, refusal in reversed([*self._latest.items()])
         ]

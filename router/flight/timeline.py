@@ -14,10 +14,11 @@ The rules:
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from cachetools import FIFOCache
 
 from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
@@ -75,19 +76,16 @@ class TimelineLog:
     """The latest requests of one router that are over. Bounded; timelines are made when somebody asks."""
 
     def __init__(self, kept: int = _KEPT) -> None:
-        self._kept = kept
-        self._by_request: OrderedDict[str, Traced] = OrderedDict()
+        self._by_request: FIFOCache[str, Traced] = FIFOCache(kept)
 
     def record(self, traced: Traced) -> None:
         """One more; of two with one name the later one is kept."""
+        self._by_request.pop(traced.request_id, None)  # so that the latest is the last in the cache's order, too
         self._by_request[traced.request_id] = traced
-        self._by_request.move_to_end(traced.request_id)
-        if len(self._by_request) > self._kept:
-            self._by_request.popitem(last=False)
 
     def latest(self) -> Iterator[Traced]:
         """The latest first."""
-        return reversed(self._by_request.values())
+        return reversed([*self._by_request.values()])
 
     def of(self, request_id: str) -> Traced | None:
         """What there is of a request; None if it is unknown, not over or long ago."""

@@ -7,9 +7,11 @@ that looks cheapest now; none if that is the one that was taken, however wrong i
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from cachetools import FIFOCache
 
 from baton.messages.node import StageTimings
 from baton.observe.metrics import Distribution, Figure, Histogram
@@ -81,7 +83,7 @@ class DecisionLog:
     def __init__(self, kept: int = _KEPT) -> None:
         """`kept`: requests; 0: nobody asks, and nothing is recorded."""
         self._kept = kept
-        self._by_request: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._by_request: FIFOCache[str, list[Decision]] = FIFOCache(kept)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._regrets_s = Histogram(_REGRET_BUCKETS_S)
 
@@ -90,14 +92,12 @@ class DecisionLog:
         if not self._kept:
             return
         self._counts[decision.decision, reason_code(decision.reason)] += 1
-        attempts = self._by_request.setdefault(decision.request_id, [])
+        attempts = self._by_request.get(decision.request_id, [])
         if attempts and attempts[-1].attempt >= decision.attempt:
             attempts.clear()  # another request of that name
         attempts.append(decision)
         del attempts[:-_MOST_ATTEMPTS]
-        self._by_request.move_to_end(decision.request_id)
-        if len(self._by_request) > self._kept:
-            self._by_request.popitem(last=False)
+        self._by_request[decision.request_id] = attempts
 
     @property
     def is_kept(self) -> bool:

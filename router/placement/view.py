@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
+from cachetools import FIFOCache
+
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription
@@ -82,8 +84,8 @@ class ClusterView:
         self._described: tuple[NodeDescription, ...] | None = None
         self._candidates = Candidates((), None, None)
         """The candidates as `candidates` returned them last."""
-        self._sizes: dict[NodeSize, float] = {}
-        """When a node of each size was attached or lost last, the latest last."""
+        self._sizes: FIFOCache[NodeSize, float] = FIFOCache(_MOST_SIZES)
+        """When a node of each size was attached or lost last."""
         self._forget_at = math.inf
         """Before then `forget_lost` has nothing to drop."""
         self._chosen = 0
@@ -181,11 +183,7 @@ class ClusterView:
         self._changed.add(node.record.incarnation)
 
     def _note_size(self, description: NodeDescription, now: float) -> None:
-        size = size_of(description)
-        self._sizes.pop(size, None)
-        if len(self._sizes) >= _MOST_SIZES:
-            del self._sizes[next(iter(self._sizes))]
-        self._sizes[size] = now
+        self._sizes[size_of(description)] = now
 
     def could_hold(self, demand: Demand, now: float) -> bool:
         """Whether a node that is attached, or was so within `SIZE_REMEMBERED_S`, is large enough for the request."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from cachetools import FIFOCache
 
 if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
@@ -20,7 +21,7 @@ class Merge:
     """Remembers what was told, and by whom."""
 
     def __init__(self) -> None:
-        self._told: OrderedDict[tuple[str, ...], tuple[float, str]] = OrderedDict()
+        self._told: FIFOCache[tuple[str, ...], tuple[float, str]] = FIFOCache(_REMEMBERED)
 
     def is_news(self, event: ClusterEvent) -> bool:
         """Whether no other router has told it."""
@@ -29,9 +30,6 @@ class Merge:
         if router != event.router and (event.reason in _ONCE or abs(event.time - when) < SAME_S):
             return False
         self._told[fact] = (event.time, event.router)
-        self._told.move_to_end(fact)
-        if len(self._told) > _REMEMBERED:
-            self._told.popitem(last=False)
         return True
 
     def of(self, events: Iterable[ClusterEvent]) -> list[ClusterEvent]:

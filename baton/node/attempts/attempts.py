@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
+from cachetools import FIFOCache
+
 from baton.machine import Machine
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome, RequestDelta, StageTimings
@@ -214,8 +216,8 @@ class AttemptBook:
         """How much of memory each that has ended is, the oldest first."""
         self._num_ended_entries = 0
         self._awaited: set[str] = set()
-        self._fences: dict[str, int] = {}
-        """The largest number of a router that adopted each of those that were forgotten of late, the oldest first."""
+        self._fences: FIFOCache[str, int] = FIFOCache(MAX_FENCES)
+        """The largest number of a router that adopted each of those that were forgotten of late."""
 
     @property
     def num_awaited(self) -> int:
@@ -350,10 +352,7 @@ class AttemptBook:
         attempt.feed(event)
         name = str(attempt.key)
         if attempt.takeover > 1:
-            self._fences.pop(name, None)
             self._fences[name] = attempt.takeover
-            if len(self._fences) > MAX_FENCES:
-                del self._fences[next(iter(self._fences))]
         del self._attempts[name]
         self._deadlines.pop(name, None)
         self._num_ended_entries -= self._ended.pop(name, 0)

@@ -180,7 +180,7 @@ def test_errors_have_their_kinds() -> None:
         assert isinstance(error_of_answer(500, body, Place("h", 1, False)), Unreachable)
 
 
-@pytest.mark.parametrize("line", ["data: x", "data: []", 'data: {"choices":[{}]}', 'data: {"choices":[1]}', "data: 1"])
-def test_nonsense_is_no_answer(line: str) -> None:
+@pytest.mark.parametrize("data", ["x", "[]", '{"choices":[{}]}', '{"choices":[1]}', "1"])
+def test_nonsense_is_no_answer(data: str) -> None:
     with pytest.raises(Unreachable, match="no answer to a chat"):
-        EventReader(0).take(line)
+        EventReader(0).take(data)

@@ -194,7 +194,7 @@ class ChatClient:
     ) -> Generator[GenerateEvent, None, None]:
         shown = {"authorization": f"Bearer {self._access.api_key}"} if self._access.api_key else {}
         sent = {"content-type": "application/json", "accept-encoding": "identity", **shown, **headers}
-        # Neither proxies nor certificates from the environment: --url and --tls-ca say where to and whom to trust.
+        # Without the environment's proxies and .netrc: flags alone say where to, and with which key.
         client = httpx2.Client(verify=self._trusted(place), timeout=_SILENCE_S, trust_env=False)
         try:
             with (
@@ -211,8 +211,8 @@ class ChatClient:
                     raise error_of_answer(answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), place)
                 yield Accepted(headers["x-request-id"], 0, 0)
                 reader = EventReader(position)
-                for sent_event in source:
-                    event = reader.take(sent_event.data) if sent_event.data else None
+                for message in source:
+                    event = reader.take(message.data) if message.data else None
                     if event is not None:
                         yield event
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from baton.errors import InvalidRequest
 from baton.wire.http2.call import Call
 from baton.wire.http2.frames import PREFACE
-from baton.wire.http2.hpack import write_headers
+from baton.wire.http2.header_blocks import write_headers
 from baton.wire.http2.server import Http2Server
 from baton.wire.server.fault_barrier import FaultBarrier
 from tests.support.http2_frames import (

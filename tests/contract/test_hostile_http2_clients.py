@@ -24,7 +24,7 @@ from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsFiles
 from baton.wire.authenticator import Authenticator
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
-from baton.wire.http2.hpack import HeaderReader, write_headers
+from baton.wire.http2.header_blocks import HeaderReader, write_headers
 from baton.wire.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.turn_budget import Source, TurnBudget

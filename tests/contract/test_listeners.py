@@ -22,7 +22,7 @@ from baton.observe.metrics_page import MetricsPage
 from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit, Limits, Refusal
 from baton.wire.http2.frames import PREFACE
-from baton.wire.http2.hpack import write_headers
+from baton.wire.http2.header_blocks import write_headers
 from baton.wire.http2.server import Http2Server
 from router.http.server import HttpServer
 from tests.support.http2_frames import END_HEADERS, HEADERS, SETTINGS, frame, request_fields

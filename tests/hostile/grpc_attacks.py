@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from baton.v1 import generation_pb2 as pb
-from baton.wire.http2.hpack import write_headers
+from baton.wire.http2.header_blocks import write_headers
 from tests.hostile.http2_client import WindowedClient, windowed
 from tests.hostile.peers import Answers, Target, flood
 from tests.support.http2_frames import request_fields

@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 
-from baton.wire.http2.hpack import Header, write_headers
+from baton.wire.http2.header_blocks import Header, write_headers
 from tests.hostile.http2_client import GREETING, WindowedClient, WindowedTalk, windowed
 from tests.hostile.peers import PREFACE, Answers, Says, Target, crowd, flood, many_peers, saying
 from tests.support.http2_frames import (

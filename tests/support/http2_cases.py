@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton.wire.http2.hpack import Header, write_headers
+from baton.wire.http2.header_blocks import Header, write_headers
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from baton.wire.http2.hpack import Header, write_headers
+from baton.wire.http2.header_blocks import Header, write_headers
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import grpc
 
 from baton.security.callers import Caller, current_caller
-from baton.wire.http2.hpack import Header, write_headers
+from baton.wire.http2.header_blocks import Header, write_headers
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """One HTTP/2 connection at a gRPC client's end (RFC 9113, and gRPC's PROTOCOL-HTTP2.md), without I/O.
 
-The rules are those of the server's end (`baton.wire.http2.connection`): a fault against the connection ends it, one
+The rules are those of the server's end (`baton.wire.http2.server_connection`): a fault against the connection ends it, one
 against a call ends that call; what is received goes back to the peer's windows at once; what is sent keeps within the
 peer's. Each call ends once, with a status of gRPC, whatever happens to it.
 """
@@ -51,7 +51,7 @@ from baton.wire.http2.frames import (
     number_of,
     unpadded,
 )
-from baton.wire.http2.hpack import BrokenHeaders, Header, HeaderReader, write_headers
+from baton.wire.http2.header_blocks import BrokenHeaders, Header, HeaderReader, write_headers
 
 _MESSAGE = struct.Struct(">BI")
 """Whether it is compressed, and its length."""

@@ -25,9 +25,9 @@ from baton.wire.authenticator import Authenticator
 from baton.wire.closing import close_transport
 from baton.wire.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead, HeldBytes, trailers_only
 from baton.wire.http2.call_queue import CallQueue
-from baton.wire.http2.connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
 from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
 from baton.wire.http2.frames import ConnectionFault
+from baton.wire.http2.server_connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
 from baton.wire.status import to_rpc
 from baton.wire.turn_budget import TurnBudget
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from baton.wire.http2.call import BadCall, Call, CallDetails, CallHead
-from baton.wire.http2.hpack import HeaderReader
+from baton.wire.http2.header_blocks import HeaderReader
 from tests.support.http2_frames import request_fields
 
 LIMIT = 1 << 20

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from baton.wire.http2.client import Http2Client
 from baton.wire.http2.client_connection import ClientConnection, Ended, call_headers
-from baton.wire.http2.connection import Connection, Opened, Received
 from baton.wire.http2.frames import (
     COMPRESSION_ERROR,
     ENHANCE_YOUR_CALM,
@@ -26,7 +25,8 @@ from baton.wire.http2.frames import (
     PROTOCOL_ERROR,
     ConnectionFault,
 )
-from baton.wire.http2.hpack import Header, write_headers
+from baton.wire.http2.header_blocks import Header, write_headers
+from baton.wire.http2.server_connection import Connection, Opened, Received
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.wire.http2.connection import Connection, Event, Opened, Received, WasReset, Writable
 from baton.wire.http2.frames import (
     ENHANCE_YOUR_CALM,
     FLOW_CONTROL_ERROR,
@@ -19,7 +18,8 @@ from baton.wire.http2.frames import (
     STREAM_CLOSED,
     ConnectionFault,
 )
-from baton.wire.http2.hpack import write_headers
+from baton.wire.http2.header_blocks import write_headers
+from baton.wire.http2.server_connection import Connection, Event, Opened, Received, WasReset, Writable
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,

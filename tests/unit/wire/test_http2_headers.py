@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.wire.http2.hpack import BrokenHeaders, HeaderReader, write_headers
+from baton.wire.http2.header_blocks import BrokenHeaders, HeaderReader, write_headers
 
 FIRST = [(":method", "GET"), (":scheme", "http"), (":path", "/"), (":authority", "www.example.com")]
 SECOND = [*FIRST, ("cache-control", "no-cache")]

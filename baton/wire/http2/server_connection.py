@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.wire.http2.fields import announced_bytes, are_plain, is_request
 from baton.wire.http2.flood_guard import FloodGuard
 from baton.wire.http2.frames import (
     ACK,
@@ -59,7 +58,8 @@ from baton.wire.http2.frames import (
     number_of,
     unpadded,
 )
-from baton.wire.http2.hpack import BrokenHeaders, Header, HeaderReader
+from baton.wire.http2.header_blocks import BrokenHeaders, Header, HeaderReader
+from baton.wire.http2.header_fields import announced_bytes, are_plain, is_request
 
 _STREAM_WINDOW = 1 << 20
 _CONNECTION_WINDOW = 16 << 20

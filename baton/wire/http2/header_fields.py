@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from baton.wire.http2.hpack import Header
+from baton.wire.http2.header_blocks import Header
 
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _LENGTH = re.compile(r"[0-9]{1,18}")

@@ -13,7 +13,7 @@ from baton.errors import Unreachable
 from baton.messages.generation import Accepted, Chunk, GenerateRequest, SequenceFinished
 from baton.wire.codec.generation import event_from_bytes, request_to_pb
 from baton.wire.http2.client import Http2Client
-from baton.wire.http2.client_connection import Ended, call_headers
+from baton.wire.http2.client_connection import CallEnd, call_headers
 
 _GENERATE = "/baton.v1.Generation/Generate"
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -128,13 +128,13 @@ class _Answer:
             elif not isinstance(event, Accepted | SequenceFinished):
                 self._usage = _usage(event.usage, event.timings)
 
-    def on_end(self, ended: Ended) -> None:
-        usage, about = self._usage, dict(ended.trailers)
-        if ended.error or usage is None:
+    def on_end(self, end: CallEnd) -> None:
+        usage, about = self._usage, dict(end.trailers)
+        if end.error or usage is None:
             pushback = about.get(_PUSHBACK, "")
             if pushback.isdecimal():
                 self._usage = replace(usage or Usage(), retry_after_s=int(pushback) / 1e3)
-            self.end(ended.error or "the stream ended without an answer")
+            self.end(end.error or "the stream ended without an answer")
             return
         prefill, decode = (about.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
         self._listener.on_end(None, replace(usage, prefill_node=prefill, decode_node=decode))

@@ -13,7 +13,7 @@ from baton.errors import BatonError
 from baton.messages.generation import GenerateRequest
 from baton.wire.codec.generation import request_to_pb, response_from_bytes
 from baton.wire.http2.client import Http2Client
-from baton.wire.http2.client_connection import Ended, call_headers
+from baton.wire.http2.client_connection import CallEnd, call_headers
 
 _GENERATE = "/baton.v1.Generation/Generate"
 _CHECKED_EVERY = 64
@@ -86,8 +86,8 @@ class _Answer:
             elif kind != "accepted":
                 self._is_finished = True
 
-    def on_end(self, ended: Ended) -> None:
-        self._on_end(ended.error or ("" if self._is_finished else "the stream ended without an answer"))
+    def on_end(self, end: CallEnd) -> None:
+        self._on_end(end.error or ("" if self._is_finished else "the stream ended without an answer"))
 
 
 class RelayClients:

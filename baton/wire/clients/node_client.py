@@ -27,7 +27,7 @@ from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportReader
 from baton.wire.credentials import PLAIN, Dialer
 from baton.wire.http2.client import Http2Client, rpc_error
-from baton.wire.http2.client_connection import Ended, call_headers
+from baton.wire.http2.client_connection import CallEnd, call_headers
 
 _ATTACH = "/baton.v1.Node/Attach"
 
@@ -53,7 +53,7 @@ class NodeStream:
         self._on_report: OnReport | None = None
         self._on_lost: OnLost | None = None
         self._loss: NodeLost | None = None
-        self.ended: Ended | None = None
+        self.call_end: CallEnd | None = None
         """How the call ended; None while it runs."""
         self._changed = asyncio.Event()
         self._call = client.call(call_headers(_ATTACH, address, is_tls=client.is_tls), self)
@@ -61,7 +61,7 @@ class NodeStream:
     async def greet(self, hello: node.AttachHello) -> bool:
         """Send the hello. Returns whether the node answered with its welcome."""
         self._say(node.AttachRequest(hello=hello))
-        while not self._kept and self.ended is None:
+        while not self._kept and self.call_end is None:
             self._changed.clear()
             await self._changed.wait()
         if not self._kept or self._kept[0].WhichOneof("message") != "welcome":
@@ -112,13 +112,13 @@ class NodeStream:
             else:
                 self._take(response)
 
-    def on_end(self, ended: Ended) -> None:
-        self.ended = ended
+    def on_end(self, end: CallEnd) -> None:
+        self.call_end = end
         self._changed.set()
-        if ended.code is grpc.StatusCode.OK:
+        if end.code is grpc.StatusCode.OK:
             self._lose(NodeLost(f"node {self._name} ended the stream"))
         else:
-            self._lose(NodeLost(f"node {self._name} is gone: {ended.story}"))
+            self._lose(NodeLost(f"node {self._name} is gone: {end.detail}"))
 
     # Internals.
 
@@ -190,9 +190,9 @@ class NodeClient:
                 client.close()
         if is_welcome:
             return stream
-        if stream.ended is None or stream.ended.code is grpc.StatusCode.OK:
+        if stream.call_end is None or stream.call_end.code is grpc.StatusCode.OK:
             raise NodeLost(f"{self.address} ended the stream without a welcome")
-        refusal = status.from_rpc_error(rpc_error(stream.ended), self.address)
+        refusal = status.from_rpc_error(rpc_error(stream.call_end), self.address)
         # The cancellation came from the node, which is ending.
         raise NodeLost(f"{self.address} is ending") if isinstance(refusal, Cancelled) else refusal
 

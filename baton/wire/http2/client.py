@@ -1,11 +1,10 @@
-"""A gRPC client's connections on this process's event loop, each of them one socket.
+"""A gRPC client's connection on this process's event loop: one socket.
 
-They take the place of `grpc.aio.Channel` for the streams that a router lives from, and for load generators. There each
-message costs a wake-up of gRPC's own thread, one of ours, and the way back; here what came with one system call is told
-in the call that reads it, and all that a turn of the loop has to say leaves with one.
+It takes the place of `grpc.aio.Channel` for the streams between routers and nodes, and for load generators. With
+grpc.aio each message wakes gRPC's own thread, then ours, and goes back. Here all messages that one system call brings
+are delivered within it, and all that one turn of the event loop sends leaves with one system call.
 
-Nobody here looks whether a silent peer is still there, and nobody connects again: who needs that does it, as
-`router.node_links` does.
+It neither checks whether a silent peer is alive nor connects again: its user does (`router.node_links`).
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import grpc
 
 from baton.wire.channel import MAX_MESSAGE_BYTES
 from baton.wire.http2.call import BadCall, metadata_of
-from baton.wire.http2.client_connection import Answer, ClientConnection, Ended
+from baton.wire.http2.client_connection import CallEnd, CallListener, ClientConnection
 from baton.wire.http2.frames import ConnectionFault
 
 _READ_BYTES = 32 << 10
 _NEXT_ADDRESS_S = 0.25
 _CLOSE_S = 5.0
-"""A peer that is stopped takes nothing, and its connection would stay for ever."""
+"""How long a close waits for a peer to take what is unsent: a stopped process never does."""
 
 
 class Http2Client(asyncio.BufferedProtocol):
-    """One connection to a gRPC server. Belongs to its event loop."""
+    """One connection to a gRPC server. It belongs to its event loop."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -38,21 +37,21 @@ class Http2Client(asyncio.BufferedProtocol):
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
         self._will_flush = False
         self._is_full = False
-        """The kernel takes nothing more for now."""
+        """The send buffer is full (`pause_writing`)."""
         self._is_closing = False
         self.closed: asyncio.Future[None] = loop.create_future()
-        """Done once it takes no more calls."""
+        """Done once the connection takes no more calls."""
 
     @classmethod
     async def open(
         cls, host: str, port: int, tls: ssl.SSLContext | None = None, server_name: str | None = None
     ) -> Self:
-        """Connect; raises OSError. `server_name`: whom the certificate must name, if not the host."""
+        """Connect; raises OSError. `server_name`: the name that the certificate must have, if not the host."""
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
         loop = asyncio.get_running_loop()
         name = (server_name or host) if tls is not None else None
-        # A name's first address may be one where nobody answers.
+        # The first address of a name may be one where nobody answers.
         _, client = await loop.create_connection(
             cls, host, port, ssl=tls, server_hostname=name, happy_eyeballs_delay=_NEXT_ADDRESS_S
         )
@@ -62,29 +61,34 @@ class Http2Client(asyncio.BufferedProtocol):
     def is_tls(self) -> bool:
         return self._transport is not None and self._transport.get_extra_info("sslcontext") is not None
 
-    def call(self, headers: bytes, answer: Answer) -> int:
-        """Begin a call (see `call_headers`); returns its number. On a connection that is closed it ends at once."""
+    def call(self, headers: bytes, listener: CallListener) -> int:
+        """Begin a call with the header block of `call_headers`; returns the number of its stream.
+
+        A call on a connection that takes no more calls ends at once.
+        """
         if self._connection.is_leaving:
-            answer.on_end(Ended(grpc.StatusCode.UNAVAILABLE, "the connection is lost"))
+            listener.on_end(CallEnd(grpc.StatusCode.UNAVAILABLE, "the connection is lost"))
             return 0
-        stream = self._connection.begin(headers, answer)
+        stream = self._connection.begin(headers, listener)
         self._schedule()
         return stream
 
     def send(self, stream: int, message: bytes, *, is_last: bool = False) -> None:
-        """Send a message as soon as the peer takes it; nothing for a call that is over."""
+        """Send a message as soon as the peer takes it; does nothing for a call that is over."""
         self._connection.send(stream, message, is_last=is_last)
         self._schedule()
 
     def cancel(self, stream: int) -> None:
-        """End a call; nothing more is heard of it."""
+        """End a call; its listener is told nothing more."""
         self._connection.cancel(stream)
         self._schedule()
         if self._connection.is_leaving:
             self._leave()
 
     def close(self) -> None:
-        """End every call, and the connection, once what is on its way is out or nobody takes it. Idempotent."""
+        """End every call, and close the connection once the peer has taken what is unsent, or has not for some seconds.
+        Idempotent.
+        """
         if self._is_closing or self._transport is None:
             return
         self._is_closing, self._is_full = True, False
@@ -93,7 +97,7 @@ class Http2Client(asyncio.BufferedProtocol):
         if self._transport.get_write_buffer_size():
             self._loop.call_later(_CLOSE_S, self._transport.abort)
 
-    # What the transport says.
+    # asyncio.BufferedProtocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -105,7 +109,7 @@ class Http2Client(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._is_closing:
-            return  # TLS still has some of what came before
+            return  # TLS may still hold bytes that it had read before
         try:
             self._connection.receive(bytes(self._read_buffer[:nbytes]))
         except ConnectionFault:
@@ -136,7 +140,7 @@ class Http2Client(asyncio.BufferedProtocol):
             self.close()
 
     def _schedule(self) -> None:
-        """Send what there is once this turn of the loop is over: what else it brings goes with it."""
+        """Send at the end of this turn of the event loop, with all that the turn still adds."""
         if not self._will_flush:
             self._will_flush = True
             self._loop.call_soon(self._flush)
@@ -149,11 +153,11 @@ class Http2Client(asyncio.BufferedProtocol):
             self._transport.write(data)
 
 
-def rpc_error(ended: Ended) -> grpc.aio.AioRpcError:
-    """What `grpc.aio` would raise for a call that ended so."""
-    code, story = ended.code, ended.story
+def rpc_error(end: CallEnd) -> grpc.aio.AioRpcError:
+    """Return the error that `grpc.aio` would raise for a call that ended so."""
+    code, detail = end.code, end.detail
     try:
-        trailing = grpc.aio.Metadata(*metadata_of(ended.trailers))
+        trailing = grpc.aio.Metadata(*metadata_of(end.trailers))
     except BadCall as bad:
-        code, story, trailing = bad.code, str(bad), grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, story, story)
+        code, detail, trailing = bad.code, str(bad), grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, detail, detail)

@@ -1,9 +1,8 @@
-"""What one peer makes us do for nothing, counted: it ends a connection that floods us with what costs it little.
+"""Counts what one peer makes us do for nothing, and ends a connection that floods us with what costs it little.
 
-Each kind of HTTP/2 flood is one that gives nobody anything: frames that want only an answer, or none (pings, settings,
-priorities, window updates, empty or tiny DATA), calls that are refused, streams that are opened only to be reset by
-the peer (CVE-2023-44487) or, since it breaks their rules, by us (CVE-2025-8671). What we send that is of use pays for
-some of them, as does time.
+Such floods are frames that ask only for an answer or for nothing (PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty or
+tiny DATA), calls that are refused, and streams that are opened only to be reset: by the peer (CVE-2023-44487), or by us
+because the peer breaks their rules (CVE-2025-8671). Useful frames that we send pay for some of them, and so does time.
 """
 
 from __future__ import annotations
@@ -11,46 +10,48 @@ from __future__ import annotations
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, ConnectionFault
 
 MAX_USELESS = 1_000
-"""Frames for nothing that nothing has paid for."""
+"""Useless frames that nothing has paid for."""
 USELESS_PER_USEFUL = 4
-"""So many may come for each piece of an answer: a window update of its stream, one of the connection, a ping."""
+"""Frames that each sent piece of an answer pays for: window updates of its stream and of the connection, and pings."""
 FREE_RESETS = 2_000
 FREE_RESETS_OF_STRANGERS = 200
 RESETS_PER_ANSWER = 4
 
 
 class FloodGuard:
-    """Counts the floods of one connection; its methods raise ConnectionFault when there are too many frames."""
+    """Counts the floods of one connection; its `count_` methods raise ConnectionFault when there are too many."""
 
-    __slots__ = ("_num_finished", "_num_resets", "_num_useless", "free_resets")
+    __slots__ = ("_num_answers", "_num_resets", "_num_useless", "free_resets")
 
     def __init__(self) -> None:
         self._num_useless = 0
-        self._num_resets = self._num_finished = 0
+        self._num_resets = self._num_answers = 0
         self.free_resets = FREE_RESETS
-        """Streams that may be reset without any that is answered."""
+        """Streams that may be reset while none is answered."""
 
-    def useless(self, times: int = 1) -> None:
-        """A frame cost the peer less than us."""
+    def count_useless(self, times: int = 1) -> None:
+        """Count frames that cost the peer less than us."""
         self._num_useless += times
         if self._num_useless > MAX_USELESS:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "it asks for nothing, or does not read the answers")
+            raise ConnectionFault(
+                ENHANCE_YOUR_CALM, "too many frames that ask for nothing, or whose answers are not read"
+            )
 
     def sent(self, num_pieces: int) -> None:
-        """So many pieces of use to the peer were taken by the kernel: a frame, or its head and its body."""
+        """Credit pieces of use to the peer that the kernel has taken: a frame, or its header and its payload."""
         if self._num_useless:
             self._num_useless = max(0, self._num_useless - USELESS_PER_USEFUL * num_pieces)
 
     def forgive(self) -> None:
-        """Some time has passed: for who sends little, and over days."""
+        """Forget all useless frames, for a peer that sends few of them over days."""
         self._num_useless = 0
 
-    def finished(self) -> None:
-        """A stream had its answer."""
-        self._num_finished += 1
+    def count_answer(self) -> None:
+        """Count a stream that was answered."""
+        self._num_answers += 1
 
-    def was_reset(self) -> None:
-        """A stream was opened that the peer's own doing ended before its answer."""
+    def count_reset(self) -> None:
+        """Count a stream that the peer opened, and reset or broke before its answer."""
         self._num_resets += 1
-        if self._num_resets > self.free_resets + RESETS_PER_ANSWER * self._num_finished:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "streams are opened only to be reset")
+        if self._num_resets > self.free_resets + RESETS_PER_ANSWER * self._num_answers:
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many streams that are opened only to be reset")

@@ -1,168 +1,99 @@
-"""Headers as HTTP/2 compresses them (RFC 7541): a reader of everything, and a writer that compresses next to nothing.
+"""Header blocks as HTTP/2 compresses them (HPACK, RFC 7541): a bounded reader, and a writer that uses no tables.
 
-What is read comes from strangers. So a list of headers is bounded by what it would be written out: one byte may stand
-for four thousand.
+The tables and Huffman's code are the `hpack` package's. Its `Decoder` is not used: it can only end the connection when
+a list is too large, while gRPC answers that one call and goes on (`tests/unit/wire/test_http2_headers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable
+
+from hpack import HPACKDecodingError, InvalidTableIndexError
+from hpack.huffman_table import decode_huffman
+from hpack.table import HeaderTable
 
 Header = tuple[str, str]
 
-TABLE_BYTES = 4096
+TABLE_BYTES = HeaderTable.DEFAULT_SIZE
 _MAX_RESIZES = 2
 """Of the table, in one block: to its smallest size and to its last one (RFC 7541, 4.2)."""
 _BOMB_LISTS, _BOMB_EXPANSION = 8, 10
-"""A list so many times larger than it may be, and than it was sent, is not read to its end."""
+"""A list that is so many times larger than it may be, and than its block, ends the connection."""
 _ENTRY_BYTES = 32
-"""What RFC 7541 adds to each entry's size."""
-_STATIC: Sequence[Header] = (
-    (":authority", ""),
-    (":method", "GET"),
-    (":method", "POST"),
-    (":path", "/"),
-    (":path", "/index.html"),
-    (":scheme", "http"),
-    (":scheme", "https"),
-    *((":status", status) for status in ("200", "204", "206", "304", "400", "404", "500")),
-    ("accept-charset", ""),
-    ("accept-encoding", "gzip, deflate"),
-    *(
-        (name, "")
-        for name in (
-            *("accept-language", "accept-ranges", "accept", "access-control-allow-origin", "age", "allow"),
-            *("authorization", "cache-control", "content-disposition", "content-encoding", "content-language"),
-            *("content-length", "content-location", "content-range", "content-type", "cookie", "date", "etag"),
-            *("expect", "expires", "from", "host", "if-match", "if-modified-since", "if-none-match", "if-range"),
-            *("if-unmodified-since", "last-modified", "link", "location", "max-forwards", "proxy-authenticate"),
-            *("proxy-authorization", "range", "referer", "refresh", "retry-after", "server", "set-cookie"),
-            *("strict-transport-security", "transfer-encoding", "user-agent", "vary", "via", "www-authenticate"),
-        )
-    ),
-)
-_CODE_LENGTHS = bytes.fromhex(
-    "0d171c1c1c1c1c1c1c181e1c1c1e1c1c1c1c1c1c1c1c1e1c1c1c1c1c1c1c1c1c060a0a0c0d06080b0a0a080b0806060605050506"
-    "06060606060607080f060c0a0d06070707070707070707070707070707070707070707070807080d130d0e060f05060506050606"
-    "060507070606060506070605050607070707070f0b0e0d1c14161414161616171617171717171817181816171817171717151617"
-    "1617171816151416161717151716161815161717151516151716171714161616171616171a1a1413161716191a1a1a1b1b1a1819"
-    "13151a1b1b1a1b1815151a1a1c1b1b1b14181415161515171616191918181a171a1b1a1a1b1b1b1b1b1c1b1b1b1b1b1a1e"
-)
-"""Bits of each byte in Huffman's code, and of the mark of its end. Codes of one length follow in the order of bytes."""
+"""What RFC 7541, 4.1 adds to the size of each header."""
 
 
 class BrokenHeaders(ValueError):
-    """Bytes that are no headers: the connection can't go on, since its table may be wrong now."""
+    """Bytes that are no header block: the connection can't go on, since its table may be wrong now."""
 
 
 class HeaderReader:
-    """One connection's headers, in the order in which they come."""
+    """Reads the header blocks of one connection, in the order in which they come.
 
-    __slots__ = ("_max_list_bytes", "_max_table_bytes", "_table", "_table_bytes")
+    The blocks come from strangers, and one byte may stand for four thousand: so a list is bounded by its decoded size.
+    """
+
+    __slots__ = ("_max_list_bytes", "_table")
 
     def __init__(self, max_list_bytes: int) -> None:
-        """`max_list_bytes`: of one list, each header 32 bytes larger than it is."""
+        """`max_list_bytes`: of one list, with 32 bytes for each header (SETTINGS_MAX_HEADER_LIST_SIZE)."""
         self._max_list_bytes = max_list_bytes
-        self._table: list[Header] = []
-        """The newest first. A list: an empty deque takes 760 bytes of each connection, and these are at most 128."""
-        self._table_bytes = 0
-        self._max_table_bytes = TABLE_BYTES
+        self._table: HeaderTable | None = None
+        """Made when the first header comes: it takes a kilobyte, and most open connections may be silent."""
 
     def read(self, block: bytes) -> list[Header] | None:
-        """The headers; None where they are too many or too large. Raises BrokenHeaders."""
+        """Return the headers, decoded as latin-1; None where they are too many or too large. Raises BrokenHeaders."""
+        try:
+            return self._read(block)
+        except IndexError:
+            raise BrokenHeaders("a header block ends too early") from None
+        except InvalidTableIndexError as error:
+            raise BrokenHeaders(f"a header is not in the table: {error}") from None
+        except HPACKDecodingError as error:
+            raise BrokenHeaders(str(error)) from None
+
+    def _read(self, block: bytes) -> list[Header] | None:
+        table = self._table
+        if table is None:
+            table = self._table = HeaderTable()
         headers: list[Header] = []
         left, at, end = self._max_list_bytes, 0, len(block)
         bomb_bytes = max(_BOMB_LISTS * self._max_list_bytes, _BOMB_EXPANSION * end)
         num_resizes = 0
-        try:
-            while at < end:
-                first = block[at]
-                if first & 0x80:
-                    index, at = _number(block, at, 7)
-                    header = self._entry(index)
-                elif first & 0xE0 == 0x20:
-                    if left < self._max_list_bytes:
-                        raise BrokenHeaders("the table's size is changed behind a header")
-                    num_resizes += 1
-                    if num_resizes > _MAX_RESIZES:
-                        raise BrokenHeaders("the table's size is changed again and again")
-                    size, at = _number(block, at, 5)
-                    self._resize(size)
-                    continue
+        while at < end:
+            first = block[at]
+            if first & 0x80:  # an indexed header (6.1)
+                index, at = _integer(block, at, 7)
+                name, value = table.get_by_index(index)
+            elif first & 0xE0 == 0x20:  # a new size of the table (6.3)
+                num_resizes += 1
+                if num_resizes > _MAX_RESIZES or left < self._max_list_bytes:
+                    raise BrokenHeaders("the table's size changes behind a header, or again and again")
+                size, at = _integer(block, at, 5)
+                if size > TABLE_BYTES:
+                    raise BrokenHeaders("the table would be larger than it may be")
+                table.maxsize = size
+                continue
+            else:  # a literal header (6.2), added to the table or not
+                index, at = _integer(block, at, 6 if first & 0x40 else 4)
+                if index:
+                    name = table.get_by_index(index)[0]
                 else:
-                    index, at = _number(block, at, 6 if first & 0x40 else 4)
-                    if index:
-                        name = self._entry(index)[0]
-                    else:
-                        name, at = _string(block, at)
-                    value, at = _string(block, at)
-                    header = (name, value)
-                    if first & 0x40:
-                        self._remember(header)
-                left -= _size(header)
-                if left >= 0:
-                    headers.append(header)
-                elif self._max_list_bytes - left > bomb_bytes:
-                    raise BrokenHeaders("they are many times larger than they may be")
-        except IndexError:
-            raise BrokenHeaders("they end too early") from None
+                    name, at = _string(block, at)
+                value, at = _string(block, at)
+                if first & 0x40:
+                    table.add(name, value)
+            left -= len(name) + len(value) + _ENTRY_BYTES
+            if left >= 0:
+                headers.append((name.decode("latin-1"), value.decode("latin-1")))
+            elif self._max_list_bytes - left > bomb_bytes:
+                raise BrokenHeaders("the headers are many times larger than they may be")
         return headers if left >= 0 else None
 
-    def _entry(self, index: int) -> Header:
-        if 1 <= index <= len(_STATIC):
-            return _STATIC[index - 1]
-        index -= len(_STATIC) + 1
-        if not 0 <= index < len(self._table):
-            raise BrokenHeaders("one is not in the table")
-        return self._table[index]
 
-    def _remember(self, header: Header) -> None:
-        self._table.insert(0, header)
-        self._table_bytes += _size(header)
-        self._make_fit()
-
-    def _resize(self, size: int) -> None:
-        if size > TABLE_BYTES:
-            raise BrokenHeaders("the table would be larger than it may")
-        self._max_table_bytes = size
-        self._make_fit()
-
-    def _make_fit(self) -> None:
-        while self._table_bytes > self._max_table_bytes:
-            self._table_bytes -= _size(self._table.pop())
-
-
-def write_headers(headers: Iterable[Header]) -> bytes:
-    """Any headers, in the form that no table remembers. Names in small letters, both in latin-1."""
-    return b"".join(b"\0" + _literal(name) + _literal(value) for name, value in headers)
-
-
-def _literal(text: str) -> bytes:
-    data = text.encode("latin-1")
-    return _written_number(len(data)) + data
-
-
-def _written_number(value: int) -> bytes:
-    """With seven bits in the first byte, whose first bit is 0."""
-    if value < 0x7F:
-        return bytes((value,))
-    value -= 0x7F
-    written = bytearray((0x7F,))
-    while value >= 0x80:
-        written.append(value & 0x7F | 0x80)
-        value >>= 7
-    written.append(value)
-    return bytes(written)
-
-
-def _size(header: Header) -> int:
-    return len(header[0]) + len(header[1]) + _ENTRY_BYTES
-
-
-def _number(block: bytes, at: int, bits: int) -> tuple[int, int]:
-    """A number and where it ends."""
-    most = (1 << bits) - 1
+def _integer(block: bytes, at: int, prefix_bits: int) -> tuple[int, int]:
+    """Read an integer (5.1); return it and where it ends. Raises IndexError where the block ends first."""
+    most = (1 << prefix_bits) - 1
     value = block[at] & most
     at += 1
     if value < most:
@@ -173,81 +104,33 @@ def _number(block: bytes, at: int, bits: int) -> tuple[int, int]:
         value += (byte & 0x7F) << shift
         if not byte & 0x80:
             return value, at
-    raise BrokenHeaders("a number is too large")
+    raise BrokenHeaders("an integer is too large")
 
 
-def _string(block: bytes, at: int) -> tuple[str, int]:
+def _string(block: bytes, at: int) -> tuple[bytes, int]:
+    """Read a string (5.2); return it and where it ends. Raises IndexError where the block ends first."""
     is_huffman = block[at] & 0x80
-    length, at = _number(block, at, 7)
+    length, at = _integer(block, at, 7)
     data = block[at : at + length]
     if len(data) < length:
-        raise BrokenHeaders("they end too early")
-    return _huffman(data) if is_huffman else data.decode("latin-1"), at + length
+        raise IndexError
+    return decode_huffman(data) if is_huffman else data, at + length
 
 
-def _huffman(data: bytes) -> str:
-    """Four bits at a time: strangers may send as much of it as they like."""
-    steps, ends = _huffman_machine()
-    text = bytearray()
-    state = 0
-    for byte in data:
-        for four in (byte >> 4, byte & 0xF):
-            state, letter = steps[state][four]
-            if letter is not None:
-                if letter == _END:
-                    raise BrokenHeaders("the mark of the end is no letter")
-                text.append(letter)
-    if state not in ends:
-        raise BrokenHeaders("a string does not end as it should")
-    return text.decode("latin-1")
+def write_headers(headers: Iterable[Header]) -> bytes:
+    """Write a header block of literals without indexing (6.2.2). Names are in small letters, both in latin-1."""
+    return b"".join(b"\0" + _literal(name) + _literal(value) for name, value in headers)
 
 
-_END = 256
-_MOST_PADDING = 7
-"""Bits."""
-_Prefix = tuple[int, int]
-"""Bits of a code that is not whole yet, and how many."""
-
-
-@cache
-def _huffman_machine() -> tuple[Sequence[Sequence[tuple[int, int | None]]], frozenset[int]]:
-    """For each state and each four bits the next state and the letter that ended; and where a string may end.
-
-    No code is shorter than five bits, so that four never end two letters.
-    """
-    codes = _huffman_codes()
-    states: dict[_Prefix, int] = {(0, 0): 0}
-    prefixes = list(states)
-    steps: list[list[tuple[int, int | None]]] = []
-    for prefix in prefixes:
-        row = []
-        for four in range(16):
-            after, letter = _walked(codes, prefix, four)
-            if after not in states:
-                states[after] = len(states)
-                prefixes.append(after)
-            row.append((states[after], letter))
-        steps.append(row)
-    ends = (states.get(((1 << length) - 1, length)) for length in range(_MOST_PADDING + 1))
-    return steps, frozenset(state for state in ends if state is not None)
-
-
-def _walked(codes: Mapping[_Prefix, int], prefix: _Prefix, four: int) -> tuple[_Prefix, int | None]:
-    letter = None
-    for bit in (3, 2, 1, 0):
-        prefix = (prefix[0] << 1 | four >> bit & 1, prefix[1] + 1)
-        if prefix in codes:
-            prefix, letter = (0, 0), codes[prefix]
-            if letter == _END:
-                break
-    return prefix, letter
-
-
-def _huffman_codes() -> Mapping[_Prefix, int]:
-    codes: dict[_Prefix, int] = {}
-    code = last = 0
-    for length, symbol in sorted((length, symbol) for symbol, length in enumerate(_CODE_LENGTHS)):
-        code <<= length - last
-        codes[code, length] = symbol
-        code, last = code + 1, length
-    return codes
+def _literal(text: str) -> bytes:
+    data = text.encode("latin-1")
+    length = len(data)
+    if length < 0x7F:
+        return bytes((length,)) + data
+    length -= 0x7F
+    prefix = bytearray((0x7F,))
+    while length >= 0x80:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return bytes(prefix) + data

@@ -27,7 +27,14 @@ from baton.wire.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead,
 from baton.wire.http2.call_queue import CallQueue
 from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
 from baton.wire.http2.frames import ConnectionFault
-from baton.wire.http2.server_connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
+from baton.wire.http2.server_connection import (
+    MAX_STREAMS_OPEN,
+    DataReceived,
+    RequestReceived,
+    ServerConnection,
+    StreamReset,
+    StreamWritable,
+)
 from baton.wire.status import to_rpc
 from baton.wire.turn_budget import TurnBudget
 
@@ -234,7 +241,7 @@ class _Link(asyncio.BufferedProtocol):
         self._server = server
         self._place = place
         self._loop = asyncio.get_running_loop()
-        self._connection = Connection(server.max_metadata_bytes, STREAMS_OF_STRANGERS)
+        self._connection = ServerConnection(server.max_metadata_bytes, STREAMS_OF_STRANGERS)
         self._connection.guard.free_resets = FREE_RESETS_OF_STRANGERS
         self._is_known = False
         """One of its calls has shown who it is, or nobody has to."""
@@ -326,13 +333,13 @@ class _Link(asyncio.BufferedProtocol):
             return  # TLS still has some of what came before
         try:
             for event in self._connection.receive(data):
-                if type(event) is Opened:
+                if type(event) is RequestReceived:
                     self._open(event)
-                elif type(event) is Received:
+                elif type(event) is DataReceived:
                     self._on_data(event)
-                elif type(event) is WasReset:
+                elif type(event) is StreamReset:
                     self._on_reset(event.stream)
-                elif type(event) is Writable:
+                elif type(event) is StreamWritable:
                     self._on_room(event.stream)
         except ConnectionFault as fault:
             # Not the fault itself: whoever keeps records would keep its frames, and with them this connection.
@@ -424,7 +431,7 @@ class _Link(asyncio.BufferedProtocol):
 
     # Inside.
 
-    def _open(self, opened: Opened) -> None:
+    def _open(self, opened: RequestReceived) -> None:
         try:
             call, is_anyones = self._admitted(opened)
         except BadCall as bad:
@@ -441,7 +448,7 @@ class _Link(asyncio.BufferedProtocol):
         else:
             self._half_open[opened.stream] = self._loop.time()
 
-    def _admitted(self, opened: Opened) -> tuple[Call, bool]:
+    def _admitted(self, opened: RequestReceived) -> tuple[Call, bool]:
         """The call, and whether its method is open to anyone. Raises BadCall for one that is not to be."""
         server = self._server
         if opened.headers is None:
@@ -480,7 +487,7 @@ class _Link(asyncio.BufferedProtocol):
         """End the last of its calls of methods that are open to anyone: there are too many."""
         self._calls[max(self._keyless)].stop(_too_many_keyless())
 
-    def _on_data(self, received: Received) -> None:
+    def _on_data(self, received: DataReceived) -> None:
         stream = received.stream
         call = self._calls.get(stream)
         if call is None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.wire.http2.client import Http2Client
-from baton.wire.http2.client_connection import ClientConnection, Ended, call_headers
+from baton.wire.http2.client_connection import CallEnd, ClientConnection, call_headers
 from baton.wire.http2.frames import (
     COMPRESSION_ERROR,
     ENHANCE_YOUR_CALM,
@@ -26,7 +26,7 @@ from baton.wire.http2.frames import (
     ConnectionFault,
 )
 from baton.wire.http2.header_blocks import Header, write_headers
-from baton.wire.http2.server_connection import Connection, Opened, Received
+from baton.wire.http2.server_connection import DataReceived, RequestReceived, ServerConnection
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,
@@ -57,13 +57,13 @@ class Heard:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
-        self.ended: Ended | None = None
+        self.ended: CallEnd | None = None
 
     def on_messages(self, messages: Sequence[bytes]) -> None:
         assert self.ended is None
         self.messages += messages
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: CallEnd) -> None:
         assert self.ended is None, "it ended twice"
         self.ended = ended
 
@@ -124,7 +124,7 @@ def test_a_call_and_its_answer() -> None:
     connection.receive(headers(1, BEGIN) + frame(DATA, 0, 1, packed(b"a", b"bc")))
     assert heard.messages == [b"a", b"bc"]
     connection.receive(headers(1, write_headers(trailers), END_STREAM))
-    assert heard.ended == Ended(grpc.StatusCode.OK, "", trailers)
+    assert heard.ended == CallEnd(grpc.StatusCode.OK, "", trailers)
     assert (connection.num_open, connection.take()) == (0, b"")
 
 
@@ -205,7 +205,7 @@ def test_a_server_that_does_not_speak_grpc(status: str, code: grpc.StatusCode) -
     connection.receive(headers(stream, write_headers([(":status", status), ("content-type", "text/html")])))
     assert heard.code is code
     assert heard.ended is not None
-    assert status in heard.ended.story
+    assert status in heard.ended.detail
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_refusal_is_told_in_the_servers_words(last: list[Header], code: grpc.S
         connection.receive(headers(stream, write_headers([*begin, *last]), END_STREAM))
         assert heard.code is code
         assert heard.ended is not None
-        assert story in heard.ended.story
+        assert story in heard.ended.detail
 
 
 def test_a_body_without_headers_is_no_answer() -> None:
@@ -344,7 +344,7 @@ def test_a_connection_that_is_lost_ends_every_call_once() -> None:
     calls = [asked(connection)[1] for _ in range(3)]
     connection.lose("the wire is cut")
     connection.lose("again")
-    assert [heard.ended for heard in calls] == [Ended(UNAVAILABLE, "the wire is cut")] * 3
+    assert [heard.ended for heard in calls] == [CallEnd(UNAVAILABLE, "the wire is cut")] * 3
 
 
 def test_a_call_that_is_cancelled_hears_nothing_more() -> None:
@@ -403,7 +403,7 @@ class Persistent(Heard):
         self._client = client
         self.again = Heard()
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: CallEnd) -> None:
         super().on_end(ended)
         self._client.call(ASK, self.again)
 
@@ -452,7 +452,7 @@ async def test_what_the_kernel_does_not_take_at_once_goes_out_later() -> None:
 )
 def test_both_ends_understand_each_other(asks: list[int], answers: list[int], window: int, cut: int) -> None:
     """Whatever the sizes, the windows, and the pieces in which bytes arrive."""
-    client, server, heard = ClientConnection(MAX_BYTES), Connection(8192), Heard()
+    client, server, heard = ClientConnection(MAX_BYTES), ServerConnection(8192), Heard()
     stream = client.begin(ASK, heard)
     questions = [bytes([number]) * size for number, size in enumerate(asks)]
     replies = [bytes([number]) * size for number, size in enumerate(answers)]
@@ -468,11 +468,11 @@ def test_both_ends_understand_each_other(asks: list[int], answers: list[int], wi
             is_first = False
         for at in range(0, len(data), cut):
             for event in server.receive(data[at : at + cut]):
-                if isinstance(event, Opened):
+                if isinstance(event, RequestReceived):
                     server.send_headers(stream, BEGIN)
                     for reply in replies:
                         server.send(stream, packed(reply))
-                elif isinstance(event, Received):
+                elif isinstance(event, DataReceived):
                     got += event.data
                     is_ended = is_ended or event.is_ended
         if is_ended:

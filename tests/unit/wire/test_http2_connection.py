@@ -19,7 +19,14 @@ from baton.wire.http2.frames import (
     ConnectionFault,
 )
 from baton.wire.http2.header_blocks import write_headers
-from baton.wire.http2.server_connection import Connection, Event, Opened, Received, WasReset, Writable
+from baton.wire.http2.server_connection import (
+    DataReceived,
+    Event,
+    RequestReceived,
+    ServerConnection,
+    StreamReset,
+    StreamWritable,
+)
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,
@@ -57,16 +64,16 @@ def body_of(data: bytes, stream: int) -> bytes:
     return b"".join(payload for kind, _, number, payload in sent(data) if kind == DATA and number == stream)
 
 
-def connected(first_window: int | None = None) -> Connection:
+def connected(first_window: int | None = None) -> ServerConnection:
     """Past the greetings."""
-    connection = Connection(8192)
+    connection = ServerConnection(8192)
     settings = b"" if first_window is None else struct.pack(">HI", 4, first_window)
     assert connection.receive(PREFACE + frame(SETTINGS, 0, 0, settings)) == []
     connection.take()
     return connection
 
 
-def fault_of(connection: Connection, data: bytes) -> int:
+def fault_of(connection: ServerConnection, data: bytes) -> int:
     """What these bytes end the connection with; the peer is told."""
     with pytest.raises(ConnectionFault) as caught:
         connection.receive(data)
@@ -79,7 +86,7 @@ def fault_of(connection: Connection, data: bytes) -> int:
 def test_a_request_and_its_answer() -> None:
     connection = connected()
     events = connection.receive(opened(1) + frame(DATA, 0, 1, b"ab") + frame(DATA, END_STREAM, 1, b"c"))
-    assert events == [Opened(1, REQUEST, False), Received(1, b"ab", False), Received(1, b"c", True)]
+    assert events == [RequestReceived(1, REQUEST, False), DataReceived(1, b"ab", False), DataReceived(1, b"c", True)]
     connection.send_headers(1, b"h")
     assert connection.send(1, b"body")
     connection.finish(1, TRAILERS)
@@ -92,7 +99,7 @@ def test_a_request_and_its_answer() -> None:
 
 
 def test_greetings_are_answered() -> None:
-    connection = Connection(8192)
+    connection = ServerConnection(8192)
     assert [kind for kind, *_ in sent(connection.take())] == [SETTINGS, WINDOW_UPDATE]
     connection.receive(PREFACE + frame(SETTINGS, 0, 0) + frame(PING, 0, 0, b"12345678"))
     assert sent(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
@@ -102,9 +109,9 @@ def test_padding_priorities_and_continuations_are_taken_off() -> None:
     connection = connected()
     padded = frame(HEADERS, PADDED | HAS_PRIORITY, 1, b"\x02" + b"\0\0\0\0\x10" + BLOCK[:3] + b"\0\0")
     rest = frame(CONTINUATION, 0, 1, BLOCK[3:5]) + frame(CONTINUATION, END_HEADERS, 1, BLOCK[5:])
-    assert connection.receive(padded + rest) == [Opened(1, REQUEST, False)]
-    assert connection.receive(frame(DATA, PADDED, 1, b"\x03abc\0\0\0")) == [Received(1, b"abc", False)]
-    assert connection.receive(frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)) == [Received(1, b"", True)]
+    assert connection.receive(padded + rest) == [RequestReceived(1, REQUEST, False)]
+    assert connection.receive(frame(DATA, PADDED, 1, b"\x03abc\0\0\0")) == [DataReceived(1, b"abc", False)]
+    assert connection.receive(frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)) == [DataReceived(1, b"", True)]
 
 
 def test_an_answer_before_the_requests_end_tells_the_peer_to_stop() -> None:
@@ -145,10 +152,10 @@ def test_who_waits_is_told_once_it_is_out() -> None:
     connection.receive(opened(1) + opened(3))
     assert not connection.send(1, b"abcdef")
     assert connection.send(3, b"abcd"), "another stream's window is its own"
-    assert connection.receive(grow(1, 2)) == [Writable(1)]
+    assert connection.receive(grow(1, 2)) == [StreamWritable(1)]
     assert not connection.send(1, b"g")
     larger = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 5))
-    assert connection.receive(larger) == [Writable(1)], "a new size of all windows counts for those that are open"
+    assert connection.receive(larger) == [StreamWritable(1)], "a new size of all windows counts for those that are open"
 
 
 def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
@@ -168,8 +175,8 @@ def test_the_connections_window_is_shared_by_who_waits_the_longest() -> None:
     assert not connection.send(3, b"y" * 10)
     assert not connection.send(5, b"z" * 10)
     connection.take()
-    assert connection.receive(grow(0, 16)) == [Writable(1), Writable(3)]
-    assert connection.receive(grow(0, 100)) == [Writable(5)]
+    assert connection.receive(grow(0, 16)) == [StreamWritable(1), StreamWritable(3)]
+    assert connection.receive(grow(0, 100)) == [StreamWritable(5)]
     data = connection.take()
     assert (body_of(data, 1), body_of(data, 3), body_of(data, 5)) == (b"x", b"y" * 10, b"z" * 10)
 
@@ -213,7 +220,7 @@ def test_what_is_read_goes_back_to_the_windows() -> None:
 def test_a_reset_ends_one_stream_alone() -> None:
     connection = connected()
     connection.receive(opened(1) + opened(3))
-    assert connection.receive(frame(RST_STREAM, 0, 1, struct.pack(">I", 8))) == [WasReset(1)]
+    assert connection.receive(frame(RST_STREAM, 0, 1, struct.pack(">I", 8))) == [StreamReset(1)]
     assert connection.send(1, b"nobody reads this")
     connection.finish(1, TRAILERS)
     assert connection.take() == b""
@@ -236,17 +243,17 @@ def test_an_end_may_come_before_what_waits() -> None:
 def test_a_fault_of_one_stream_costs_no_other() -> None:
     connection = connected()
     connection.receive(opened(1, END_STREAM) + opened(3))
-    assert connection.receive(frame(DATA, 0, 1, b"more")) == [WasReset(1)]
-    assert connection.receive(grow(3, 0)) == [WasReset(3)]
+    assert connection.receive(frame(DATA, 0, 1, b"more")) == [StreamReset(1)]
+    assert connection.receive(grow(3, 0)) == [StreamReset(3)]
     assert [(kind, stream) for kind, _, stream, _ in sent(connection.take())] == [(RST_STREAM, 1), (RST_STREAM, 3)]
-    assert connection.receive(opened(5)) == [Opened(5, REQUEST, False)]
+    assert connection.receive(opened(5)) == [RequestReceived(5, REQUEST, False)]
 
 
 def test_headers_that_are_too_large_are_told_and_cost_no_other() -> None:
     connection = connected()
     large = write_headers([("x", "y" * 9000)])
-    assert connection.receive(frame(HEADERS, END_HEADERS, 1, large)) == [Opened(1, None, False)]
-    assert connection.receive(opened(3)) == [Opened(3, REQUEST, False)]
+    assert connection.receive(frame(HEADERS, END_HEADERS, 1, large)) == [RequestReceived(1, None, False)]
+    assert connection.receive(opened(3)) == [RequestReceived(3, REQUEST, False)]
 
 
 def test_who_leaves_takes_nothing_new_and_ends_what_is_open() -> None:
@@ -287,8 +294,8 @@ def test_a_fault_against_all_streams_ends_the_connection(data: bytes, code: int)
 
 
 def test_who_does_not_greet_is_no_client() -> None:
-    assert fault_of(Connection(8192), b"GET / HTTP/1.1\r\n") == PROTOCOL_ERROR
-    assert fault_of(Connection(8192), PREFACE + frame(PING, 0, 0, bytes(8))) == PROTOCOL_ERROR
+    assert fault_of(ServerConnection(8192), b"GET / HTTP/1.1\r\n") == PROTOCOL_ERROR
+    assert fault_of(ServerConnection(8192), PREFACE + frame(PING, 0, 0, bytes(8))) == PROTOCOL_ERROR
 
 
 def test_who_only_asks_is_cut_whether_it_reads_the_answers_or_not() -> None:
@@ -348,16 +355,19 @@ def test_what_comes_for_streams_that_are_over_is_no_more_free() -> None:
 
 
 def test_more_streams_are_allowed_later() -> None:
-    connection = Connection(8192, max_streams=2)
+    connection = ServerConnection(8192, max_streams=2)
     (settings, _) = sent(connection.take())
     assert settings[3][:6] == struct.pack(">HI", 3, 2)
     connection.receive(PREFACE + frame(SETTINGS, 0, 0))
-    assert [type(one) for one in connection.receive(opened(1) + opened(3) + opened(5))] == [Opened, Opened]
+    assert [type(one) for one in connection.receive(opened(1) + opened(3) + opened(5))] == [
+        RequestReceived,
+        RequestReceived,
+    ]
     connection.take()
     connection.allow_streams(3)
     connection.allow_streams(3)
     assert sent(connection.take()) == [(SETTINGS, 0, 0, struct.pack(">HI", 3, 3))]
-    assert connection.receive(opened(7)) == [Opened(7, REQUEST, False)]
+    assert connection.receive(opened(7)) == [RequestReceived(7, REQUEST, False)]
 
 
 def test_who_opens_streams_only_to_reset_them_is_cut() -> None:
@@ -395,7 +405,7 @@ CONVERSATION = (
 
 @given(st.lists(st.integers(0, len(CONVERSATION)), max_size=6))
 def test_where_bytes_are_cut_changes_nothing(cuts: Sequence[int]) -> None:
-    whole, cut = Connection(8192), Connection(8192)
+    whole, cut = ServerConnection(8192), ServerConnection(8192)
     events: list[Event] = []
     places = [0, *sorted(cuts), len(CONVERSATION)]
     for start, stop in pairwise(places):
@@ -419,9 +429,9 @@ def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data
         except ConnectionFault:
             break
         for event in events:
-            if isinstance(event, Opened):
+            if isinstance(event, RequestReceived):
                 open_streams.add(event.stream)
-            elif isinstance(event, WasReset):
+            elif isinstance(event, StreamReset):
                 open_streams.discard(event.stream)
         for stream in sorted(open_streams):
             if data.draw(st.booleans()):
@@ -483,7 +493,7 @@ def test_a_value_with_blanks_around_it_or_controls_in_it_breaks_the_stream(name:
     fields = [*(one for one in REQUEST if one[0] != name), (name, value)]
     fields.sort(key=lambda one: not one[0].startswith(":"))
     connection = connected()
-    assert connection.receive(frame(HEADERS, END_HEADERS, 1, write_headers(fields))) == [WasReset(1)]
+    assert connection.receive(frame(HEADERS, END_HEADERS, 1, write_headers(fields))) == [StreamReset(1)]
     assert sent(connection.take()) == [(RST_STREAM, 0, 1, struct.pack(">I", PROTOCOL_ERROR))]
 
 
@@ -494,7 +504,7 @@ def test_answers_that_are_not_taken_count_as_open_streams() -> None:
         connection.finish(stream, TRAILERS)
     assert connection.receive(opened(20_001)) == [], "refused"
     connection.take()
-    assert connection.receive(opened(20_003)) == [Opened(20_003, REQUEST, False)]
+    assert connection.receive(opened(20_003)) == [RequestReceived(20_003, REQUEST, False)]
 
 
 def test_what_is_said_of_a_stream_that_was_left_counts_for_nothing() -> None:
@@ -529,7 +539,7 @@ def test_who_goes_on_with_what_it_ended_is_cut() -> None:
 def test_a_length_that_is_none_breaks_the_stream(length: str) -> None:
     connection = connected()
     block = write_headers([*REQUEST, ("content-length", length)])
-    assert connection.receive(frame(HEADERS, END_HEADERS, 1, block)) == [WasReset(1)]
+    assert connection.receive(frame(HEADERS, END_HEADERS, 1, block)) == [StreamReset(1)]
 
 
 def test_a_body_is_as_long_as_it_was_announced() -> None:
@@ -538,6 +548,6 @@ def test_a_body_is_as_long_as_it_was_announced() -> None:
         block = write_headers([*REQUEST, ("content-length", "3")])
         connection.receive(frame(HEADERS, END_HEADERS, stream, block))
         (event,) = connection.receive(frame(DATA, END_STREAM, stream, data))
-        assert isinstance(event, Received) == (stream == 1)
+        assert isinstance(event, DataReceived) == (stream == 1)
     twice = write_headers([*REQUEST, ("content-length", "3"), ("content-length", "4")])
-    assert connection.receive(frame(HEADERS, END_HEADERS, 7, twice)) == [WasReset(7)]
+    assert connection.receive(frame(HEADERS, END_HEADERS, 7, twice)) == [StreamReset(7)]

@@ -17,7 +17,8 @@ from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.tls_files import TlsFiles
 from baton.wire.http2.frames import PREFACE
-from baton.wire.http2.server import Http2Server, _Link
+from baton.wire.http2.server import Http2Server
+from baton.wire.http2.server_link import ServerLink
 from router.http.connection import Connection
 from router.http.server import HttpServer
 from tests.support.http2_frames import SETTINGS, frame
@@ -25,7 +26,7 @@ from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
 from tests.support.left_behind import collector_off
 
 NUM_CONNECTIONS = 10
-_KINDS = (Connection, _Link, sslproto.SSLProtocol, selector_events._SelectorSocketTransport)
+_KINDS = (Connection, ServerLink, sslproto.SSLProtocol, selector_events._SelectorSocketTransport)
 PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 ASKED = {"http": PAGE, "grpc": PREFACE + frame(SETTINGS, 0, 0)}
 """What each server answers."""

@@ -25,7 +25,8 @@ from baton.security.tls_files import TlsFiles
 from baton.wire.authenticator import Authenticator
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
 from baton.wire.http2.header_blocks import HeaderReader, write_headers
-from baton.wire.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
+from baton.wire.http2.server import MAX_KEYLESS_CALLS, Http2Server
+from baton.wire.http2.server_link import STREAMS_OF_STRANGERS
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.turn_budget import Source, TurnBudget
 from tests.support.http2_frames import (

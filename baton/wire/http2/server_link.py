@@ -1,0 +1,398 @@
+"""One client's connection to a gRPC server of our own: an asyncio protocol around `ServerConnection`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.errors import BatonError
+from baton.security.connection_limit import Place
+from baton.wire.closing import close_transport
+from baton.wire.http2.call import BadCall, Call, CallHead, HeldBytes, trailers_only
+from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
+from baton.wire.http2.frames import ConnectionFault
+from baton.wire.http2.server_connection import (
+    MAX_STREAMS_OPEN,
+    DataReceived,
+    RequestReceived,
+    ServerConnection,
+    StreamReset,
+    StreamWritable,
+)
+from baton.wire.status import to_rpc
+
+if TYPE_CHECKING:
+    from baton.wire.http2.server import Http2Server
+
+_log = logging.getLogger(__name__)
+
+_SEND_BUFFER_BYTES = 256 << 10
+_PIECE_BYTES = 2 << 10
+"""Of what was read, what is looked at before the time is: frames of nine bytes each take a millisecond then."""
+STREAMS_OF_STRANGERS = 100
+"""Open at once on a connection, until one of its calls has shown who it is."""
+_KEYLESS_MESSAGE_BYTES = 4 << 10
+
+_STOPPED = BadCall(grpc.StatusCode.UNAVAILABLE, "the connection is being closed")
+
+
+class ServerLink(asyncio.BufferedProtocol):
+    """One client's connection.
+
+    There may be thousands that say nothing: its sets are dictionaries, which take a third as much while they are empty.
+    """
+
+    def __init__(self, server: Http2Server, place: Place) -> None:
+        self._server = server
+        self._place = place
+        self._loop = asyncio.get_running_loop()
+        self._connection = ServerConnection(server.max_metadata_bytes, STREAMS_OF_STRANGERS)
+        self._connection.guard.free_resets = FREE_RESETS_OF_STRANGERS
+        self._is_known = False
+        """One of its calls has shown who it is, or nobody has to."""
+        self._calls: dict[int, Call] = {}
+        self._half_open: dict[int, float] = {}
+        """Calls of one message that is not whole, and since when; the oldest first."""
+        self._keyless: dict[int, None] = {}
+        """Calls of methods that are open to anyone."""
+        self._lingering: dict[int, tuple[float, bytes]] = {}
+        """Calls that are answered, but the peer does not read the answer: since when, and their last headers."""
+        self._held = HeldBytes(server.held)
+        self._unread, self._unread_at = b"", 0
+        """What has come and was not looked at, from this place on."""
+        self._is_paused = False
+        """Nothing more is read until that is."""
+        self._transport: asyncio.Transport | None = None
+        self._will_flush = False
+        self._is_full = False
+        """The kernel takes nothing more for now."""
+        self._blocked: dict[int, None] = {}
+        """Streams that wait for that, for the peer's windows, or for the next turn of the loop."""
+        self._held_back: dict[int, None] = {}
+        """Those of them that do not wait for the peer's windows."""
+        self._num_unsent = 0
+        """Bytes of bodies of this turn."""
+        self._has_spoken = True
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are not over."""
+        return len(self._calls)
+
+    @property
+    def num_keyless(self) -> int:
+        """Open calls of methods that need no key."""
+        return len(self._keyless)
+
+    # What the transport says.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(_SEND_BUFFER_BYTES)
+        self._server.connections.add(self)
+        self._timer = self._loop.call_later(self._server.quiet_s, self._look)
+        self._flush()
+        if self._server.is_stopping:
+            self.leave()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._server.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._has_spoken = True
+        data = bytes(self._server.read_buffer[:nbytes])
+        if self._unread:
+            # TLS had it before it was told to wait.
+            self._unread, self._unread_at = self._unread[self._unread_at :] + data, 0
+            return
+        self._unread = data
+        self._server.budget.step(self)
+        if self._unread and self._transport is not None and not self._transport.is_closing():
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def step(self) -> bool:
+        """See `baton.wire.turn_budget.Source`."""
+        at, stop = self._unread_at, self._unread_at + _PIECE_BYTES
+        piece = self._unread[at:stop]
+        try:
+            self._receive(piece)
+        except Exception:
+            _log.exception("connection of %s failed", self.peer)
+            if self._transport is not None:
+                self._transport.abort()
+        is_gone = self._transport is None or self._transport.is_closing()
+        if stop < len(self._unread) and not is_gone:
+            self._unread_at = stop
+            return True
+        self._unread, self._unread_at = b"", 0
+        if self._is_paused and self._transport is not None and not is_gone:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return False
+
+    def _receive(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return  # TLS still has some of what came before
+        try:
+            for event in self._connection.receive(data):
+                if type(event) is RequestReceived:
+                    self._open(event)
+                elif type(event) is DataReceived:
+                    self._on_data(event)
+                elif type(event) is StreamReset:
+                    self._on_reset(event.stream)
+                elif type(event) is StreamWritable:
+                    self._on_room(event.stream)
+        except ConnectionFault as fault:
+            # Not the fault itself: whoever keeps records would keep its frames, and with them this connection.
+            self._server.broken.happened("connection of %s ended: %s", self.peer, str(fault))
+            self.close()
+            return
+        self._schedule()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._place.release()
+        self._server.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._transport = None
+        self._unread, self._unread_at = b"", 0
+        calls = list(self._calls.values())
+        for stream in list(self._calls):
+            self._forget(stream)
+        self._server.queue.lose(self, calls)
+
+    # What calls say.
+
+    def send_headers(self, stream: int, block: bytes) -> None:
+        self._connection.send_headers(stream, block)
+        self._schedule()
+
+    def send(self, stream: int, data: bytes) -> bool:
+        is_out = self._connection.send(stream, data)
+        if not self._will_flush:
+            self._schedule()
+        self._num_unsent += len(data)
+        if is_out and not self._is_full and self._num_unsent < _SEND_BUFFER_BYTES:
+            return True
+        self._blocked[stream] = None
+        if is_out:
+            self._held_back[stream] = None
+        return False
+
+    def has_room(self, stream: int) -> bool:
+        return not self._is_full and stream not in self._blocked
+
+    def finish(self, stream: int, block: bytes) -> None:
+        self._forget(stream)
+        self._connection.finish(stream, block)
+        if self._connection.is_open(stream):
+            self._lingering[stream] = self._loop.time(), block
+        self._schedule()
+
+    def end(self, stream: int, block: bytes) -> None:
+        self._forget(stream)
+        self._connection.end(stream, block)
+        self._schedule()
+
+    @property
+    def peer(self) -> str:
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        if not name:
+            return "unknown"
+        host, port = name[:2]
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+    @property
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        found = self._transport.get_extra_info("peercert") if self._transport is not None else None
+        names = [value.encode() for kind, value in (found or {}).get("subjectAltName", ()) if kind == "DNS"]
+        return {"peer_dns": names} if names else {}
+
+    # What the server says.
+
+    def leave(self) -> None:
+        """Take no new calls, and end with the last one."""
+        self._connection.leave()
+        self._flush()
+
+    def close(self) -> None:
+        """End at once, with every call."""
+        for call in list(self._calls.values()):
+            call.stop(_STOPPED)
+        self._flush()
+        if self._transport is not None:
+            close_transport(self._transport)
+
+    # Inside.
+
+    def _open(self, opened: RequestReceived) -> None:
+        try:
+            call, is_anyones = self._admitted(opened)
+        except BadCall as bad:
+            self._connection.refuse(opened.stream, trailers_only(bad))
+            return
+        self._calls[opened.stream] = call
+        if is_anyones:
+            self._keyless[opened.stream] = None
+            self._server.num_keyless += 1
+        if opened.is_ended:
+            call.receive(b"", is_ended=True)
+        if call.may_begin:
+            self._server.queue.add(self, call, is_anyones=is_anyones)
+        else:
+            self._half_open[opened.stream] = self._loop.time()
+
+    def _admitted(self, opened: RequestReceived) -> tuple[Call, bool]:
+        """The call, and whether its method is open to anyone. Raises BadCall for one that is not to be."""
+        server = self._server
+        if opened.headers is None:
+            most = server.max_metadata_bytes
+            raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {most} bytes of metadata")
+        head = CallHead.read(opened.headers)
+        method = head.details.method
+        try:
+            caller = server.authenticator.caller(method, head.details.invocation_metadata)
+        except BatonError as error:
+            raise BadCall(*to_rpc(error)) from error
+        handler = server.handler(head.details)
+        if handler is None:
+            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        is_anyones, max_bytes = server.authenticator.is_open_to_anyone(method), server.max_message_bytes
+        if is_anyones:
+            server.admit_keyless(self)
+            max_bytes = min(max_bytes, _KEYLESS_MESSAGE_BYTES)
+        elif not self._is_known:
+            self._is_known = True
+            self._place.asked()
+            self._connection.guard.free_resets = FREE_RESETS
+            self._connection.allow_streams(MAX_STREAMS_OPEN)
+        call = Call(
+            self,
+            opened.stream,
+            head.of(caller),
+            max_bytes,
+            takes_stream=handler.request_streaming,
+            held=self._held,
+            stall_s=server.stall_s,
+        )
+        return call, is_anyones
+
+    def end_keyless(self) -> None:
+        """End the last of its calls of methods that are open to anyone: there are too many."""
+        self._calls[max(self._keyless)].stop(too_many_keyless())
+
+    def _on_data(self, received: DataReceived) -> None:
+        stream = received.stream
+        call = self._calls.get(stream)
+        if call is None:
+            return
+        call.receive(received.data, is_ended=received.is_ended)
+        server = self._server
+        if self._held.value > server.max_unread_bytes or server.held.value > server.max_held_bytes:
+            call.refuse(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests at once than are read"))
+        if call.may_begin and self._half_open.pop(stream, None) is not None:
+            server.queue.add(self, call, is_anyones=stream in self._keyless)
+
+    def _on_reset(self, stream: int) -> None:
+        call = self._calls.get(stream)
+        self._forget(stream)
+        if call is not None:
+            call.cancel()
+
+    def _on_room(self, stream: int) -> None:
+        """What waited in it is out; whether there is room for more the next message will find."""
+        if self._is_full:
+            self._held_back[stream] = None
+            return
+        self._blocked.pop(stream, None)
+        self._held_back.pop(stream, None)
+        self._lingering.pop(stream, None)
+        call = self._calls.get(stream)
+        if call is not None:
+            call.go_on()
+
+    def _forget(self, stream: int) -> None:
+        self._calls.pop(stream, None)
+        self._half_open.pop(stream, None)
+        self._lingering.pop(stream, None)
+        if stream in self._keyless:
+            del self._keyless[stream]
+            self._server.num_keyless -= 1
+        self._blocked.pop(stream, None)
+        self._held_back.pop(stream, None)
+
+    def _schedule(self) -> None:
+        """Send what there is once this turn of the loop is over: what else it brings goes with it."""
+        if not self._will_flush:
+            self._will_flush = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        if self._transport is None or self._is_full:
+            return
+        if data := self._connection.take():
+            self._transport.write(data)
+        self._num_unsent = 0
+        for stream in list(self._held_back):
+            if self._is_full:
+                break
+            self._on_room(stream)
+
+    def _look(self) -> None:
+        """Ask a peer that says nothing: one whose machine is gone closes nothing."""
+        if self._transport is None:
+            return
+        if not self._connection.has_greeted:
+            self._server.broken.happened("connection of %s ended: it did not greet in time", self.peer)
+            self._transport.abort()
+            return
+        self._end_late()
+        if self._has_spoken or self._unread:
+            self._has_spoken = False
+            self._connection.guard.forgive()
+            self._timer = self._loop.call_later(self._server.quiet_s, self._look)
+            return
+        self._connection.ping()
+        self._flush()
+        self._timer = self._loop.call_later(self._server.answer_s, self._give_up)
+
+    def _end_late(self) -> None:
+        """End what the peer has not sent to its end for too long, and what it has not read for too long."""
+        now = self._loop.time()
+        for stream, since in list(self._half_open.items()):
+            if now - since < self._server.request_s:
+                break
+            story = f"the request was not sent to its end within {self._server.request_s:g} s"
+            self._calls[stream].stop(BadCall(grpc.StatusCode.DEADLINE_EXCEEDED, story))
+        for stream, (since, block) in list(self._lingering.items()):
+            if now - since < self._server.stall_s:
+                break
+            del self._lingering[stream]
+            self._connection.end(stream, block)
+        self._schedule()
+
+    def _give_up(self) -> None:
+        if self._has_spoken or self._unread:
+            self._look()
+        elif self._transport is not None:
+            self._transport.abort()
+
+
+def too_many_keyless() -> BadCall:
+    return BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many calls at once that need no key")

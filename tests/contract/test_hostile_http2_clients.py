@@ -26,7 +26,7 @@ from baton.wire.authenticator import Authenticator
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
 from baton.wire.http2.header_blocks import HeaderReader, write_headers
 from baton.wire.http2.server import MAX_KEYLESS_CALLS, Http2Server
-from baton.wire.http2.server_link import STREAMS_OF_STRANGERS
+from baton.wire.http2.server_link import UNAUTHENTICATED_STREAMS
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.turn_budget import Source, TurnBudget
 from tests.support.http2_frames import (
@@ -195,7 +195,7 @@ async def test_without_a_key_a_call_ends_with_its_headers(keys: tuple[KeyRing, s
         # What is still under way counts for nothing, and nothing of it is kept.
         client.say(frame(DATA, 0, 1, bytes(16_000)) * 20)
         await client.all_said()
-        assert server.held.value == 0
+        assert server.unread_requests.value == 0
         client.call(3, UNARY, b"abc", keys[1])
         assert await client.status_of(3) is grpc.StatusCode.OK
         assert service.tenants == ["acme"], "and whoever serves it knows who is calling"
@@ -207,19 +207,19 @@ async def test_a_stranger_may_open_a_hundred_streams_and_who_shows_a_key_ten_tho
 ) -> None:
     async with serving(keys[0]) as (server, _):
         client = await Client.of(server)
-        for number in range(STREAMS_OF_STRANGERS + 20):
+        for number in range(UNAUTHENTICATED_STREAMS + 20):
             client.call(2 * number + 1, WATCH, None)
         await client.all_said()
-        assert client.max_streams == STREAMS_OF_STRANGERS
-        assert server.num_open == STREAMS_OF_STRANGERS
+        assert client.max_streams == UNAUTHENTICATED_STREAMS
+        assert server.num_open == UNAUTHENTICATED_STREAMS
         assert set(client.resets.values()) == {REFUSED_STREAM}
         known = await Client.of(server)
-        for number in range(3 * STREAMS_OF_STRANGERS):
+        for number in range(3 * UNAUTHENTICATED_STREAMS):
             known.call(2 * number + 1, GENERATE, b"", keys[1])
         await known.all_said()
         assert known.max_streams == 10_000
         assert known.resets == {}
-        assert server.num_open == 4 * STREAMS_OF_STRANGERS
+        assert server.num_open == 4 * UNAUTHENTICATED_STREAMS
 
 
 @pytest.mark.timeout(10)
@@ -241,9 +241,9 @@ async def test_calls_that_need_no_key_are_bounded_in_the_process_and_the_greedie
     keys: tuple[KeyRing, str],
 ) -> None:
     async with serving(keys[0]) as (server, _):
-        crowd = [await Client.of(server) for _ in range(MAX_KEYLESS_CALLS // STREAMS_OF_STRANGERS + 2)]
+        crowd = [await Client.of(server) for _ in range(MAX_KEYLESS_CALLS // UNAUTHENTICATED_STREAMS + 2)]
         for client in crowd:
-            for number in range(STREAMS_OF_STRANGERS):
+            for number in range(UNAUTHENTICATED_STREAMS):
                 client.call(2 * number + 1, WATCH)
         for client in crowd:
             await client.all_said()
@@ -283,7 +283,7 @@ async def test_the_second_message_of_a_unary_call_ends_it_and_six_megabytes_of_t
             most = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert server.held.value == 0
+        assert server.unread_requests.value == 0
         assert most < 8 << 20, "6 MiB were sent, and are in this process's own buffers once"
 
 
@@ -307,7 +307,7 @@ async def test_a_half_open_call_has_no_task_and_ends_when_its_time_is_up() -> No
         assert server.num_calls == 0
         for stream in range(1, 41, 2):
             assert await client.status_of(stream) is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert (server.num_open, server.held.value, service.num_waiting) == (0, 0, 0)
+        assert (server.num_open, server.unread_requests.value, service.num_waiting) == (0, 0, 0)
 
 
 @pytest.mark.timeout(10)
@@ -451,7 +451,7 @@ async def test_who_breaks_the_protocol_and_leaves_before_that_is_read_leaves_not
 @pytest.mark.timeout(20)
 async def test_a_client_with_a_key_has_hundreds_of_streams_at_once(keys: tuple[KeyRing, str]) -> None:
     """grpcio waits with the hundred and first until it is told that it may."""
-    num_streams = 3 * STREAMS_OF_STRANGERS
+    num_streams = 3 * UNAUTHENTICATED_STREAMS
     async with serving(keys[0]) as (server, service), grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         metadata = (("authorization", f"Bearer {keys[1]}"),)
         streams = [channel.unary_stream(GENERATE, None, None)(b"", metadata=metadata) for _ in range(num_streams)]

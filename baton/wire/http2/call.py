@@ -1,4 +1,4 @@
-"""One call of a gRPC client (gRPC's PROTOCOL-HTTP2.md): its request, and the context by which its handler answers."""
+"""One gRPC call at the server (gRPC's PROTOCOL-HTTP2.md): its request, and the context with which it is answered."""
 
 from __future__ import annotations
 
@@ -24,63 +24,63 @@ _log = logging.getLogger(__name__)
 
 Metadatum = tuple[str, str | bytes]
 
-_MESSAGE = struct.Struct(">BI")
-"""Whether it is compressed, and its length."""
-_BEGIN = write_headers(((":status", "200"), ("content-type", "application/grpc")))
-_OK = write_headers((("grpc-status", "0"),))
-_LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+_MESSAGE_PREFIX = struct.Struct(">BI")
+"""Before each message: whether it is compressed, and its length."""
+_RESPONSE_HEADERS = write_headers(((":status", "200"), ("content-type", "application/grpc")))
+_OK_TRAILERS = write_headers((("grpc-status", "0"),))
+_DEADLINE_EXCEEDED = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 STALL_S = 60.0
-"""How long a write may wait for its reader: for calls that nothing else watches over."""
+"""How long a write may wait for a client that reads nothing, before the call ends."""
 IDLE_REQUEST_S = 300.0
-"""How long a handler waits for the next message of a stream."""
+"""How long a handler waits for the next message of a client's stream."""
 _RESERVED = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
 
 
 class CallDetails(NamedTuple):
-    """What interceptors and handlers see of a call; see `grpc.HandlerCallDetails`."""
+    """What interceptors and handlers see of a call (`grpc.HandlerCallDetails`)."""
 
     method: str
     invocation_metadata: Sequence[Metadatum]
     caller: Caller | None = None
-    """Who calls, where the server has checked that when the headers came; None: nobody has."""
+    """Who calls, if the server has authenticated the caller when the headers came."""
 
 
-class HeldBytes:
-    """How much of requests is held that nobody has read, of one connection or of all."""
+class UnreadBytes:
+    """Counts bytes of requests that were received and not read, of one connection or of all."""
 
     __slots__ = ("_whole", "value")
 
-    def __init__(self, whole: HeldBytes | None = None) -> None:
-        """`whole`: what this is a part of."""
+    def __init__(self, whole: UnreadBytes | None = None) -> None:
+        """`whole`: the counter that also counts these bytes."""
         self.value = 0
         self._whole = whole
 
     def add(self, num_bytes: int) -> None:
-        """Negative: that many are held no more."""
+        """Count more bytes; fewer, if negative."""
         self.value += num_bytes
         if self._whole is not None:
             self._whole.add(num_bytes)
 
 
-class Link(Protocol):
-    """What a call asks of its connection."""
+class CallLink(Protocol):
+    """What a call needs of its connection; the stream's number comes first."""
 
     def send_headers(self, stream: int, block: bytes) -> None: ...
 
     def send(self, stream: int, data: bytes) -> bool:
-        """False: it is to wait for `Call.go_on` before it sends more."""
+        """Send a part of the body. False: the caller waits for `Call.on_writable` before it sends more."""
         ...
 
     def has_room(self, stream: int) -> bool:
-        """Whether it need not wait."""
+        """Whether `send` would return True."""
         ...
 
     def finish(self, stream: int, block: bytes) -> None: ...
 
     def end(self, stream: int, block: bytes) -> None:
-        """As `finish`, but what waits is not sent any more."""
+        """As `finish`, but drop the part of the body that waits to be sent."""
         ...
 
     @property
@@ -91,26 +91,28 @@ class Link(Protocol):
 
 
 class _Refusal(NamedTuple):
-    """Why nothing more of a request is taken. No exception: one that has been raised refers to this call's frames, and
-    a call that refers to it would be a cycle, which only the collector ends.
+    """Why nothing more of a request is taken.
+
+    It is no exception: a raised exception refers to the frames of this call, so a call that kept one would be in a
+    reference cycle, which only the garbage collector ends.
     """
 
     code: grpc.StatusCode
-    story: str
+    detail: str
 
 
-class BadCall(Exception):
-    """A call that is answered with this before any handler hears of it."""
+class CallRefused(Exception):
+    """A call ends with this status, whatever its handler would answer."""
 
-    def __init__(self, code: grpc.StatusCode, story: str, trailing: Sequence[Metadatum] = ()) -> None:
-        """`trailing`: metadata of the answer."""
-        super().__init__(story)
+    def __init__(self, code: grpc.StatusCode, detail: str, trailing: Sequence[Metadatum] = ()) -> None:
+        """`trailing`: the trailing metadata of the answer."""
+        super().__init__(detail)
         self.code = code
         self.trailing = trailing
 
 
 class CallHead(NamedTuple):
-    """What a call's headers say."""
+    """What the headers of a call say."""
 
     details: CallDetails
     is_gzip: bool
@@ -118,14 +120,14 @@ class CallHead(NamedTuple):
 
     @classmethod
     def read(cls, headers: Sequence[Header]) -> CallHead:
-        """Raises BadCall for headers that begin no call of gRPC."""
+        """Parse a header list; raises CallRefused if it begins no gRPC call."""
         fields = dict(headers)
         details = CallDetails(_method(fields), metadata_of(headers))
         is_gzip = fields.get("grpc-encoding", "identity") == "gzip"
         return cls(details, is_gzip, _timeout_s(fields.get("grpc-timeout")))
 
-    def of(self, caller: Caller) -> CallHead:
-        """With who it is that calls."""
+    def with_caller(self, caller: Caller) -> CallHead:
+        """Return a copy that names the authenticated caller."""
         return self._replace(details=self.details._replace(caller=caller))
 
 
@@ -134,137 +136,140 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def __init__(
         self,
-        link: Link,
+        link: CallLink,
         stream: int,
         head: CallHead,
         max_message_bytes: int,
         *,
         takes_stream: bool = True,
-        held: HeldBytes | None = None,
+        unread: UnreadBytes | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """`takes_stream`: its method takes any number of messages; else one, and it may begin once that is whole.
-        `held`: counts what is held of the request. `stall_s`: how long a write may wait for its reader.
+        """`takes_stream`: the method takes any number of messages; else one, and the call is ready once that is whole.
+        `unread`: counts the bytes of the request that are not read. `stall_s`: see STALL_S.
         """
         self._link = link
         self._stream = stream
         self._max_message_bytes = max_message_bytes
         self._takes_stream = takes_stream
-        self._held = held or HeldBytes()
+        self._unread = unread or UnreadBytes()
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
-        self.about = head.details
+        self.call_details = head.details
         self._is_gzip = head.is_gzip
         self._buffer = bytearray()
-        """Of the request: what has come and nobody has read, as it came. Messages are looked at one by one as they are
-        read: a queue of them would be many times larger than what was sent.
+        """The bytes of the request that came and are not read. Messages are cut off as they are read: a queue of small
+        messages would take many times the memory of what was sent.
         """
         self._is_ended = False
         self._refusal: _Refusal | None = None
-        self._heard: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None
+        self._request_arrival: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
         self._has_begun = False
         self._is_over = False
-        self._is_late = False
+        self._is_expired = False
         self._trailing: Sequence[Metadatum] = ()
         self._code = grpc.StatusCode.OK
-        self._story = ""
+        self._detail = ""
         self.task: asyncio.Task[None] | None = None
         self._deadline = None if head.timeout_s is None else self._loop.time() + head.timeout_s
         self._timer = None if self._deadline is None else self._loop.call_at(self._deadline, self._expire)
 
     @property
     def is_over(self) -> bool:
-        """It was answered, or nobody wants it any more."""
+        """Whether the call was answered, or was cancelled."""
         return self._is_over
 
-    # What its connection says.
+    # Called by the connection.
 
     def receive(self, data: bytes, *, is_ended: bool) -> None:
-        """More of the request."""
+        """Take a part of the request's body. `is_ended`: nothing follows."""
         if self._refusal is None and not self._is_over:
             self._buffer += data
-            self._held.add(len(data))
+            self._unread.add(len(data))
             try:
                 self._check_bounds()
-            except BadCall as fault:
+            except CallRefused as fault:
                 self.refuse(fault)
         self._is_ended = self._is_ended or is_ended
-        self._tell()
+        self._wake_reader()
 
     @property
-    def may_begin(self) -> bool:
-        """Its handler would have something to do: until a single message is whole, it would only wait for that."""
+    def is_ready(self) -> bool:
+        """Whether the handler has something to do: for one message, once that is whole."""
         return self._takes_stream or self._is_ended
 
-    def refuse(self, fault: BadCall) -> None:
-        """Nothing more of the request is taken. Once what was is read, this is raised; a call of one message ends."""
+    def refuse(self, fault: CallRefused) -> None:
+        """Take nothing more of the request. The handler gets `fault` raised once it has read what came before; a call
+        of one message ends at once.
+        """
         self._refusal = _Refusal(fault.code, str(fault))
         if not self._takes_stream:
             self._drop_request()
             if self.task is None:
                 self._finish(*self._refusal)
-        self._tell()
+        self._wake_reader()
 
     @property
-    def num_held(self) -> int:
-        """Bytes of the request that nobody has read yet."""
+    def num_unread(self) -> int:
+        """The number of bytes of the request that are not read yet."""
         return len(self._buffer)
 
     def _drop_request(self) -> None:
-        self._held.add(-len(self._buffer))
+        self._unread.add(-len(self._buffer))
         self._buffer.clear()
 
-    def _tell(self) -> None:
-        if self._heard is not None and not self._heard.done():
-            self._heard.set_result(None)
+    def _wake_reader(self) -> None:
+        if self._request_arrival is not None and not self._request_arrival.done():
+            self._request_arrival.set_result(None)
 
-    def go_on(self) -> None:
-        """There is room for more."""
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+    def on_writable(self) -> None:
+        """Let the handler write on: what waited is sent."""
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
 
     def cancel(self) -> None:
-        """The peer wants no answer any more, or is gone."""
+        """End the call without an answer: the client has cancelled it, or is gone."""
         self._is_over = True
         self._drop_request()
         self._stop_timer()
         if self.task is not None:
             self.task.cancel()
 
-    def stop(self, why: BadCall) -> None:
-        """End it with this, whatever its handler would still say."""
+    def stop(self, refusal: CallRefused) -> None:
+        """End the call with this status, and cancel its handler."""
         if not self._is_over:
-            self._link.end(self._stream, _status(why.code, str(why)) if self._has_begun else trailers_only(why))
+            status = _status(refusal.code, str(refusal)) if self._has_begun else trailers_only(refusal)
+            self._link.end(self._stream, status)
         self.cancel()
 
-    # What its handler says; see `grpc.aio.ServicerContext`.
+    # Called by the handler: `grpc.aio.ServicerContext`.
 
     async def write(self, message: Any) -> None:
         if not self.write_now(message) and not self._is_over:
-            self._room = self._loop.create_future()
+            self._writable = self._loop.create_future()
             late = self._loop.call_later(self._stall_s, self._stall)
             try:
-                await self._room
+                await self._writable
             finally:
                 late.cancel()
-                self._room = None
+                self._writable = None
 
     def _stall(self) -> None:
-        story = f"nothing of the answer was read for {self._stall_s:g} s"
-        self.stop(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, story))
+        detail = f"nothing of the answer was read for {self._stall_s:g} s"
+        self.stop(CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, detail))
 
     @property
     def has_room(self) -> bool:
-        """Whether a message would leave at once: for `write_now`."""
+        """Whether `write_now` would send a message at once."""
         return not self._is_over and self._link.has_room(self._stream)
 
     def write_now(self, message: Any) -> bool:
-        """Write without waiting; False: there is no room for another one now. Not between `write` and its end."""
+        """Write a message without waiting; False: the next one has to wait. Not while a `write` is waiting."""
         data = self._serialize(message)
         self._begin()
-        return self._link.send(self._stream, _MESSAGE.pack(0, len(data)) + data)
+        return self._link.send(self._stream, _MESSAGE_PREFIX.pack(0, len(data)) + data)
 
     async def read(self) -> Any:
         raise NotImplementedError("handlers iterate over requests")
@@ -284,19 +289,19 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._trailing = tuple(trailing_metadata)
 
     def invocation_metadata(self) -> Any:
-        return self.about.invocation_metadata
+        return self.call_details.invocation_metadata
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self._code = code
 
     def set_details(self, details: str) -> None:
-        self._story = details
+        self._detail = details
 
     def set_compression(self, compression: grpc.Compression) -> None:
-        """Nothing is compressed."""
+        """Do nothing: answers are never compressed."""
 
     def disable_next_message_compression(self) -> None:
-        """Nothing is compressed."""
+        """Do nothing: answers are never compressed."""
 
     def peer(self) -> str:
         return self._link.peer
@@ -313,24 +318,25 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     def time_remaining(self) -> Any:
         return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
 
-    # Its life.
+    # The call from begin to end.
 
     async def serve(self, find: Callable[[CallDetails], Any]) -> None:
-        """Find the handler, give it the request, send what it says. For a task, which is cancelled by `cancel`."""
-        if self.about.caller is not None:
-            current_caller.set(self.about.caller)
+        """Find the handler, give it the request, send its answer. Runs in a task, which `cancel` cancels."""
+        if self.call_details.caller is not None:
+            current_caller.set(self.call_details.caller)
         try:
-            await self._answer(await find(self.about))
-            self._finish(self._code, self._story)
-        except BadCall as bad:
+            await self._answer(await find(self.call_details))
+            self._finish(self._code, self._detail)
+        except CallRefused as bad:
             self._finish(bad.code, str(bad))
         except grpc.aio.AbortError:
             pass
         except asyncio.CancelledError:
-            # It ends here: a task keeps what ends it, which has this frame, which has the call, which has the task.
-            self._finish(*(_LATE if self._is_late else (grpc.StatusCode.CANCELLED, "Cancelled")))
+            # It must not leave: the task would keep the exception, which has this frame, which has the call, which has
+            # the task: a cycle.
+            self._finish(*(_DEADLINE_EXCEEDED if self._is_expired else (grpc.StatusCode.CANCELLED, "Cancelled")))
         except Exception as fault:
-            _log.exception("%s failed", self.about.method)
+            _log.exception("%s failed", self.call_details.method)
             self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(fault)}: {fault}")
         finally:
             self._drop_request()
@@ -339,7 +345,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     async def _answer(self, handler: Any) -> None:
         if handler is None:
-            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            raise CallRefused(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         self._serialize = handler.response_serializer or bytes
         read = handler.request_deserializer or bytes
         request = self._each(read) if handler.request_streaming else read(await self._only_request())
@@ -355,12 +361,12 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     async def _only_request(self) -> bytes:
         while not self._is_ended and self._refusal is None:
-            await self._hear()
+            await self._wait_for_request()
         if self._refusal is not None:
-            raise BadCall(*self._refusal)
+            raise CallRefused(*self._refusal)
         request = self._next_request()
         if request is None and self._buffer:
-            raise BadCall(grpc.StatusCode.INTERNAL, "the request's message is cut off")
+            raise CallRefused(grpc.StatusCode.INTERNAL, "the request's message is cut off")
         if request is None or self._buffer:
             raise _not_one_message()
         return request
@@ -370,53 +376,53 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             while (request := self._next_request()) is not None:
                 yield read(request)
             if self._refusal is not None:
-                raise BadCall(*self._refusal)
+                raise CallRefused(*self._refusal)
             if self._is_ended:
                 return
-            await self._hear()
+            await self._wait_for_request()
 
-    async def _hear(self) -> None:
-        self._heard = self._loop.create_future()
+    async def _wait_for_request(self) -> None:
+        self._request_arrival = self._loop.create_future()
         try:
             async with asyncio.timeout(IDLE_REQUEST_S):
-                await self._heard
+                await self._request_arrival
         except TimeoutError:
-            story = f"nothing more of the request came for {IDLE_REQUEST_S:g} s"
-            raise BadCall(grpc.StatusCode.DEADLINE_EXCEEDED, story) from None
+            detail = f"nothing more of the request came for {IDLE_REQUEST_S:g} s"
+            raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, detail) from None
         finally:
-            self._heard = None
+            self._request_arrival = None
 
     def _check_bounds(self) -> None:
-        """Raises BadCall for what is not to be held any longer."""
+        """Raise CallRefused if the unread bytes are more than may be held."""
         num_bytes = len(self._buffer)
         if self._takes_stream:
-            # One message that is not read yet, and one that is coming.
-            if num_bytes > 2 * (self._max_message_bytes + _MESSAGE.size):
-                raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests than are read")
-        elif num_bytes >= _MESSAGE.size and num_bytes > self._first_size() + _MESSAGE.size:
+            # One message that waits to be read, and one that is coming.
+            if num_bytes > 2 * (self._max_message_bytes + _MESSAGE_PREFIX.size):
+                raise CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests than are read")
+        elif num_bytes >= _MESSAGE_PREFIX.size and num_bytes > self._first_size() + _MESSAGE_PREFIX.size:
             raise _not_one_message()
 
     def _first_size(self) -> int:
-        """Of the message that the buffer begins with; raises BadCall."""
-        is_compressed, size = _MESSAGE.unpack_from(self._buffer)
+        """Return the length of the message that the buffer begins with; raises CallRefused if that can't be taken."""
+        is_compressed, size = _MESSAGE_PREFIX.unpack_from(self._buffer)
         if size > self._max_message_bytes:
             raise self._too_large(size)
         if is_compressed and not self._is_gzip:
-            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "requests may be compressed with gzip alone")
+            raise CallRefused(grpc.StatusCode.UNIMPLEMENTED, "requests may be compressed with gzip alone")
         return int(size)
 
     def _next_request(self) -> bytes | None:
-        """None: none is whole. Raises BadCall."""
+        """Cut off and return the next message; None: none is whole. Raises CallRefused."""
         buffer = self._buffer
-        if len(buffer) < _MESSAGE.size:
+        if len(buffer) < _MESSAGE_PREFIX.size:
             return None
-        stop = _MESSAGE.size + self._first_size()
+        stop = _MESSAGE_PREFIX.size + self._first_size()
         if len(buffer) < stop:
             return None
-        is_compressed, data = buffer[0], bytes(memoryview(buffer)[_MESSAGE.size : stop])
+        is_compressed, data = buffer[0], bytes(memoryview(buffer)[_MESSAGE_PREFIX.size : stop])
         del buffer[:stop]
-        self._held.add(-stop)
-        # Not before: what waits to be read is no larger than what was sent.
+        self._unread.add(-stop)
+        # Not earlier: unread bytes must be no more than what was sent.
         return self._inflated(data) if is_compressed else data
 
     def _inflated(self, data: bytes) -> bytes:
@@ -424,39 +430,39 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         try:
             message = inflater.decompress(data, self._max_message_bytes + 1)
         except zlib.error as error:
-            raise BadCall(grpc.StatusCode.INTERNAL, f"a message can't be decompressed: {error}") from error
+            raise CallRefused(grpc.StatusCode.INTERNAL, f"a message can't be decompressed: {error}") from error
         if len(message) > self._max_message_bytes:
             raise self._too_large(len(message))
         if not inflater.eof:
-            raise BadCall(grpc.StatusCode.INTERNAL, "a compressed message is cut off")
+            raise CallRefused(grpc.StatusCode.INTERNAL, "a compressed message is cut off")
         return message
 
-    def _too_large(self, size: int) -> BadCall:
-        story = f"Received message larger than max ({size} vs. {self._max_message_bytes})"
-        return BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, story)
+    def _too_large(self, size: int) -> CallRefused:
+        detail = f"Received message larger than max ({size} vs. {self._max_message_bytes})"
+        return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
 
     def _begin(self, metadata: Iterable[Metadatum] = ()) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._link.send_headers(self._stream, _BEGIN + _written(metadata))
+            self._link.send_headers(self._stream, _RESPONSE_HEADERS + _metadata_block(metadata))
 
-    def _finish(self, code: grpc.StatusCode, story: str) -> None:
-        """Say how it ended; only the first time counts."""
+    def _finish(self, code: grpc.StatusCode, detail: str) -> None:
+        """Send the status; does nothing for a call that is over."""
         if self._is_over:
             return
         self._is_over = True
         self._stop_timer()
-        first = b"" if self._has_begun else _BEGIN
-        status = _OK if code is grpc.StatusCode.OK else _status(code, story)
-        self._link.finish(self._stream, first + status + _written(self._trailing))
+        first = b"" if self._has_begun else _RESPONSE_HEADERS
+        status = _OK_TRAILERS if code is grpc.StatusCode.OK else _status(code, detail)
+        self._link.finish(self._stream, first + status + _metadata_block(self._trailing))
 
     def _expire(self) -> None:
         self._timer = None
-        self._is_late = True
+        self._is_expired = True
         if self.task is not None:
             self.task.cancel()
         else:
-            self._finish(*_LATE)
+            self._finish(*_DEADLINE_EXCEEDED)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -464,33 +470,33 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             self._timer = None
 
 
-def trailers_only(bad: BadCall) -> bytes:
-    """The whole answer to a call that never began."""
-    return _BEGIN + _status(bad.code, str(bad)) + _written(bad.trailing)
+def trailers_only(refusal: CallRefused) -> bytes:
+    """Return the header block that is the whole answer to a refused call ("Trailers-Only")."""
+    return _RESPONSE_HEADERS + _status(refusal.code, str(refusal)) + _metadata_block(refusal.trailing)
 
 
-def _status(code: grpc.StatusCode, story: str) -> bytes:
+def _status(code: grpc.StatusCode, detail: str) -> bytes:
     number: int = code.value[0]
-    status = (("grpc-status", str(number)), ("grpc-message", quote(story, safe=_PRINTABLE)))
+    status = (("grpc-status", str(number)), ("grpc-message", quote(detail, safe=_PRINTABLE)))
     return write_headers(status)
 
 
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 
-def _not_one_message() -> BadCall:
-    """As gRPC's list of status codes has it for a method that requires exactly one request."""
-    return BadCall(grpc.StatusCode.UNIMPLEMENTED, "a method of one message takes exactly one")
+def _not_one_message() -> CallRefused:
+    """Return the refusal of none or several messages where a method takes one (gRPC's statuscodes.md)."""
+    return CallRefused(grpc.StatusCode.UNIMPLEMENTED, "a method of one message takes exactly one")
 
 
 def _method(fields: Mapping[str, str]) -> str:
     if fields.get(":method") != "POST" or not fields.get("content-type", "").startswith("application/grpc"):
-        raise BadCall(grpc.StatusCode.INTERNAL, "this is no call of gRPC")
+        raise CallRefused(grpc.StatusCode.INTERNAL, "no gRPC call: that is a POST with content-type application/grpc")
     return fields.get(":path", "")
 
 
 def metadata_of(headers: Sequence[Header]) -> Sequence[Metadatum]:
-    """What the peer sent besides what gRPC needs; raises BadCall."""
+    """Return the metadata of a call: all headers but those of HTTP/2 and gRPC itself. Raises CallRefused."""
     return tuple(
         (name, _from_base64(value) if name.endswith("-bin") else value)
         for name, value in headers
@@ -502,10 +508,10 @@ def _from_base64(value: str) -> bytes:
     try:
         return base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise BadCall(grpc.StatusCode.INTERNAL, "metadata that is not what its name says") from None
+        raise CallRefused(grpc.StatusCode.INTERNAL, "metadata with a name that ends in -bin is not base64") from None
 
 
-def _written(metadata: Iterable[Metadatum]) -> bytes:
+def _metadata_block(metadata: Iterable[Metadatum]) -> bytes:
     return write_headers((key.lower(), _value(value)) for key, value in metadata or ())
 
 
@@ -520,5 +526,5 @@ def _timeout_s(text: str | None) -> float | None:
         return None
     found = _TIMEOUT.match(text)
     if found is None:
-        raise BadCall(grpc.StatusCode.INTERNAL, "a timeout that is none")
+        raise CallRefused(grpc.StatusCode.INTERNAL, "the header grpc-timeout is malformed")
     return int(found[1]) * _UNITS_S[found[2]]

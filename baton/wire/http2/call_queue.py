@@ -1,4 +1,4 @@
-"""When calls begin, and when those of a lost connection end: a few in a turn of the loop, each connection in turn."""
+"""Decides when calls begin and when those of a lost connection end: a few in each turn of the event loop."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Hashable, Iterable
 from baton.wire.http2.call import Call
 
 BEGIN_AT_ONCE = 4
-"""Calls that begin in one turn of the loop: when there is too much to do those that run come first."""
+"""Calls that begin in one turn of the event loop: under overload, running calls come first."""
 BEGIN_BYTES = 256 << 10
-"""Bytes of requests: once calls that begin in a turn come to that many, the others wait for the next one. To parse
-1 MiB of small fields is 10 ms's work or more."""
+"""Bytes of requests: once those that begin in one turn have so many, the others wait for the next turn. Parsing 1 MiB
+of small fields takes 10 ms or more."""
 END_AT_ONCE = 32
-"""Calls of lost connections that are cancelled in one turn: each has its own end to come to in the next one."""
+"""Calls of lost connections that are cancelled in one turn: each runs its own clean-up in the next one."""
 
 
-class _Rounds:
-    """Calls that wait, one of each connection in turn: a crowd of one connection makes no other one wait."""
+class _RoundRobin:
+    """Waiting calls, taken from each connection in turn: the many calls of one connection delay no other one."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[Call]] = {}
-        """By connection; the first one is the next."""
+        """The calls of each connection; the first connection is the next."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -43,31 +43,31 @@ class _Rounds:
 
 
 class CallQueue:
-    """The calls of one server that have not begun, and those that are to be cancelled."""
+    """The calls of one server that wait to begin or to be cancelled."""
 
     def __init__(self, begin: Callable[[Call], None]) -> None:
         self._begin = begin
-        self._known = _Rounds()
-        self._anyones = _Rounds()
+        self._authenticated = _RoundRobin()
+        self._keyless_queue = _RoundRobin()
         self._ending: deque[Call] = deque()
         self._is_due = False
         self._bytes_left = 0
-        """Bytes that calls may still bring in this turn."""
+        """Bytes of requests that may still begin in this turn."""
 
     def __bool__(self) -> bool:
-        return bool(self._known or self._anyones or self._ending)
+        return bool(self._authenticated or self._keyless_queue or self._ending)
 
-    def add(self, connection: Hashable, call: Call, *, is_anyones: bool) -> None:
-        """Let the call begin when it is its turn. `is_anyones`: its method is open to whoever comes, so it waits for
-        those whose callers have shown who they are, all but one of each turn.
+    def add(self, connection: Hashable, call: Call, *, is_keyless: bool) -> None:
+        """Let the call begin when it is its turn. `is_keyless`: its method needs no key, so it waits for the calls
+        whose callers are authenticated, but for one call in each turn.
         """
-        (self._anyones if is_anyones else self._known).add(connection, call)
+        (self._keyless_queue if is_keyless else self._authenticated).add(connection, call)
         self._schedule()
 
     def lose(self, connection: Hashable, calls: Iterable[Call]) -> None:
-        """The connection is gone, and with it these calls of its."""
-        self._known.forget(connection)
-        self._anyones.forget(connection)
+        """Forget a connection that is gone, and cancel these calls of it."""
+        self._authenticated.forget(connection)
+        self._keyless_queue.forget(connection)
         self._ending += calls
         self._schedule()
 
@@ -80,18 +80,18 @@ class CallQueue:
         for _ in range(min(END_AT_ONCE, len(self._ending))):
             self._ending.popleft().cancel()
         self._bytes_left = BEGIN_BYTES
-        num_begun = self._begin_from(self._anyones, 1)
-        num_begun += self._begin_from(self._known, BEGIN_AT_ONCE - num_begun)
-        self._begin_from(self._anyones, BEGIN_AT_ONCE - num_begun)
+        num_begun = self._begin_from(self._keyless_queue, 1)
+        num_begun += self._begin_from(self._authenticated, BEGIN_AT_ONCE - num_begun)
+        self._begin_from(self._keyless_queue, BEGIN_AT_ONCE - num_begun)
         self._is_due = False
         self._schedule()
 
-    def _begin_from(self, rounds: _Rounds, most: int) -> int:
+    def _begin_from(self, queue: _RoundRobin, most: int) -> int:
         num_begun = 0
-        while rounds and num_begun < most and self._bytes_left > 0:
-            call = rounds.pop()
+        while queue and num_begun < most and self._bytes_left > 0:
+            call = queue.pop()
             if not call.is_over:
                 num_begun += 1
-                self._bytes_left -= call.num_held
+                self._bytes_left -= call.num_unread
                 self._begin(call)
         return num_begun

@@ -16,7 +16,7 @@ from typing import Self
 import grpc
 
 from baton.wire.channel import MAX_MESSAGE_BYTES
-from baton.wire.http2.call import BadCall, metadata_of
+from baton.wire.http2.call import CallRefused, metadata_of
 from baton.wire.http2.client_connection import CallEnd, CallListener, ClientConnection
 from baton.wire.http2.frames import ConnectionFault
 
@@ -158,6 +158,6 @@ def rpc_error(end: CallEnd) -> grpc.aio.AioRpcError:
     code, detail = end.code, end.detail
     try:
         trailing = grpc.aio.Metadata(*metadata_of(end.trailers))
-    except BadCall as bad:
+    except CallRefused as bad:
         code, detail, trailing = bad.code, str(bad), grpc.aio.Metadata()
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, detail, detail)

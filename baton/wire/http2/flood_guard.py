@@ -14,7 +14,7 @@ MAX_USELESS = 1_000
 USELESS_PER_USEFUL = 4
 """Frames that each sent piece of an answer pays for: window updates of its stream and of the connection, and pings."""
 FREE_RESETS = 2_000
-FREE_RESETS_OF_STRANGERS = 200
+FREE_RESETS_UNAUTHENTICATED = 200
 RESETS_PER_ANSWER = 4
 
 

@@ -1,8 +1,8 @@
-"""The sockets of a gRPC server of our own: connections on this process's event loop, each call a task.
+"""A gRPC server on this process's event loop, in which each call is a task.
 
-It takes the place of `grpc.aio.Server` for what many clients stream from. There each message that is written costs a
-wake-up of gRPC's own thread, one of ours, and the way back: five to ten times what is done here, where all that a turn
-of the loop brings for a connection leaves it with one system call.
+It takes the place of `grpc.aio.Server` where many clients stream. With grpc.aio each message that is written wakes
+gRPC's own thread, then ours, and goes back: five to ten times the work done here, where all that one turn of the event
+loop writes to a connection leaves with one system call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.observe.listener import Listener, listening_socket
 from baton.observe.log_limit import LimitedLog
 from baton.security.connection_limit import ConnectionLimit
 from baton.wire.authenticator import Authenticator
-from baton.wire.http2.call import STALL_S, Call, CallDetails, HeldBytes
+from baton.wire.http2.call import STALL_S, Call, CallDetails, UnreadBytes
 from baton.wire.http2.call_queue import CallQueue
 from baton.wire.http2.server_link import ServerLink, too_many_keyless
 from baton.wire.turn_budget import TurnBudget
@@ -30,19 +30,20 @@ _log = logging.getLogger(__name__)
 
 _READ_BYTES = 32 << 10
 _MESSAGES_UNREAD = 4
-"""Of the largest size, what one connection may have sent and nobody has read."""
+"""Messages of the largest size that one connection may have sent and no handler has read."""
 _MESSAGES_UNREAD_OF_ALL = 16
+"""Likewise, of all connections."""
 _KEYLESS_PER_CONNECTION = 100
 MAX_KEYLESS_CALLS = 1_000
-"""Open calls of methods that need no key, in the whole process."""
+"""Open calls of methods that need no key, of all connections."""
 REQUEST_S = 30.0
 """How long a request of one message may take to come."""
 
 
 class Http2Server(grpc.aio.Server):
-    """Serves the handlers of `grpc.aio` servicers behind the same interceptors: coroutines and generators, no threads.
+    """Serves `grpc.aio` servicers, coroutines and asynchronous generators, behind the same interceptors.
 
-    It takes compressed requests (gzip) and compresses no answers.
+    It takes requests compressed with gzip, and compresses no answers.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Http2Server(grpc.aio.Server):
         """`authenticator`: checks each call when its headers arrive, before anything is stored. `limit`
         and `budget`: of all connections of the process; without them the server has its own.
 
-        A peer that says nothing for `quiet_s` is asked whether it is there; who does not answer within `answer_s` is
-        gone, as is who has not greeted within `quiet_s`. Who takes longer than `request_s` for a request of one message
-        hears so, and so does who takes nothing of an answer for `stall_s`.
+        A peer that sends nothing for `quiet_s` is pinged, and its connection is cut if it does not answer within
+        `answer_s`; so is one that does not send the HTTP/2 preface within `quiet_s`. A call ends with
+        DEADLINE_EXCEEDED if its one message takes longer than `request_s`, and with RESOURCE_EXHAUSTED if its client
+        reads nothing of the answer for `stall_s`.
         """
         self.authenticator = authenticator or Authenticator()
         self._limit = limit or ConnectionLimit()
@@ -83,28 +85,32 @@ class Http2Server(grpc.aio.Server):
         self._listeners: list[Listener] = []
         self.connections: set[ServerLink] = set()
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
-        """Of all connections: what is read is looked at before anything else is."""
-        self.held = HeldBytes()
+        """Of all connections: what was read is copied before anything else is read."""
+        self.unread_requests = UnreadBytes()
         """Of all connections."""
-        self.max_held_bytes = _MESSAGES_UNREAD_OF_ALL * max_message_bytes
+        self.max_unread_bytes_of_all = _MESSAGES_UNREAD_OF_ALL * max_message_bytes
         self.num_keyless = 0
-        """Calls that are open of methods that are open to anyone."""
+        """Open calls of methods that need no key."""
         self.broken = LimitedLog(_log, logging.INFO)
-        """Connections that ended for a fault of their peers'."""
+        """Logs connections that ended because their peer broke a rule."""
         self.queue = CallQueue(self._begin)
         self._calls: set[asyncio.Task[None]] = set()
         self.is_stopping = False
         self._stopped = asyncio.Event()
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
-        # The first one stands before the others.
-        self.find = reduce(lambda inner, one: partial(one.intercept_service, inner), reversed(interceptors), self._look)
+        # The first interceptor is the outermost.
+        self.find_handler = reduce(
+            lambda inner, one: partial(one.intercept_service, inner), reversed(interceptors), self._find_handler
+        )
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler[Any, Any]]) -> None:
         self._generic += generic_rpc_handlers
 
     def add_insecure_port(self, address: str) -> int:
-        """HOST:PORT; port 0 is picked. With TLS if the server was given any. Raises RuntimeError."""
+        """Listen on HOST:PORT, with TLS if the server has a context; port 0 takes a free one. Returns the port; raises
+        RuntimeError.
+        """
         host, _, port = address.rpartition(":")
         try:
             listener = listening_socket(host.strip("[]"), int(port))
@@ -119,23 +125,23 @@ class Http2Server(grpc.aio.Server):
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun and not ended."""
+        """The number of calls that have begun and not ended."""
         return len(self._calls)
 
     @property
     def port(self) -> int:
-        """Of its first address."""
+        """The port of the first address."""
         port: int = self._sockets[0].getsockname()[1]
         return port
 
     @property
     def num_open(self) -> int:
-        """Calls that have come and are not answered, of all connections; also those that have not begun."""
+        """The number of calls that came and are not answered, including those that have not begun."""
         return sum(link.num_calls for link in self.connections)
 
     @property
     def budget(self) -> TurnBudget:
-        """The budget for what connections send."""
+        """How much of what peers send is parsed in one turn of the event loop."""
         if self._budget is None:
             self._budget = TurnBudget(asyncio.get_running_loop())
         return self._budget
@@ -185,16 +191,16 @@ class Http2Server(grpc.aio.Server):
             if self._calls:
                 await asyncio.wait(self._calls, timeout=left_s)
             else:
-                await asyncio.sleep(0)  # those that come begin in the next turn
+                await asyncio.sleep(0)  # queued calls begin in the next turn
 
     def _begin(self, call: Call) -> None:
-        task = call.task = asyncio.get_running_loop().create_task(call.serve(self.find))
+        task = call.task = asyncio.get_running_loop().create_task(call.serve(self.find_handler))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
     def admit_keyless(self, link: ServerLink) -> None:
-        """Of a method that is open to anyone, one more call; raises BadCall. Where there are too many, it is who has
-        the most of them that has one less.
+        """Admit one more call that needs no key; raises CallRefused. If the process has too many, the connection with
+        the most of them loses one.
         """
         if link.num_keyless >= _KEYLESS_PER_CONNECTION:
             raise too_many_keyless()
@@ -205,12 +211,12 @@ class Http2Server(grpc.aio.Server):
             greediest.end_keyless()
 
     def handler(self, details: CallDetails) -> Any:
-        """The handler as it was added, before any interceptor; None: nobody serves this method."""
+        """Return the handler of a method without interceptors; None: no service has it."""
         for generic in self._generic:
             handler = generic.service(details)  # type: ignore[arg-type]
             if handler is not None:
                 return handler
         return None
 
-    async def _look(self, details: CallDetails) -> Any:
+    async def _find_handler(self, details: CallDetails) -> Any:
         return self.handler(details)

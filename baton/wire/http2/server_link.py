@@ -12,8 +12,8 @@ import grpc
 from baton.errors import BatonError
 from baton.security.connection_limit import Place
 from baton.wire.closing import close_transport
-from baton.wire.http2.call import BadCall, Call, CallHead, HeldBytes, trailers_only
-from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
+from baton.wire.http2.call import Call, CallHead, CallRefused, UnreadBytes, trailers_only
+from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_UNAUTHENTICATED
 from baton.wire.http2.frames import ConnectionFault
 from baton.wire.http2.server_connection import (
     MAX_STREAMS_OPEN,
@@ -32,71 +32,71 @@ _log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 256 << 10
 _PIECE_BYTES = 2 << 10
-"""Of what was read, what is looked at before the time is: frames of nine bytes each take a millisecond then."""
-STREAMS_OF_STRANGERS = 100
-"""Open at once on a connection, until one of its calls has shown who it is."""
+"""Bytes that are parsed before the time is looked at: frames of nine bytes each take a millisecond then."""
+UNAUTHENTICATED_STREAMS = 100
+"""Streams open at once on a connection, until one of its calls is authenticated."""
 _KEYLESS_MESSAGE_BYTES = 4 << 10
 
-_STOPPED = BadCall(grpc.StatusCode.UNAVAILABLE, "the connection is being closed")
+_STOPPED = CallRefused(grpc.StatusCode.UNAVAILABLE, "the connection is being closed")
 
 
 class ServerLink(asyncio.BufferedProtocol):
     """One client's connection.
 
-    There may be thousands that say nothing: its sets are dictionaries, which take a third as much while they are empty.
+    There may be thousands of silent ones. So its sets are dictionaries, which take a third of the memory while empty.
     """
 
     def __init__(self, server: Http2Server, place: Place) -> None:
         self._server = server
         self._place = place
         self._loop = asyncio.get_running_loop()
-        self._connection = ServerConnection(server.max_metadata_bytes, STREAMS_OF_STRANGERS)
-        self._connection.guard.free_resets = FREE_RESETS_OF_STRANGERS
-        self._is_known = False
-        """One of its calls has shown who it is, or nobody has to."""
+        self._connection = ServerConnection(server.max_metadata_bytes, UNAUTHENTICATED_STREAMS)
+        self._connection.guard.free_resets = FREE_RESETS_UNAUTHENTICATED
+        self._is_authenticated = False
+        """One of its calls was authenticated, or the server needs no keys."""
         self._calls: dict[int, Call] = {}
         self._half_open: dict[int, float] = {}
-        """Calls of one message that is not whole, and since when; the oldest first."""
+        """Calls that wait for the rest of their one message: since when, by stream, the oldest first."""
         self._keyless: dict[int, None] = {}
-        """Calls of methods that are open to anyone."""
+        """Open calls of methods that need no key, by stream."""
         self._lingering: dict[int, tuple[float, bytes]] = {}
-        """Calls that are answered, but the peer does not read the answer: since when, and their last headers."""
-        self._held = HeldBytes(server.held)
-        self._unread, self._unread_at = b"", 0
-        """What has come and was not looked at, from this place on."""
+        """Calls that are answered, but whose answer the peer does not read: since when, and their last header block."""
+        self._unread_requests = UnreadBytes(server.unread_requests)
+        self._unparsed, self._unparsed_at = b"", 0
+        """Bytes that came and wait for their turn to be parsed, and where the rest of them begins."""
         self._is_paused = False
-        """Nothing more is read until that is."""
+        """Reading is paused until those bytes are parsed."""
         self._transport: asyncio.Transport | None = None
         self._will_flush = False
         self._is_full = False
-        """The kernel takes nothing more for now."""
+        """The send buffer is full (`pause_writing`)."""
         self._blocked: dict[int, None] = {}
-        """Streams that wait for that, for the peer's windows, or for the next turn of the loop."""
+        """Streams that wait for the send buffer, for the peer's windows, or for the next turn of the loop."""
         self._held_back: dict[int, None] = {}
         """Those of them that do not wait for the peer's windows."""
         self._num_unsent = 0
-        """Bytes of bodies of this turn."""
-        self._has_spoken = True
+        """Bytes of bodies that were sent in this turn of the loop."""
+        self._was_heard = True
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_calls(self) -> int:
-        """Calls that are not over."""
+        """The number of calls that are not over."""
         return len(self._calls)
 
     @property
     def num_keyless(self) -> int:
-        """Open calls of methods that need no key."""
+        """The number of open calls of methods that need no key."""
         return len(self._keyless)
 
-    # What the transport says.
+    # asyncio.BufferedProtocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(_SEND_BUFFER_BYTES)
         self._server.connections.add(self)
-        self._timer = self._loop.call_later(self._server.quiet_s, self._look)
+        self._timer = self._loop.call_later(self._server.quiet_s, self._check_liveness)
         self._flush()
         if self._server.is_stopping:
             self.leave()
@@ -105,22 +105,22 @@ class ServerLink(asyncio.BufferedProtocol):
         return self._server.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._has_spoken = True
+        self._was_heard = True
         data = bytes(self._server.read_buffer[:nbytes])
-        if self._unread:
-            # TLS had it before it was told to wait.
-            self._unread, self._unread_at = self._unread[self._unread_at :] + data, 0
+        if self._unparsed:
+            # TLS had read them before its reading was paused.
+            self._unparsed, self._unparsed_at = self._unparsed[self._unparsed_at :] + data, 0
             return
-        self._unread = data
+        self._unparsed = data
         self._server.budget.step(self)
-        if self._unread and self._transport is not None and not self._transport.is_closing():
+        if self._unparsed and self._transport is not None and not self._transport.is_closing():
             self._is_paused = True
             self._transport.pause_reading()
 
     def step(self) -> bool:
-        """See `baton.wire.turn_budget.Source`."""
-        at, stop = self._unread_at, self._unread_at + _PIECE_BYTES
-        piece = self._unread[at:stop]
+        """Parse a piece of what came; True: there is more (`baton.wire.turn_budget.Source`)."""
+        at, stop = self._unparsed_at, self._unparsed_at + _PIECE_BYTES
+        piece = self._unparsed[at:stop]
         try:
             self._receive(piece)
         except Exception:
@@ -128,10 +128,10 @@ class ServerLink(asyncio.BufferedProtocol):
             if self._transport is not None:
                 self._transport.abort()
         is_gone = self._transport is None or self._transport.is_closing()
-        if stop < len(self._unread) and not is_gone:
-            self._unread_at = stop
+        if stop < len(self._unparsed) and not is_gone:
+            self._unparsed_at = stop
             return True
-        self._unread, self._unread_at = b"", 0
+        self._unparsed, self._unparsed_at = b"", 0
         if self._is_paused and self._transport is not None and not is_gone:
             self._is_paused = False
             self._transport.resume_reading()
@@ -139,7 +139,7 @@ class ServerLink(asyncio.BufferedProtocol):
 
     def _receive(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
-            return  # TLS still has some of what came before
+            return  # TLS may still hold bytes that it had read before
         try:
             for event in self._connection.receive(data):
                 if type(event) is RequestReceived:
@@ -149,9 +149,9 @@ class ServerLink(asyncio.BufferedProtocol):
                 elif type(event) is StreamReset:
                     self._on_reset(event.stream)
                 elif type(event) is StreamWritable:
-                    self._on_room(event.stream)
+                    self._on_writable(event.stream)
         except ConnectionFault as fault:
-            # Not the fault itself: whoever keeps records would keep its frames, and with them this connection.
+            # As text: a log record that kept the exception would keep its frames, and with them this connection.
             self._server.broken.happened("connection of %s ended: %s", self.peer, str(fault))
             self.close()
             return
@@ -170,13 +170,13 @@ class ServerLink(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
-        self._unread, self._unread_at = b"", 0
+        self._unparsed, self._unparsed_at = b"", 0
         calls = list(self._calls.values())
         for stream in list(self._calls):
             self._forget(stream)
         self._server.queue.lose(self, calls)
 
-    # What calls say.
+    # Called by calls (CallLink).
 
     def send_headers(self, stream: int, block: bytes) -> None:
         self._connection.send_headers(stream, block)
@@ -223,77 +223,77 @@ class ServerLink(asyncio.BufferedProtocol):
         names = [value.encode() for kind, value in (found or {}).get("subjectAltName", ()) if kind == "DNS"]
         return {"peer_dns": names} if names else {}
 
-    # What the server says.
+    # Called by the server.
 
     def leave(self) -> None:
-        """Take no new calls, and end with the last one."""
+        """Take no new calls; those that run go on."""
         self._connection.leave()
         self._flush()
 
     def close(self) -> None:
-        """End at once, with every call."""
+        """End every call, and close the connection."""
         for call in list(self._calls.values()):
             call.stop(_STOPPED)
         self._flush()
         if self._transport is not None:
             close_transport(self._transport)
 
-    # Inside.
+    # Events of the connection.
 
     def _open(self, opened: RequestReceived) -> None:
         try:
-            call, is_anyones = self._admitted(opened)
-        except BadCall as bad:
-            self._connection.refuse(opened.stream, trailers_only(bad))
+            call, is_keyless = self._admit(opened)
+        except CallRefused as refusal:
+            self._connection.refuse(opened.stream, trailers_only(refusal))
             return
         self._calls[opened.stream] = call
-        if is_anyones:
+        if is_keyless:
             self._keyless[opened.stream] = None
             self._server.num_keyless += 1
         if opened.is_ended:
             call.receive(b"", is_ended=True)
-        if call.may_begin:
-            self._server.queue.add(self, call, is_anyones=is_anyones)
+        if call.is_ready:
+            self._server.queue.add(self, call, is_keyless=is_keyless)
         else:
             self._half_open[opened.stream] = self._loop.time()
 
-    def _admitted(self, opened: RequestReceived) -> tuple[Call, bool]:
-        """The call, and whether its method is open to anyone. Raises BadCall for one that is not to be."""
+    def _admit(self, opened: RequestReceived) -> tuple[Call, bool]:
+        """Authenticate a call; return it, and whether its method needs no key. Raises CallRefused."""
         server = self._server
         if opened.headers is None:
             most = server.max_metadata_bytes
-            raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {most} bytes of metadata")
+            raise CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {most} bytes of metadata")
         head = CallHead.read(opened.headers)
         method = head.details.method
         try:
             caller = server.authenticator.caller(method, head.details.invocation_metadata)
         except BatonError as error:
-            raise BadCall(*to_rpc(error)) from error
+            raise CallRefused(*to_rpc(error)) from error
         handler = server.handler(head.details)
         if handler is None:
-            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        is_anyones, max_bytes = server.authenticator.is_open_to_anyone(method), server.max_message_bytes
-        if is_anyones:
+            raise CallRefused(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        is_keyless, max_bytes = server.authenticator.is_open_to_anyone(method), server.max_message_bytes
+        if is_keyless:
             server.admit_keyless(self)
             max_bytes = min(max_bytes, _KEYLESS_MESSAGE_BYTES)
-        elif not self._is_known:
-            self._is_known = True
+        elif not self._is_authenticated:
+            self._is_authenticated = True
             self._place.asked()
             self._connection.guard.free_resets = FREE_RESETS
             self._connection.allow_streams(MAX_STREAMS_OPEN)
         call = Call(
             self,
             opened.stream,
-            head.of(caller),
+            head.with_caller(caller),
             max_bytes,
             takes_stream=handler.request_streaming,
-            held=self._held,
+            unread=self._unread_requests,
             stall_s=server.stall_s,
         )
-        return call, is_anyones
+        return call, is_keyless
 
     def end_keyless(self) -> None:
-        """End the last of its calls of methods that are open to anyone: there are too many."""
+        """End the newest of its calls that need no key, since the process has too many."""
         self._calls[max(self._keyless)].stop(too_many_keyless())
 
     def _on_data(self, received: DataReceived) -> None:
@@ -303,10 +303,13 @@ class ServerLink(asyncio.BufferedProtocol):
             return
         call.receive(received.data, is_ended=received.is_ended)
         server = self._server
-        if self._held.value > server.max_unread_bytes or server.held.value > server.max_held_bytes:
-            call.refuse(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests at once than are read"))
-        if call.may_begin and self._half_open.pop(stream, None) is not None:
-            server.queue.add(self, call, is_anyones=stream in self._keyless)
+        if (
+            self._unread_requests.value > server.max_unread_bytes
+            or server.unread_requests.value > server.max_unread_bytes_of_all
+        ):
+            call.refuse(CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests at once than are read"))
+        if call.is_ready and self._half_open.pop(stream, None) is not None:
+            server.queue.add(self, call, is_keyless=stream in self._keyless)
 
     def _on_reset(self, stream: int) -> None:
         call = self._calls.get(stream)
@@ -314,8 +317,8 @@ class ServerLink(asyncio.BufferedProtocol):
         if call is not None:
             call.cancel()
 
-    def _on_room(self, stream: int) -> None:
-        """What waited in it is out; whether there is room for more the next message will find."""
+    def _on_writable(self, stream: int) -> None:
+        """Let a call write on: what waited in its stream is sent."""
         if self._is_full:
             self._held_back[stream] = None
             return
@@ -324,7 +327,7 @@ class ServerLink(asyncio.BufferedProtocol):
         self._lingering.pop(stream, None)
         call = self._calls.get(stream)
         if call is not None:
-            call.go_on()
+            call.on_writable()
 
     def _forget(self, stream: int) -> None:
         self._calls.pop(stream, None)
@@ -337,7 +340,7 @@ class ServerLink(asyncio.BufferedProtocol):
         self._held_back.pop(stream, None)
 
     def _schedule(self) -> None:
-        """Send what there is once this turn of the loop is over: what else it brings goes with it."""
+        """Send at the end of this turn of the event loop, with all that the turn still adds."""
         if not self._will_flush:
             self._will_flush = True
             self._loop.call_soon(self._flush)
@@ -352,34 +355,34 @@ class ServerLink(asyncio.BufferedProtocol):
         for stream in list(self._held_back):
             if self._is_full:
                 break
-            self._on_room(stream)
+            self._on_writable(stream)
 
-    def _look(self) -> None:
-        """Ask a peer that says nothing: one whose machine is gone closes nothing."""
+    def _check_liveness(self) -> None:
+        """Ping a silent peer: one whose machine is gone closes no connection."""
         if self._transport is None:
             return
         if not self._connection.has_greeted:
-            self._server.broken.happened("connection of %s ended: it did not greet in time", self.peer)
+            self._server.broken.happened("connection of %s ended: no HTTP/2 preface came in time", self.peer)
             self._transport.abort()
             return
-        self._end_late()
-        if self._has_spoken or self._unread:
-            self._has_spoken = False
+        self._end_stalled()
+        if self._was_heard or self._unparsed:
+            self._was_heard = False
             self._connection.guard.forgive()
-            self._timer = self._loop.call_later(self._server.quiet_s, self._look)
+            self._timer = self._loop.call_later(self._server.quiet_s, self._check_liveness)
             return
         self._connection.ping()
         self._flush()
         self._timer = self._loop.call_later(self._server.answer_s, self._give_up)
 
-    def _end_late(self) -> None:
-        """End what the peer has not sent to its end for too long, and what it has not read for too long."""
+    def _end_stalled(self) -> None:
+        """End calls whose request does not come to its end in time, or whose answer is not read in time."""
         now = self._loop.time()
         for stream, since in list(self._half_open.items()):
             if now - since < self._server.request_s:
                 break
-            story = f"the request was not sent to its end within {self._server.request_s:g} s"
-            self._calls[stream].stop(BadCall(grpc.StatusCode.DEADLINE_EXCEEDED, story))
+            detail = f"the request was not sent to its end within {self._server.request_s:g} s"
+            self._calls[stream].stop(CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, detail))
         for stream, (since, block) in list(self._lingering.items()):
             if now - since < self._server.stall_s:
                 break
@@ -388,11 +391,12 @@ class ServerLink(asyncio.BufferedProtocol):
         self._schedule()
 
     def _give_up(self) -> None:
-        if self._has_spoken or self._unread:
-            self._look()
+        if self._was_heard or self._unparsed:
+            self._check_liveness()
         elif self._transport is not None:
             self._transport.abort()
 
 
-def too_many_keyless() -> BadCall:
-    return BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many calls at once that need no key")
+def too_many_keyless() -> CallRefused:
+    """Return the refusal of a call that needs no key, of which there are too many."""
+    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once that need no key")

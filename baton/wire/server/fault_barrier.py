@@ -21,7 +21,7 @@ import grpc
 from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.wire import status
 from baton.wire.authenticator import Authenticator
-from baton.wire.http2.call import BadCall, CallDetails
+from baton.wire.http2.call import CallDetails, CallRefused
 
 _log = logging.getLogger(__name__)
 _OURS = "/baton."
@@ -111,7 +111,7 @@ async def _translated(request: Any, context: Any, method: str, authenticator: Au
         if request is _UNREADABLE:
             raise _unreadable()
         yield
-    except (grpc.aio.AbortError, BadCall):
+    except (grpc.aio.AbortError, CallRefused):
         raise
     except BatonError as error:
         await status.abort(context, error)

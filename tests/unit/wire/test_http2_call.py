@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.wire.http2.call import BadCall, Call, CallDetails, CallHead
+from baton.wire.http2.call import Call, CallDetails, CallHead, CallRefused
 from baton.wire.http2.header_blocks import HeaderReader
 from tests.support.http2_frames import request_fields
 
@@ -117,7 +117,7 @@ async def test_what_nobody_reads_is_not_kept_beyond_its_bound() -> None:
     call = called(FakeLink())
     for _ in range(8):
         call.receive(message(bytes(LIMIT // 2)), is_ended=False)
-    assert call.num_held <= 3 * LIMIT
+    assert call.num_unread <= 3 * LIMIT
 
 
 async def test_a_message_that_comes_byte_by_byte_is_put_together_once() -> None:
@@ -142,7 +142,7 @@ async def test_a_fault_is_raised_behind_what_came_before_it() -> None:
     link = FakeLink()
     call = called(link)
     call.receive(message(b"first"), is_ended=False)
-    call.refuse(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough"))
+    call.refuse(CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, "enough"))
     call.receive(message(b"second"), is_ended=True)
     heard: list[bytes] = []
 

@@ -12,9 +12,9 @@ from baton.wire.http2.call_queue import BEGIN_AT_ONCE, BEGIN_BYTES, END_AT_ONCE,
 class Waiting:
     """What a queue asks of a call."""
 
-    def __init__(self, name: str, num_held: int = 100) -> None:
+    def __init__(self, name: str, num_unread: int = 100) -> None:
         self.name = name
-        self.num_held = num_held
+        self.num_unread = num_unread
         self.is_over = False
 
     def cancel(self) -> None:
@@ -36,8 +36,8 @@ async def test_a_few_begin_in_a_turn_one_of_each_connection() -> None:
     log: list[str] = []
     queue = queued(log)
     for number in range(6):
-        queue.add("crowd", call(f"crowd {number}"), is_anyones=False)
-    queue.add("other", call("other"), is_anyones=False)
+        queue.add("crowd", call(f"crowd {number}"), is_keyless=False)
+    queue.add("other", call("other"), is_keyless=False)
     await asyncio.sleep(0)
     assert log == ["crowd 0", "other", "crowd 1", "crowd 2"]
     assert len(log) == BEGIN_AT_ONCE
@@ -50,7 +50,7 @@ async def test_large_requests_begin_one_in_a_turn() -> None:
     log: list[str] = []
     queue = queued(log)
     for number in range(3):
-        queue.add(number, cast("Call", Waiting(f"large {number}", BEGIN_BYTES)), is_anyones=False)
+        queue.add(number, cast("Call", Waiting(f"large {number}", BEGIN_BYTES)), is_keyless=False)
     for turn in range(3):
         await asyncio.sleep(0)
         assert log == [f"large {number}" for number in range(turn + 1)]
@@ -60,9 +60,9 @@ async def test_calls_that_anyone_may_make_wait_for_the_others_all_but_one_of_a_t
     log: list[str] = []
     queue = queued(log)
     for number in range(100):
-        queue.add(number, call("check"), is_anyones=True)
+        queue.add(number, call("check"), is_keyless=True)
     for number in range(100, 109):
-        queue.add(number, call("generate"), is_anyones=False)
+        queue.add(number, call("generate"), is_keyless=False)
     for _ in range(3):
         await asyncio.sleep(0)
     assert log == ["check", "generate", "generate", "generate"] * 3
@@ -76,7 +76,7 @@ async def test_calls_of_a_lost_connection_end_some_in_a_turn_and_never_begin() -
     queue = queued(log)
     calls = [Waiting(str(number)) for number in range(3 * END_AT_ONCE)]
     for one in calls:
-        queue.add("lost", cast("Call", one), is_anyones=False)
+        queue.add("lost", cast("Call", one), is_keyless=False)
     queue.lose("lost", cast("list[Call]", calls))
     turns = 0
     while queue:

@@ -16,7 +16,7 @@ from baton.config import RouterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
-from baton.testing.memory_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import MemoryRegistry, MemoryStore
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorStub
 from router.app import RouterAddresses, run_router

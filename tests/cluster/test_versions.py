@@ -19,7 +19,7 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.memory_registry import MemoryRegistry
+from baton.testing.fake_registry import MemoryRegistry
 from decode_node.app import DecodeRole
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION

@@ -17,10 +17,10 @@ from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource
 from baton.testing.fake_connector import FakeConnector
+from baton.testing.fake_transfer_backend import MemoryFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.backends.faulty import Faults, FaultyBackend
-from kv_transfer.backends.memory import MemoryFabric
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.link.link import MISSED_HEARTBEATS, PATIENCE

@@ -21,7 +21,7 @@ from baton.runner import SimulatedSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.scripted_runner import ScriptedRunner
+from baton.testing.fake_runner import ScriptedRunner
 from tests.support.runner_driver import GREEDY
 from tests.support.tiny_models import TINY_MODELS
 

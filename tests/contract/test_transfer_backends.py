@@ -21,6 +21,8 @@ import pytest
 from baton.clock import SystemClock
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
+from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
+from baton.testing.faulty_transfer_backend import FaultyBackend
 from kv_transfer.backends.base import (
     BadRange,
     PeerGone,
@@ -32,8 +34,6 @@ from kv_transfer.backends.base import (
     TransferBackend,
     coalesce,
 )
-from kv_transfer.backends.faulty import FaultyBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover.mover import Connected, Mover, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.mover.window import WindowLimits

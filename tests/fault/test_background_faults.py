@@ -22,7 +22,7 @@ from baton.config import RouterConfig
 from baton.errors import BackgroundFault
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
-from baton.testing.memory_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import MemoryRegistry, MemoryStore
 from router.app import RouterAddresses, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server

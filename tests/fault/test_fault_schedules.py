@@ -21,7 +21,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from kv_transfer.backends.faulty import Faults
+from baton.testing.faulty_transfer_backend import Faults
 from kv_transfer.mover.window import WindowLimits
 from tests.support.simulated_cluster import (
     Answer,

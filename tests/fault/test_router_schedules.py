@@ -20,7 +20,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.node import Role
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from kv_transfer.backends.faulty import Faults
+from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster

@@ -17,7 +17,7 @@ from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRe
 from baton.messages.node import Abort, Adopt
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from kv_transfer.backends.faulty import Faults
+from baton.testing.faulty_transfer_backend import Faults
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster

@@ -18,7 +18,7 @@ from baton.errors import TransferCause
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.scripted_runner import ScriptedRunner, expected_tokens, prompt_slots
+from baton.testing.fake_runner import ScriptedRunner, expected_tokens, prompt_slots
 
 SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 

@@ -14,9 +14,9 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
+from baton.testing.faulty_transfer_backend import Faults
 from baton.v1 import generation_pb2 as pb
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
-from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher
 from router.front import GenerationHandler
 from router.limits import DispatchLimits

@@ -20,9 +20,9 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
+from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
 from kv_transfer.mover.mover import Mover

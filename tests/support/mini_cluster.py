@@ -22,7 +22,7 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.registry import Membership
 from baton.runner import ModelRunner
-from baton.testing.memory_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import MemoryRegistry, MemoryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS

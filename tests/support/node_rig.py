@@ -17,9 +17,9 @@ from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
+from baton.testing.fake_engine_driver import ManualDriver
 from baton.testing.fake_role import FakeRole
-from baton.testing.manual_driver import ManualDriver
-from baton.testing.scripted_runner import ScriptedRunner, prompt_slots
+from baton.testing.fake_runner import ScriptedRunner, prompt_slots
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)

@@ -37,12 +37,12 @@ from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.manual_driver import ManualDriver
-from baton.testing.manual_mover import ManualMover
+from baton.testing.fake_engine_driver import ManualDriver
+from baton.testing.fake_mover import ManualMover
+from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.backends.faulty import Faults, FaultyBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import Port
 from kv_transfer.mover.mover_events import MoverEvent
@@ -55,7 +55,7 @@ from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from router.timers import LoopTimers
 from tests.support.executors import Ahead, executor_for
-from tests.support.memory_network import MemoryNetwork, MemoryServer
+from tests.support.fake_network import MemoryNetwork, MemoryServer
 from tests.support.router_parts import record_of
 from tests.support.virtual_time import LoopClock
 

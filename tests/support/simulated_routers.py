@@ -14,7 +14,7 @@ from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
-from kv_transfer.backends.faulty import Faults
+from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.limits import DispatchLimits

@@ -19,7 +19,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.steering import ClusterEvent, DrainProgress
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.testing.memory_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import MemoryRegistry, MemoryStore
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams
-from baton.testing.scripted_runner import ScriptedRunner
+from baton.testing.fake_runner import ScriptedRunner
 
 FIELDS = CacheKeyFields("model", "float32", "layout")
 TOKENS = (1, 2, 3, 4)

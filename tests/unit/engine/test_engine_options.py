@@ -28,7 +28,7 @@ from baton.messages.sampling import SamplingParams
 from baton.node.runner_spec import scheduler_config
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
-from baton.testing.scripted_runner import ScriptedRunner
+from baton.testing.fake_runner import ScriptedRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.given_flags import configured
 from tests.support.tiny_models import TINY_MODELS

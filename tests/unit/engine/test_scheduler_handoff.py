@@ -9,7 +9,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.errors import DuplicateRequest, TransferCause
 from baton.messages.node import Leg, Outcome
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.scripted_runner import prompt_slots
+from baton.testing.fake_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
 
 # --- the prefill leg ---

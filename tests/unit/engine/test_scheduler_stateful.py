@@ -19,7 +19,7 @@ from baton.engine.waiting.request_queue import tokens_to_compute
 from baton.messages.node import Leg, Outcome
 from baton.testing.fake_connector import FakeLoad
 from baton.testing.fake_grammar import ScriptedMatcher
-from baton.testing.scripted_runner import expected_beams, expected_embedding, expected_tokens
+from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

@@ -10,9 +10,9 @@ import pytest
 
 from baton.engine.runner import KVMemory
 from baton.errors import ConfigError
+from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
 from kv_transfer.backends.base import PeerGone, PeerMemory, ReadHandle, ReadRange, ReadsInFlight, ReadState, coalesce
-from kv_transfer.backends.faulty import Faults, FaultyBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from tests.support.transfer_sender import fill, new_memory, pattern
 
 NUM_BLOCKS = 16

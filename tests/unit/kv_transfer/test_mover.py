@@ -14,10 +14,10 @@ import pytest
 from baton.background import BackgroundWatch, current_watch
 from baton.clock import ManualClock, SystemClock
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
-from baton.testing.manual_mover import ManualMover
+from baton.testing.fake_mover import ManualMover
+from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
-from kv_transfer.backends.faulty import Faults, FaultyBackend
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.mover.mover import (
     LEASE_PUMP_S,
     LONGEST_PAUSE_S,

@@ -22,7 +22,7 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
-from baton.testing.scripted_runner import expected_tokens
+from baton.testing.fake_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, heard, submit
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop
 

@@ -20,9 +20,9 @@ from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from baton.node.service import NodeService
+from baton.testing.fake_engine_driver import ManualDriver
 from baton.testing.fake_role import FakeRole
-from baton.testing.manual_driver import ManualDriver
-from baton.testing.scripted_runner import ScriptedRunner
+from baton.testing.fake_runner import ScriptedRunner
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode
 

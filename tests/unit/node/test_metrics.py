@@ -24,7 +24,7 @@ from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageAuthenticator
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.scripted_runner import ScriptedRunner
+from baton.testing.fake_runner import ScriptedRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

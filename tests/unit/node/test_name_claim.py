@@ -12,7 +12,7 @@ import pytest
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDenied, Unreachable
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
-from baton.testing.memory_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import MemoryRegistry, MemoryStore
 from baton.wire.credentials import PLAIN
 from router.app import asks_with
 from tests.support.ports import free_ports

@@ -27,11 +27,11 @@ from baton.node.serve import Node
 from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
+from baton.testing.fake_registry import MemoryRegistry, MemoryStore
 from baton.testing.fake_role import FakeRole
-from baton.testing.memory_registry import MemoryRegistry, MemoryStore
-from baton.testing.scripted_runner import ScriptedRunner, expected_tokens
+from baton.testing.fake_runner import ScriptedRunner, expected_tokens
+from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
 from baton.wire.clients.node_client import NodeClient
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from prefill_node.app import PrefillRole
 from tests.support.reports import HeardStream
 

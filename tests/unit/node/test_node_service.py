@@ -37,7 +37,7 @@ from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.node.reports.step_log import StepLog
 from baton.node.service import LOAD_EVERY_S
-from baton.testing.scripted_runner import expected_beams, expected_embedding, expected_tokens
+from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
 from baton.wire.channel import MAX_MESSAGE_BYTES
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
 from tests.support.virtual_time import LoopClock, run_virtually

@@ -1,10 +1,8 @@
-"""Time for the router: one reading of now and callbacks at a time, real or moved by hand."""
+"""Time for the router: a clock, and callbacks at a time of that clock."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -63,56 +61,3 @@ async def sleep_until(timers: Timers, when: float) -> None:
         await woken
     finally:
         handle.cancel()
-
-
-class _ManualHandle:
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self.callback: Callable[[], None] | None = callback
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
-class ManualTimers:
-    """Time that a test moves by hand; the fake beside `LoopTimers`."""
-
-    def __init__(self, start: float = 100.0) -> None:
-        self._now = start
-        self._order = itertools.count()
-        self._due: list[tuple[float, int, _ManualHandle]] = []
-        self._scheduled = asyncio.Event()
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
-        handle = _ManualHandle(callback)
-        heapq.heappush(self._due, (when, next(self._order), handle))
-        self._scheduled.set()
-        return handle
-
-    def call_soon(self, callback: Callable[[], None], name: str) -> None:
-        """Without moving the time: in the next turn of the running event loop."""
-        asyncio.get_running_loop().call_soon(current_watch.get().guarded(callback, name))
-
-    async def is_due(self, within: float) -> None:
-        """Return once a callback is due within so many seconds from now."""
-        while not any(h.callback is not None and when <= self._now + within for when, _, h in self._due):
-            self._scheduled.clear()
-            await self._scheduled.wait()
-
-    @property
-    def num_pending(self) -> int:
-        """Callbacks that are neither run nor cancelled."""
-        return sum(1 for _, _, handle in self._due if handle.callback is not None)
-
-    def advance(self, seconds: float) -> None:
-        """Move time forward and run what became due, in order."""
-        target = self._now + seconds
-        while self._due and self._due[0][0] <= target:
-            when, _, handle = heapq.heappop(self._due)
-            self._now = max(self._now, when)
-            callback, handle.callback = handle.callback, None
-            if callback is not None:
-                callback()
-        self._now = target

@@ -36,7 +36,7 @@ from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.metrics import Figure
-from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
+from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
@@ -90,11 +90,11 @@ class _Node:
 class _Router:
     """What of a router hears and answers, without its fronts and without Redis."""
 
-    def __init__(self, name: str, store: MemoryFlightStore) -> None:
+    def __init__(self, name: str, store: FakeFlightStore) -> None:
         self._timers, self._view, self.fakes = LoopTimers(), ClusterView(), FakeNodes()
         self.links = NodeLinks(self.fakes.connect, name, self._timers, Random(1))
         card = ModelCard(MODEL, MAX_MODEL_LEN, MAX_MODEL_LEN)
-        self.journal = FlightJournal(MemoryFlightRecords(store, "c"), name, time.time)
+        self.journal = FlightJournal(FakeFlightRecords(store, "c"), name, time.time)
         self.dispatcher = Dispatcher(
             self._view, self.links, None, lambda: card, self._timers, Random(1), None, self.journal, Placer()
         )
@@ -166,7 +166,7 @@ async def _end(clients: Sequence[_Client], router: _Router, nodes: Sequence[_Nod
 
 async def cut(num_pairs: int, num_streams: int) -> Seen:
     """All links of a router break at once."""
-    router = _Router("router-0", MemoryFlightStore())
+    router = _Router("router-0", FakeFlightStore())
     nodes = [_Node(router.fakes, index, 2 * num_pairs) for index in range(2 * num_pairs)]
     await router.attach(nodes)
     clients = []
@@ -189,11 +189,11 @@ async def cut(num_pairs: int, num_streams: int) -> Seen:
 
 async def takeover(num_flights: int, num_prompt_tokens: int) -> Seen:
     """A dead router's clients come to another one."""
-    store = MemoryFlightStore()
+    store = FakeFlightStore()
     router = _Router("router-1", store)
     nodes = [_Node(router.fakes, index, 2) for index in range(2)]
     await router.attach(nodes)
-    dead, prompt = FlightJournal(MemoryFlightRecords(store, "c"), "router-0", time.time), [*range(num_prompt_tokens)]
+    dead, prompt = FlightJournal(FakeFlightRecords(store, "c"), "router-0", time.time), [*range(num_prompt_tokens)]
     pair = Placement(nodes[0].fake.description, nodes[1].fake.description, "")
     for number in range(num_flights):
         request = ValidRequest(f"r{number}", MODEL, prompt, SamplingParams(max_tokens=100, seed=1))

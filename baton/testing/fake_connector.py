@@ -1,4 +1,4 @@
-"""A connector that a test plays by hand: it answers as told and remembers what it was told."""
+"""The fake of `KVConnector`: it answers as a test has told it, and remembers how it was called."""
 
 from __future__ import annotations
 

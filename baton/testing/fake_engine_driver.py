@@ -1,11 +1,11 @@
-"""An engine's driver without its thread; the fake beside `EngineDriver`."""
+"""The fake of `EngineDriver`: an engine's driver without its thread."""
 
 from __future__ import annotations
 
 from baton.node.driver import EngineDriver
 
 
-class ManualDriver(EngineDriver):
+class FakeEngineDriver(EngineDriver):
     """Takes turns when it is told to, in the caller's thread."""
 
     def start(self) -> None:

@@ -1,6 +1,6 @@
-"""What torch's flash kernel computes, in plain torch on any device: called as torch.nn.attention.varlen.varlen_attn is.
+"""The fake of `torch.nn.attention.varlen.varlen_attn`, torch's flash kernel, in plain torch on any device.
 
-For tests on machines without a GPU. Refuses what the kernel refuses, as far as it matters here.
+It refuses the arguments that the kernel refuses, as far as Baton could pass them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import torch
 
 
-def flash_fake(
+def fake_varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

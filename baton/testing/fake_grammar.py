@@ -1,4 +1,4 @@
-"""A grammar without a library: every position has a set of tokens. The fake beside the real matchers."""
+"""The fake of `TokenMatcher`: a grammar that is a set of tokens for each position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from baton.errors import EngineFault, InvalidRequest
 
 
-class ScriptedMatcher:
+class FakeMatcher:
     """Output token i must be in `allowed[i]`; behind those only `end` may come."""
 
     def __init__(self, allowed: Sequence[Collection[int]], end: Collection[int], too_complex_at: int = -1) -> None:

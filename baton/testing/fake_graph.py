@@ -1,4 +1,4 @@
-"""Records and replays as CUDA graphs do, on any device: the fake beside `graph_recording.GpuRecorder`.
+"""The fakes of `graph_recording.GpuRecorder` and of its graphs, on any device.
 
 A replay computes anew from the buffers, into the same result, and spoils those of the recorder's other graphs, whose
 memory it shares. While it records it refuses what a graph can't hold:
@@ -32,7 +32,7 @@ def _selects_by_mask(index: Any) -> bool:
     return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
 
 
-class GraphFake:
+class FakeGraph:
     """Keeps the computation itself."""
 
     def __init__(
@@ -56,8 +56,8 @@ class FakeRecorder:
     def __init__(self) -> None:
         self._results: list[torch.Tensor] = []
 
-    def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[GraphFake, torch.Tensor]:
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
         with _NoQuestions():
             result = torch.full_like(compute(), torch.nan)
         self._results.append(result)
-        return GraphFake(compute, result, self._results), result
+        return FakeGraph(compute, result, self._results), result

@@ -1,4 +1,4 @@
-"""A core that a script drives; the fake beside the router's own."""
+"""The fake of the router's core: a test decides what each call answers."""
 
 from __future__ import annotations
 

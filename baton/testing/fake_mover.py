@@ -1,11 +1,11 @@
-"""A mover without its thread; the fake beside `Mover`."""
+"""The fake of `Mover`: a mover without its thread."""
 
 from __future__ import annotations
 
 from kv_transfer.mover.mover import Mover
 
 
-class ManualMover(Mover):
+class FakeMover(Mover):
     """Takes turns when it is told to, in the caller's thread, which is also the one that it answers from."""
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that a script drives, in process; the fake beside the streams to real ones."""
+"""The fakes of nodes, and of the streams and clients with which a router reaches them, in one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An in-process registry with the contract of the one in Redis, for tests and simulations.
+"""The fake of the registry in Redis: an in-process registry with the same contract.
 
-One `MemoryStore` is the server; any number of `MemoryRegistry` are its clients. The store can be taken away, brought
-back with or without its memory, and given a stranger's records.
+One `FakeRegistryStore` is the server; any number of `FakeRegistry` are its clients. The store can be stopped, restarted
+with or without its records, and given the records of another program.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Entry:
     expiry: asyncio.TimerHandle | None = None
 
 
-class MemoryStore:
-    """The server that every MemoryRegistry of a test shares. Expiry runs on the event loop's clock."""
+class FakeRegistryStore:
+    """The server that all `FakeRegistry` of a test share. Expiry runs on the event loop's clock."""
 
     def __init__(self) -> None:
         self.up = True
@@ -33,7 +33,7 @@ class MemoryStore:
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._desired: dict[str, DesiredState] = {}
         self._starts: dict[str, int] = {}
-        self._clients: set[MemoryRegistry] = set()
+        self._clients: set[FakeRegistry] = set()
 
     @property
     def epoch(self) -> str:
@@ -94,11 +94,11 @@ class MemoryStore:
         self._starts[cluster] = self._starts.get(cluster, 0) + 1
         return self._starts[cluster]
 
-    def attach(self, client: MemoryRegistry) -> None:
+    def attach(self, client: FakeRegistry) -> None:
         """Tell this client of every change."""
         self._clients.add(client)
 
-    def detach(self, client: MemoryRegistry) -> None:
+    def detach(self, client: FakeRegistry) -> None:
         """Tell it no more."""
         self._clients.discard(client)
 
@@ -107,10 +107,10 @@ class MemoryStore:
             client.notice()
 
 
-class MemoryRegistry:
-    """One process's view of a MemoryStore; see `baton.registry.base.Membership`."""
+class FakeRegistry:
+    """One process's view of a FakeRegistryStore; see `baton.registry.base.Membership`."""
 
-    def __init__(self, store: MemoryStore, cluster: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, store: FakeRegistryStore, cluster: str, *, clock: Clock | None = None) -> None:
         self._store = store
         self._cluster = cluster
         self._clock = clock or SystemClock()
@@ -121,7 +121,7 @@ class MemoryRegistry:
         self._bad_records = 0
         self._watched = False
         self._healthy = False
-        self._leases: dict[str, MemoryLease] = {}
+        self._leases: dict[str, FakeLease] = {}
         self._regrant: asyncio.Handle | None = None
         store.attach(self)
 
@@ -148,9 +148,9 @@ class MemoryRegistry:
         await self.ping()
         return read_records(self._store.stored(self._cluster)).snapshot
 
-    async def lease(self, record: NodeRecord) -> MemoryLease:
+    async def lease(self, record: NodeRecord) -> FakeLease:
         """Publish the record and keep it; see `Membership.lease`."""
-        lease = MemoryLease(self, record)
+        lease = FakeLease(self, record)
         self._leases[record.incarnation] = lease
         self.publish(record)
         return lease
@@ -235,7 +235,7 @@ class MemoryRegistry:
         if self._regrant is None and self._lost():
             self._regrant = asyncio.get_running_loop().call_soon(self._publish_lost)
 
-    def _lost(self) -> list[MemoryLease]:
+    def _lost(self) -> list[FakeLease]:
         stored = {incarnation for incarnation, _ in self._store.stored(self._cluster)}
         return [lease for incarnation, lease in self._leases.items() if incarnation not in stored]
 
@@ -245,10 +245,10 @@ class MemoryRegistry:
             self.publish(lease.record)
 
 
-class MemoryLease:
-    """A record in a MemoryStore; see `baton.registry.base.Lease`."""
+class FakeLease:
+    """A record in a FakeRegistryStore; see `baton.registry.base.Lease`."""
 
-    def __init__(self, registry: MemoryRegistry, record: NodeRecord) -> None:
+    def __init__(self, registry: FakeRegistry, record: NodeRecord) -> None:
         self._registry = registry
         self._record = record
         self._closed = False

@@ -1,4 +1,4 @@
-"""A role that moves nothing; the fake beside `NodeRole`."""
+"""The fake of `NodeRole`: a role that moves no KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner without a model whose tokens betray any wrong KV.
+"""The fake of `ModelRunner`: it has no model, and its tokens show any wrong KV.
 
 Each slot of its cache holds 8 bytes: a digest of the slot before it (read through the block table, as attention would)
 and of the token there. The token drawn is a function of the last slot, so one lost, stale, overwritten or foreign block
@@ -100,7 +100,7 @@ class _Known:
     embeds: bool = False
 
 
-class ScriptedRunner:
+class FakeRunner:
     """Deterministic tokens on a cache of `num_blocks` blocks. Raises RuntimeError when it is told inconsistent things.
 
     `failures`: request id -> reason, reported in `failed` at its next step. `raise_next`: raised by the next step that

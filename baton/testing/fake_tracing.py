@@ -1,4 +1,4 @@
-"""A tracer that keeps its spans in memory: the fake beside `baton.observe.otel`."""
+"""The fake of `baton.observe.otel`: a tracer that keeps its spans in memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An in-process fake of one-sided reads, with NIXL's hazards. What else can go wrong is `faulty.FaultyBackend`'s.
+"""The fake of `NixlBackend`: one-sided reads inside one process, with NIXL's hazards.
 
-Nothing moves by itself: every `poll` and `pump` of the receiver is one step, in which each of its reads may copy. A
-read that was given up goes on writing. With `sender_must_pump`, a read takes a step only after the sender pumped, as
-with NIXL.
+Other faults are injected by `faulty_transfer_backend.FaultyTransferBackend`. Nothing moves by itself: every `poll` and
+`pump` of the receiver is one step, in which each of its reads may copy. A read that was given up goes on writing. With
+`sender_must_pump`, a read takes a step only after the sender pumped, as with NIXL.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Agent:
     alive: bool = True
 
 
-class MemoryFabric:
-    """What connects the agents of one process. Methods may be called from any thread."""
+class FakeTransferFabric:
+    """The network that connects all agents of a test. Methods may be called from any thread."""
 
     def __init__(self, sender_must_pump: bool = False) -> None:
         self.sender_must_pump = sender_must_pump
@@ -92,12 +92,12 @@ class _Peer:
     reads: set[ReadHandle] = field(default_factory=set)
 
 
-class MemoryBackend:
-    """One agent of a fabric."""
+class FakeTransferBackend:
+    """The transfer agent of one process of a fabric; see `kv_transfer.backends.base.TransferBackend`."""
 
     name = "memory"
 
-    def __init__(self, fabric: MemoryFabric, incarnation: str, memory: KVMemory) -> None:
+    def __init__(self, fabric: FakeTransferFabric, incarnation: str, memory: KVMemory) -> None:
         self._fabric = fabric
         self._incarnation = incarnation
         self._memory = memory

@@ -1,4 +1,4 @@
-"""What can go wrong with one-sided reads, on demand and over any backend: for tests, drills and nothing else.
+"""Injects the faults of one-sided reads into any transfer backend, real or fake.
 
 A read is cut into parts that are posted one after another by the backend underneath; a fault is what happens between
 them, or what is said at the end. So the bytes that a fault leaves behind are real ones, and the contract holds: until
@@ -93,8 +93,8 @@ class _Peer:
     reads: set[ReadHandle] = field(default_factory=set)
 
 
-class FaultyBackend:
-    """A backend over another one, whose reads it owns. Raises ConfigError for damage to memory that it can't reach."""
+class FaultyTransferBackend:
+    """Wraps another backend and owns its reads. Raises ConfigError for damage to memory that it can't reach."""
 
     def __init__(self, inner: TransferBackend, faults: Faults | None = None) -> None:
         self._inner = inner

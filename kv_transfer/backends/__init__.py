@@ -1,1 +1,1 @@
-"""Ways to move bytes: NIXL, and an in-process fake beside it."""
+"""How a receiver reads blocks from a sender's memory: the interface, and NIXL behind it."""

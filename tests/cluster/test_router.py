@@ -16,7 +16,7 @@ from baton.config import RouterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
-from baton.testing.fake_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorStub
 from router.app import RouterAddresses, run_router
@@ -45,7 +45,7 @@ class Cluster:
 
     def __init__(
         self,
-        store: MemoryStore,
+        store: FakeRegistryStore,
         model_dir: Path,
         nodes: dict[str, ServedNode],
         runner: str,
@@ -69,7 +69,7 @@ class Cluster:
                 "placement": "least-loaded",
             }
         )
-        self.membership = MemoryRegistry(store, "test")
+        self.membership = FakeRegistry(store, "test")
         self.task = asyncio.create_task(
             run_router(self.config, self.addresses.set_result, self.stop, membership=self.membership)
         )
@@ -105,7 +105,7 @@ class Cluster:
 @asynccontextmanager
 async def cluster(model_dir: Path, *names: str, runner: str = "torch") -> AsyncIterator[Cluster]:
     nodes = {name: ServedNode(prefill(name) if name.startswith("p") else decode(name)) for name in names}
-    store = MemoryStore()
+    store = FakeRegistryStore()
     for node in nodes.values():
         await node.start()
         record = record_of(node.description)
@@ -180,7 +180,7 @@ async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
 
 async def test_a_router_may_be_ready_only_when_its_nodes_have_joined(model_dir: Path) -> None:
     nodes = {name: ServedNode(kind(name)) for name, kind in (("p1", prefill), ("d1", decode))}
-    store = MemoryStore()
+    store = FakeRegistryStore()
     one = Cluster(store, model_dir, nodes, "torch", await_nodes=2)
     try:
         for number, node in enumerate(nodes.values()):
@@ -199,7 +199,7 @@ async def test_a_router_may_be_ready_only_when_its_nodes_have_joined(model_dir: 
 
 
 async def test_a_router_that_waits_for_nodes_can_be_stopped(model_dir: Path) -> None:
-    one = Cluster(MemoryStore(), model_dir, {}, "torch", await_nodes=1)
+    one = Cluster(FakeRegistryStore(), model_dir, {}, "torch", await_nodes=1)
     one.stop.set()
     await one.task
     assert not one.addresses.done()
@@ -303,7 +303,7 @@ async def test_what_keeps_a_router_from_starting_is_said_in_one_line(model_dir: 
         taken = int((await one.addresses).grpc.rpartition(":")[2])
 
         async def start(config: RouterConfig) -> None:
-            membership = MemoryRegistry(one.store, "test")
+            membership = FakeRegistry(one.store, "test")
             try:
                 await run_router(config, lambda _: pytest.fail("it started"), asyncio.Event(), membership)
             finally:

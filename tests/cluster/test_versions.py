@@ -19,7 +19,7 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_registry import MemoryRegistry
+from baton.testing.fake_registry import FakeRegistry
 from decode_node.app import DecodeRole
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION
@@ -53,7 +53,7 @@ async def node(cluster: MiniCluster, directory: Path, role: str) -> AsyncIterato
         {"role": role, "node_id": f"{role}-old", "registry": "memory://", "cluster": CLUSTER, "model": directory}
         | {"block_size": SPEC.block_size, "max_num_batched_tokens": 64, "max_num_seqs": 16}
     )
-    membership, stop, ready = MemoryRegistry(cluster.store, CLUSTER), NodeStop(), asyncio.Event()
+    membership, stop, ready = FakeRegistry(cluster.store, CLUSTER), NodeStop(), asyncio.Event()
 
     def on_ready(_: NodeDescription) -> None:
         ready.set()

@@ -18,10 +18,9 @@ from baton.registry.flights import (
     LIFETIME_S,
     MAX_RECORD_BYTES,
     FlightRecords,
-    MemoryFlightRecords,
-    MemoryFlightStore,
 )
 from baton.registry.redis_flights import MAX_PENDING, RedisFlightRecords
+from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from tests.support.redis_server import RedisProcess
 
 BOUND_S = 30.0
@@ -43,12 +42,12 @@ class Server(Protocol):
     async def close(self) -> None: ...
 
 
-class MemoryServer:
+class FakeServer:
     def __init__(self) -> None:
-        self._store = MemoryFlightStore()
+        self._store = FakeFlightStore()
 
     def connect(self, cluster: str = "c") -> FlightRecords:
-        return MemoryFlightRecords(self._store, cluster)
+        return FakeFlightRecords(self._store, cluster)
 
     async def lifetime_s(self, request_id: str) -> float | None:
         return self._store.lifetime_s("c", request_id)
@@ -86,7 +85,7 @@ class RedisServer(RedisProcess):
 @pytest.fixture(params=["redis", "memory"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
-        made: Server = MemoryServer() if request.param == "memory" else RedisServer(Path(run_dir))
+        made: Server = FakeServer() if request.param == "memory" else RedisServer(Path(run_dir))
         await made.start()
         try:
             yield made

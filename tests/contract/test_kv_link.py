@@ -17,8 +17,8 @@ from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_transfer_backend import MemoryFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
+from baton.testing.fake_transfer_backend import FakeTransferFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
@@ -245,10 +245,10 @@ async def test_digests_may_be_what_a_prompt_waits_for_last(rig: HandoffRig) -> N
 
 
 async def test_a_read_that_flips_a_bit_is_noticed() -> None:
-    fabric = MemoryFabric()
+    fabric = FakeTransferFabric()
 
     def make_backend(incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
-        return FaultyBackend(AnnouncingBackend(fabric, incarnation, memory, notes), Faults(corrupt=1.0))
+        return FaultyTransferBackend(AnnouncingBackend(fabric, incarnation, memory, notes), Faults(corrupt=1.0))
 
     async with HandoffRig(make_backend=make_backend) as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)

@@ -15,7 +15,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.torch_operations import TorchOperations, activate
-from baton.testing.fake_flash import flash_fake
+from baton.testing.fake_flash import fake_varlen_attn
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-3}
 LENGTHS, QUERIES, SIZE = (1, 40, 90), (1, 5, 33), 16
@@ -28,7 +28,7 @@ def operations(request: pytest.FixtureRequest) -> Any:
     made: dict[str, Any] = {
         "compiled": CompiledOperations(2, ""),
         "torch": TorchOperations(1),
-        "gpu": CudaOperations(CPU, flash_fake),
+        "gpu": CudaOperations(CPU, fake_varlen_attn),
         "reference": reference,
     }
     return made[request.param]

@@ -19,11 +19,11 @@ from baton.registry.embedded import embedded_redis
 from baton.registry.records import NodeRecord, Snapshot
 from baton.registry.registry import RESERVES, RedisLease, Registry
 from baton.registry.server_memory import server_memory
-from baton.testing.fake_registry import MemoryLease, MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeLease, FakeRegistry, FakeRegistryStore
 from tests.support.redis_server import RedisProcess
 
-AnyRegistry = Registry | MemoryRegistry
-AnyLease = RedisLease | MemoryLease
+AnyRegistry = Registry | FakeRegistry
+AnyLease = RedisLease | FakeLease
 BOUND_S = 30.0
 
 
@@ -43,13 +43,13 @@ class Server(Protocol):
     async def close(self) -> None: ...
 
 
-class MemoryServer:
+class FakeServer:
     def __init__(self) -> None:
-        self._store = MemoryStore()
+        self._store = FakeRegistryStore()
         self._made: list[AnyRegistry] = []
 
     def connect(self, cluster: str = "c") -> AnyRegistry:
-        self._made.append(MemoryRegistry(self._store, cluster))
+        self._made.append(FakeRegistry(self._store, cluster))
         return self._made[-1]
 
     async def stop(self) -> None:
@@ -103,7 +103,7 @@ class RedisServer(RedisProcess):
 @pytest.fixture(params=["redis", "memory"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
-        made: Server = MemoryServer() if request.param == "memory" else RedisServer(Path(run_dir))
+        made: Server = FakeServer() if request.param == "memory" else RedisServer(Path(run_dir))
         await made.start_empty()
         try:
             yield made

@@ -21,11 +21,11 @@ from baton.runner import SimulatedSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_runner import ScriptedRunner
+from baton.testing.fake_runner import FakeRunner
 from tests.support.runner_driver import GREEDY
 from tests.support.tiny_models import TINY_MODELS
 
-Runner = ScriptedRunner | SimulatedRunner | TorchModelRunner
+Runner = FakeRunner | SimulatedRunner | TorchModelRunner
 
 PROMPT = [(position * 37 + 5) % 256 for position in range(10)]
 PARAMS = replace(GREEDY, logprobs=6, repetition_penalty=1.3)
@@ -38,7 +38,7 @@ FORKED_TABLE, COPY = [1, 2, 20, 21, 22], BlockCopy(3, 20)
 @pytest.fixture(params=["scripted", "simulated", "torch"])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Runner:
     if request.param == "scripted":
-        return ScriptedRunner(64, 4, vocab_size=256)
+        return FakeRunner(64, 4, vocab_size=256)
     if request.param == "simulated":
         return SimulatedRunner(SimulatedSpec(num_blocks=64, block_size=4, vocab_size=256, max_model_len=256))
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)

@@ -21,8 +21,8 @@ import pytest
 from baton.clock import SystemClock
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
-from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
-from baton.testing.faulty_transfer_backend import FaultyBackend
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from baton.testing.faulty_transfer_backend import FaultyTransferBackend
 from kv_transfer.backends.base import (
     BadRange,
     PeerGone,
@@ -66,11 +66,11 @@ class AnySender(Protocol):
 class LocalSender:
     """A sender on a fabric; its mover pumps, as a prefill node's does."""
 
-    def __init__(self, fabric: MemoryFabric, incarnation: str) -> None:
+    def __init__(self, fabric: FakeTransferFabric, incarnation: str) -> None:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         fill(buffer, memory, salt=1)
         self._fabric = fabric
-        self._mover = Mover(lambda: MemoryBackend(fabric, incarnation, memory), lambda event: None, SystemClock())
+        self._mover = Mover(lambda: FakeTransferBackend(fabric, incarnation, memory), lambda event: None, SystemClock())
         self._mover.start()
         self.memory = PeerMemory.of(memory, incarnation, self._mover.agent_metadata)
 
@@ -95,7 +95,7 @@ class Rig:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._fabric = MemoryFabric(sender_must_pump=True)
+        self._fabric = FakeTransferFabric(sender_must_pump=True)
         self._names = (f"{kind}-{i}" for i in itertools.count())
         self._senders: list[AnySender] = []
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -104,10 +104,10 @@ class Rig:
         name = next(self._names)
         backend: TransferBackend
         if self._is_local:
-            backend = MemoryBackend(self._fabric, name, memory or self.local)
+            backend = FakeTransferBackend(self._fabric, name, memory or self.local)
         else:
             backend = NixlBackend(name, memory or self.local)
-        return FaultyBackend(backend) if self._kind.endswith("-decorated") else backend
+        return FaultyTransferBackend(backend) if self._kind.endswith("-decorated") else backend
 
     @property
     def _is_local(self) -> bool:

@@ -22,7 +22,7 @@ from baton.config import RouterConfig
 from baton.errors import BackgroundFault
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
-from baton.testing.fake_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from router.app import RouterAddresses, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server
@@ -71,7 +71,7 @@ async def running_router(directory: Path) -> AsyncIterator[tuple[asyncio.Task[No
     config = RouterConfig.model_validate(
         {"registry": "unused", "cluster": "test", "router_id": "router-1", "model": directory, **settings}
     )
-    membership, stop = MemoryRegistry(MemoryStore(), "test"), asyncio.Event()
+    membership, stop = FakeRegistry(FakeRegistryStore(), "test"), asyncio.Event()
     ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(run_router(config, ready.set_result, stop, membership))
     await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from baton.clock import ManualClock
 from baton.runner.simulated import expected_embedding
+from baton.testing.fake_clock import FakeClock
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
@@ -53,7 +53,7 @@ async def post(
     cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
 ) -> Exchange:
     model = ServedModel(cluster.card, Spelling(), TEMPLATE, lambda: datetime(2026, 1, 2))
-    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", ManualClock(5.0), Random(1), 1000.0)
+    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", FakeClock(5.0), Random(1), 1000.0)
     exchange = AsgiClient(front).post(path, body, headers)
     if leaves:
         exchange.leave()

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
@@ -22,6 +21,7 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.embedding import embedding_of
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_clock import FakeClock
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -39,7 +39,7 @@ def make_engine(runner: TorchModelRunner, budget: int = 256) -> EngineCore:
         max_num_seqs=8,
         max_model_len=runner.model.max_model_len,
     )
-    return EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock()), runner)
+    return EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
 
 
 def embed(engine: EngineCore, prompts: Mapping[str, Sequence[int]]) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
@@ -22,7 +21,8 @@ from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
-from baton.testing.fake_grammar import ScriptedMatcher
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_grammar import FakeMatcher
 from baton.text.grammar import JsonGrammars, num_mask_words
 from baton.text.tokenizer import Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
@@ -65,7 +65,7 @@ class Engine:
             **values,
         )
         fields = CacheKeyFields.of(runner.model, runner.layout)
-        self.core = EngineCore(Scheduler(config, fields, ManualClock()), runner, LazyExecutor() if ahead else None)
+        self.core = EngineCore(Scheduler(config, fields, FakeClock()), runner, LazyExecutor() if ahead else None)
         self.errors: dict[str, str] = {}
         self._grammars = grammars
         self._eos = runner.model.eos_token_ids
@@ -267,7 +267,7 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
     engine = Engine(runner, grammars)
     costly = Request("costly", prompt_of(1), constrained("object"))
     engine.core.add_request(costly)
-    engine.core.grammar_compiled("costly", [ScriptedMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
+    engine.core.grammar_compiled("costly", [FakeMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
     assert engine.run({"object": prompts["object"]}, params)["object"] == alone["object"]
     assert engine.errors == {"costly": "json_schema: too complex"}
     assert (costly.status.outcome, costly.num_output_tokens) == (Outcome.INVALID, 4)

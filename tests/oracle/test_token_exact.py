@@ -8,7 +8,6 @@ from random import Random
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
@@ -17,6 +16,7 @@ from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_clock import FakeClock
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -35,7 +35,7 @@ def make_engine(runner: TorchModelRunner) -> EngineCore:
         max_model_len=runner.model.max_model_len,
     )
     fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
-    return EngineCore(Scheduler(config, fields, ManualClock()), runner)
+    return EngineCore(Scheduler(config, fields, FakeClock()), runner)
 
 
 def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from random import Random
 
-from baton.clock import ManualClock
 from baton.messages.cluster import ClusterStatus
 from baton.messages.steering import ClusterEvent
+from baton.testing.fake_clock import FakeClock
 from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
@@ -56,7 +56,7 @@ class Cluster:
 async def test_a_large_cluster_on_every_screen(chromium: Browser, tmp_path: Path) -> None:
     feed = LiveFeed(Cluster(), every_s=EVERY_S)
     model = ServedModel(lambda: CARD, None, None, lambda: None)  # type: ignore[arg-type, return-value]
-    front = HttpFront(FakeHandler(), model, str, bytes, ManualClock(), Random(1), more=live_pages(feed))
+    front = HttpFront(FakeHandler(), model, str, bytes, FakeClock(), Random(1), more=live_pages(feed))
     server = HttpServer(front)
     port = server.bind("127.0.0.1", 0)
     await server.start()

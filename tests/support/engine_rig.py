@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.clock import ManualClock
 from baton.engine.batch import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.core import EngineCore
@@ -17,8 +16,9 @@ from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_
 from baton.errors import TransferCause
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
+from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_runner import ScriptedRunner, expected_tokens, prompt_slots
+from baton.testing.fake_runner import FakeRunner, expected_tokens, prompt_slots
 
 SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 
@@ -40,14 +40,14 @@ class EngineRig:
     ) -> None:
         limits = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "watermark": 0.0} | limits
         self.config = SchedulerConfig(num_blocks=num_blocks, **limits)
-        self.runner = ScriptedRunner(
+        self.runner = FakeRunner(
             num_blocks,
             self.config.block_size,
             num_host_blocks=self.config.num_host_blocks,
             windows=self.config.windows,
         )
         self.connector = connector if connector is not None else FakeConnector()
-        self.clock = ManualClock()
+        self.clock = FakeClock()
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         self.scheduler = Scheduler(self.config, fields, self.clock, self.connector)
         self.core = EngineCore(self.scheduler, self.runner, executor)

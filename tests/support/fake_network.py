@@ -18,7 +18,7 @@ import grpc
 class Pipe:
     """One direction of a connection. Exceptions are carried too, and raised by `read`."""
 
-    def __init__(self, network: MemoryNetwork, source: str, target: str) -> None:
+    def __init__(self, network: FakeNetwork, source: str, target: str) -> None:
         self._network = network
         self.ends = (source, target)
         self._sent: deque[Any] = deque()
@@ -64,7 +64,7 @@ class Pipe:
         return item
 
 
-class MemoryNetwork:
+class FakeNetwork:
     """Names, who of them can't be heard by whom at the moment, and the connections between them."""
 
     def __init__(self, latency: Callable[[], float] = lambda: 0.0005) -> None:
@@ -125,9 +125,9 @@ class MemoryNetwork:
         server, _ = self._servers.get(address, (None, None))
         return server is not None and not self.is_held(name, server) and not self.is_held(server, name)
 
-    def channel(self, name: str, address: str) -> MemoryChannel:
+    def channel(self, name: str, address: str) -> FakeChannel:
         """What `grpc.aio.insecure_channel` would give that process."""
-        return MemoryChannel(self, name, address)
+        return FakeChannel(self, name, address)
 
     def between(self, one: str, other: str) -> Iterator[Connection]:
         ends = {one, other}
@@ -142,7 +142,7 @@ class MemoryNetwork:
         self._pipes = [pipe for pipe in self._pipes if name not in pipe.ends]
 
 
-class MemoryServer:
+class FakeServer:
     """What `KvLink` servicers are added to."""
 
     def __init__(self) -> None:
@@ -156,10 +156,10 @@ class MemoryServer:
         self.servicer = handler.stream_stream
 
 
-class MemoryChannel:
+class FakeChannel:
     """A channel with one call at most."""
 
-    def __init__(self, network: MemoryNetwork, name: str, address: str) -> None:
+    def __init__(self, network: FakeNetwork, name: str, address: str) -> None:
         self._network = network
         self._name = name
         self._address = address
@@ -188,7 +188,7 @@ class _Aborted(Exception):
 class Connection:
     """One call: the client's end of it has `write` and `read` of its own."""
 
-    def __init__(self, network: MemoryNetwork, client: str, server: tuple[str, Any] | None) -> None:
+    def __init__(self, network: FakeNetwork, client: str, server: tuple[str, Any] | None) -> None:
         self.client = client
         self.server = server[0] if server else ""
         self._network = network

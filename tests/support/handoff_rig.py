@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import torch
 
-from baton.clock import ManualClock, SystemClock
+from baton.clock import SystemClock
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import KVLayout, KVMemory
@@ -20,7 +20,8 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
-from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
@@ -161,7 +162,7 @@ class SenderHalf:
         self,
         make_backend: MakeBackend,
         identity: LinkIdentity,
-        clock: ManualClock,
+        clock: FakeClock,
         memory: KVMemory | None = None,
         digest_every: int = 1,
     ) -> None:
@@ -217,10 +218,10 @@ class SenderHalf:
         return self.connector.request_finished(request, block_ids, False)
 
 
-class AnnouncingBackend(MemoryBackend):
+class AnnouncingBackend(FakeTransferBackend):
     """Says on the loop when a read was posted (from then on it may write) and when a peer was dropped."""
 
-    def __init__(self, fabric: MemoryFabric, incarnation: str, memory: KVMemory, notes: Notes) -> None:
+    def __init__(self, fabric: FakeTransferFabric, incarnation: str, memory: KVMemory, notes: Notes) -> None:
         super().__init__(fabric, incarnation, memory)
         self._notes = notes
 
@@ -302,8 +303,8 @@ class HandoffRig:
         digest_every: int = 1,
         keeps_valid_blocks: bool = False,
     ) -> None:
-        self.clock = ManualClock(100.0)
-        self.fabric = MemoryFabric()
+        self.clock = FakeClock(100.0)
+        self.fabric = FakeTransferFabric()
         self.make_backend = make_backend or self._memory_backend
         sender = LinkIdentity("c", "p0", "p0.first", LAYOUT)
         self.sender = SenderHalf(self.make_backend, sender, self.clock, make_memory(), digest_every)

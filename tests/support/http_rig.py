@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from random import Random
 
-from baton.clock import ManualClock
 from baton.messages.generation import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageAuthenticator
+from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
@@ -53,7 +53,7 @@ class HttpRig(AsgiClient):
             model,
             lambda: self.why_not_ready,
             lambda: b"figures\n",
-            ManualClock(5.0),
+            FakeClock(5.0),
             Random(1),
             keep_alive_s,
             self._page_authenticator,

@@ -22,7 +22,7 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.registry import Membership
 from baton.runner import ModelRunner
-from baton.testing.fake_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
@@ -86,7 +86,7 @@ BOTH_KINDS: Mapping[str, object] = {"placement": "least-loaded"}
 class MiniCluster(Caller):
     """Started by `mini_cluster`."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: FakeRegistryStore) -> None:
         self.store = store
         self.nodes: dict[str, RunningNode] = {}
         self.router = RouterAddresses("", "", "")
@@ -127,7 +127,7 @@ async def mini_cluster(
     **node_settings: object,
 ) -> AsyncIterator[MiniCluster]:
     """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit."""
-    store = MemoryStore()
+    store = FakeRegistryStore()
     cluster = MiniCluster(store)
     async with AsyncExitStack() as stack:
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
@@ -151,7 +151,7 @@ async def mini_cluster(
 
 async def _start_node(
     stack: AsyncExitStack,
-    store: MemoryStore,
+    store: FakeRegistryStore,
     name: str,
     runner: ModelRunner,
     model_dir: Path,
@@ -170,7 +170,7 @@ async def _start_node(
         **settings,
     }
     config = NodeConfig.model_validate(values)
-    membership = MemoryRegistry(store, CLUSTER)
+    membership = FakeRegistry(store, CLUSTER)
     stack.push_async_callback(membership.close)
     running = RunningNode(config, runner, membership)
     stack.push_async_callback(running.end)
@@ -180,7 +180,7 @@ async def _start_node(
 
 async def _start_router(
     stack: AsyncExitStack,
-    store: MemoryStore,
+    store: FakeRegistryStore,
     settings: Mapping[str, object],
 ) -> RouterAddresses:
     values: dict[str, object] = {
@@ -193,7 +193,7 @@ async def _start_router(
         **settings,
     }
     config = RouterConfig.model_validate(values)
-    membership, stop = MemoryRegistry(store, CLUSTER), asyncio.Event()
+    membership, stop = FakeRegistry(store, CLUSTER), asyncio.Event()
     stack.push_async_callback(membership.close)
     ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(run_router(config, ready.set_result, stop, membership), name="router")

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from baton.clock import Clock, ManualClock
+from baton.clock import Clock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -17,9 +17,10 @@ from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
-from baton.testing.fake_engine_driver import ManualDriver
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_engine_driver import FakeEngineDriver
 from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import ScriptedRunner, prompt_slots
+from baton.testing.fake_runner import FakeRunner, prompt_slots
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)
@@ -49,15 +50,15 @@ class NodeRig:
     """What routers ask for comes in by `ask`, what they hear is in their ports."""
 
     def __init__(self, role: Role = Role.DECODE, clock: Clock | None = None, **service: Any) -> None:
-        self.runner = runner = ScriptedRunner(33, 4, vocab_size=VOCAB)
-        self.manual_clock = ManualClock(100.0)
+        self.runner = runner = FakeRunner(33, 4, vocab_size=VOCAB)
+        self.manual_clock = FakeClock(100.0)
         self.clock = clock if clock is not None else self.manual_clock
         self.role = FakeRole()
         limits = SchedulerConfig(33, block_size=4, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=128)
         fields = CacheKeyFields.of(runner.model, runner.layout)
         self.scheduler = Scheduler(limits, fields, self.clock, self.role.connector)
         self.crashes: list[BaseException] = []
-        self.driver = ManualDriver(
+        self.driver = FakeEngineDriver(
             EngineCore(self.scheduler, runner), lambda news: self.service.on_step(news), self.crashes.append
         )
         self.drained = 0

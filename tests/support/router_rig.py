@@ -11,8 +11,9 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
-from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
+from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
+from baton.testing.fake_timers import FakeTimers
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.flight.request_spans import RequestSpans
@@ -20,7 +21,6 @@ from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
-from router.timers import ManualTimers
 from tests.support.router_parts import MODEL, record_of
 
 
@@ -102,12 +102,12 @@ class RouterRig:
     def __init__(
         self, limits: DispatchLimits | None, placer: Placer | None = None, spans: RequestSpans | None = None
     ) -> None:
-        self.timers = ManualTimers()
+        self.timers = FakeTimers()
         self.view = ClusterView()
         self.fakes = FakeNodes()
         self.links = NodeLinks(self.fakes.connect, "router-1", self.timers, Random(7))
         card = ModelCard(MODEL, 64, 300)
-        self.store = MemoryFlightStore()
+        self.store = FakeFlightStore()
         self.dispatcher = Dispatcher(
             self.view,
             self.links,
@@ -124,7 +124,7 @@ class RouterRig:
 
     def journal(self, router: str) -> FlightJournal:
         """What a router of this cluster leaves and finds."""
-        return FlightJournal(MemoryFlightRecords(self.store, "c"), router, self.timers.monotonic)
+        return FlightJournal(FakeFlightRecords(self.store, "c"), router, self.timers.monotonic)
 
     def register(self, *descriptions: NodeDescription) -> None:
         """These nodes are in the registry from now on, and no others."""

@@ -30,7 +30,7 @@ def token_at(prompt: Sequence[int], index: int) -> int:
     return ord("a") + (sum(prompt) + index) % 26
 
 
-class ScriptedPort:
+class FakePort:
     """One router's end of the node."""
 
     def __init__(self, node: ServedNode) -> None:
@@ -82,7 +82,7 @@ class ServedNode:
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self.port_opened = asyncio.Event()
         self.port_closed = asyncio.Event()
-        self.port: ScriptedPort | None = None
+        self.port: FakePort | None = None
         self._server = RpcServer((SERVICE_NAME,))
         bound = self._server.bind("127.0.0.1", 0)
         self.description = replace(description, address=f"127.0.0.1:{bound}")
@@ -111,8 +111,8 @@ class ServedNode:
     def load(self) -> LoadReport:
         return LoadReport()
 
-    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> ScriptedPort:
-        self.port = ScriptedPort(self)
+    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> FakePort:
+        self.port = FakePort(self)
         self.port_opened.set()
         return self.port
 

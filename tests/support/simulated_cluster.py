@@ -1,8 +1,8 @@
 """A whole cluster in one thread and virtual time: everything but sockets, threads and NIXL is what the processes run.
 
-Router, nodes, engines, links, leases, transfers and movers are the real ones. Connections are a `MemoryNetwork`,
-one-sided reads a `MemoryFabric` under a `FaultyBackend`, tokens and KV bytes those of the simulated runner, whose next
-token follows from every KV byte of the history: a wrong block gives wrong tokens.
+Router, nodes, engines, links, leases, transfers and movers are the real ones. Connections are a `FakeNetwork`,
+one-sided reads a `FakeTransferFabric` under a `FaultyTransferBackend`, tokens and KV bytes those of the simulated
+runner, whose next token follows from every KV byte of the history: a wrong block gives wrong tokens.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.simulated import SimulatedRunner
-from baton.testing.fake_engine_driver import ManualDriver
-from baton.testing.fake_mover import ManualMover
-from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
+from baton.testing.fake_engine_driver import FakeEngineDriver
+from baton.testing.fake_mover import FakeMover
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
@@ -55,7 +55,7 @@ from router.node_links import NodeLinks
 from router.placement.view import ClusterView
 from router.timers import LoopTimers
 from tests.support.executors import Ahead, executor_for
-from tests.support.fake_network import MemoryNetwork, MemoryServer
+from tests.support.fake_network import FakeNetwork, FakeServer
 from tests.support.router_parts import record_of
 from tests.support.virtual_time import LoopClock
 
@@ -166,7 +166,7 @@ class _Hasher(Executor):
             self._machine.wake("hasher", self._next, self._latency())
 
 
-class _Driver(ManualDriver):
+class _Driver(FakeEngineDriver):
     def __init__(self, machine: _Machine, *args: Any) -> None:
         super().__init__(*args)
         self._machine = machine
@@ -192,7 +192,7 @@ class _Driver(ManualDriver):
             self.wake()
 
 
-class _Mover(ManualMover):
+class _Mover(FakeMover):
     def __init__(self, machine: _Machine, is_busy: Callable[[], bool], *args: Any) -> None:
         """`is_busy`: too busy for the digests of what was read."""
         super().__init__(*args)
@@ -248,12 +248,12 @@ class SimulatedNode:
         self.incarnation = f"{node_id}.{run}"
         self.role = Role(node_id.partition("-")[0])
         self.runner = SimulatedRunner(limits.spec)
-        self.backend: FaultyBackend | None = None
+        self.backend: FaultyTransferBackend | None = None
         self.machine = _Machine()
         self.log = EventLog()
         self._cluster = cluster
         self._faults = faults
-        layout = LayoutFingerprint.of(self.runner.model, self.runner.layout, MemoryBackend.name)
+        layout = LayoutFingerprint.of(self.runner.model, self.runner.layout, FakeTransferBackend.name)
         address = f"{node_id}:{1000 + run}"
         identity = LinkIdentity("sim", node_id, self.incarnation, layout, address)
         clock, post = cluster.clock, asyncio.get_running_loop().call_soon
@@ -359,7 +359,7 @@ class SimulatedNode:
         """The node as it stands in the registry."""
         return record_of(self.description)
 
-    def _make_mover(self, deliver: Callable[[MoverEvent], None]) -> ManualMover:
+    def _make_mover(self, deliver: Callable[[MoverEvent], None]) -> FakeMover:
         cluster = self._cluster
         return _Mover(
             self.machine,
@@ -373,8 +373,8 @@ class SimulatedNode:
         )
 
     def _make_backend(self) -> TransferBackend:
-        inner = MemoryBackend(self._cluster.fabric, self.incarnation, self.runner.memory)
-        self.backend = FaultyBackend(inner, self._faults)
+        inner = FakeTransferBackend(self._cluster.fabric, self.incarnation, self.runner.memory)
+        self.backend = FaultyTransferBackend(inner, self._faults)
         return self.backend
 
     def _tell_engine(self, news: KVTransferOutput) -> None:
@@ -387,7 +387,7 @@ class SimulatedNode:
     async def start(self) -> None:
         await self.half.start()
         if isinstance(self.half, HandOff):
-            server = MemoryServer()
+            server = FakeServer()
             self.half.add_to_server(server)
             self._cluster.network.serve(self.incarnation, self.description.address, server.servicer)
         self._heartbeat = asyncio.create_task(self.service.heartbeat(), name=f"heartbeat-{self.incarnation}")
@@ -555,8 +555,8 @@ class SimulatedCluster:
         self.limits = limits
         self.rng = rng
         self.clock = LoopClock()
-        self.network = MemoryNetwork(lambda: rng.uniform(0.0002, 0.002))
-        self.fabric = MemoryFabric(sender_must_pump=True)
+        self.network = FakeNetwork(lambda: rng.uniform(0.0002, 0.002))
+        self.fabric = FakeTransferFabric(sender_must_pump=True)
         self.nodes: dict[str, SimulatedNode] = {}
         self._runs: dict[str, int] = {}
         self._faults = faults

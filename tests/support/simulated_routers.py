@@ -13,7 +13,7 @@ from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
-from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
+from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
@@ -39,7 +39,7 @@ class SimulatedRouter:
             lambda address: _Client(cluster, address), name, timers, cluster.rng, router_incarnation=incarnation
         )
         card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
-        journal = FlightJournal(MemoryFlightRecords(cluster.store, "c"), incarnation, timers.monotonic)
+        journal = FlightJournal(FakeFlightRecords(cluster.store, "c"), incarnation, timers.monotonic)
         patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)
         self.dispatcher = Dispatcher(self.view, self.links, None, lambda: card, timers, cluster.rng, patience, journal)
 
@@ -85,7 +85,7 @@ class RoutedCluster(SimulatedCluster):
     """A simulated cluster with routers that die; the one that it has by itself serves nobody."""
 
     def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
-        self.store = MemoryFlightStore()
+        self.store = FakeFlightStore()
         self.routers: dict[str, SimulatedRouter] = {}
         self._router_runs: dict[str, int] = {}
         super().__init__(limits, rng, faults)

@@ -6,24 +6,24 @@ import logging
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.observe.log_limit import LimitedLog
+from baton.testing.fake_clock import FakeClock
 
 _log = logging.getLogger("baton.test_log_limit")
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1_000.0)
+def clock() -> FakeClock:
+    return FakeClock(1_000.0)
 
 
 @pytest.fixture
-def limited(clock: ManualClock) -> LimitedLog:
+def limited(clock: FakeClock) -> LimitedLog:
     return LimitedLog(_log, logging.WARNING, 60.0, clock.monotonic)
 
 
 def test_the_first_time_is_written_at_once_and_the_next_ones_are_counted(
-    limited: LimitedLog, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    limited: LimitedLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert limited.happened("%s is cut off", "a")
     for _ in range(100_000):
@@ -35,7 +35,7 @@ def test_the_first_time_is_written_at_once_and_the_next_ones_are_counted(
 
 
 def test_what_happens_seldom_is_written_each_time_without_a_count(
-    limited: LimitedLog, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    limited: LimitedLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for peer in "ab":
         limited.happened("%s is cut off", peer)
@@ -44,7 +44,7 @@ def test_what_happens_seldom_is_written_each_time_without_a_count(
 
 
 def test_the_end_of_a_condition_is_one_line_and_the_next_one_is_news_again(
-    limited: LimitedLog, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    limited: LimitedLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     limited.is_over("there are descriptors again")
     limited.happened("no descriptors")

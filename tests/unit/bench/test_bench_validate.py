@@ -32,10 +32,10 @@ from baton.bench.validate.report import rows, validation_result, verdict
 from baton.bench.validate.run import Bench, ValidateConfig, Validated
 from baton.bench.validate.strangers import ProcStrangers
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.clock import ManualClock
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
 from baton.messages.node_report import NodeTrace, TraceStep
+from baton.testing.fake_clock import FakeClock
 from tests.support.node_rig import DESCRIPTION
 
 TRUTH = FormulaTimes(4.0, 0.8, 0.0, 12.0, 0.0, 1.5)
@@ -74,7 +74,7 @@ def step(ended_s: float, step_ms: float, prefill: int, decodes: int, *, goes_on:
 class FormulaCluster:
     """Runs loads in virtual time, stepwise, and says what its nodes' steps were."""
 
-    def __init__(self, clock: ManualClock, slow_runs: Mapping[int, float] | None = None) -> None:
+    def __init__(self, clock: FakeClock, slow_runs: Mapping[int, float] | None = None) -> None:
         """`slow_runs`: by number, how many times as long every step takes in it."""
         self.clock = clock
         self.plans: list[LoadPlan] = []
@@ -140,7 +140,7 @@ def validated(cluster: FormulaCluster, deadline_s: float = math.inf, visitors: V
 
 @pytest.fixture(scope="module")
 def undisturbed() -> tuple[FormulaCluster, Validated]:
-    cluster = FormulaCluster(ManualClock())
+    cluster = FormulaCluster(FakeClock())
     return cluster, validated(cluster)
 
 
@@ -197,7 +197,7 @@ def test_loads_take_turns_with_single_requests_between_them(undisturbed: tuple[F
 
 def test_a_load_is_predicted_from_the_others() -> None:
     slow = dict.fromkeys((4, 10, 13), 2.0)  # the runs of the lowest load
-    found = validated(FormulaCluster(ManualClock(), slow))
+    found = validated(FormulaCluster(FakeClock(), slow))
     least = min(found.pairs, key=lambda pair: pair.rate)
     result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
     said = next(load for load in result["models"][0]["loads"] if load["rate"] == least.rate)
@@ -207,7 +207,7 @@ def test_a_load_is_predicted_from_the_others() -> None:
 
 def test_what_strangers_disturbed_is_measured_again_and_left_out() -> None:
     disturbed = 5  # the middle load's first stretch
-    cluster = FormulaCluster(ManualClock(), {disturbed: 3.0})
+    cluster = FormulaCluster(FakeClock(), {disturbed: 3.0})
     found = validated(cluster, visitors=Visitors({disturbed: 0.4}))
     assert [len(pair.stretches) for pair in found.pairs] == [3, 3, 3]
     assert cluster.plans[-1].workload.request_rate == cluster.plans[disturbed - 1].workload.request_rate
@@ -217,7 +217,7 @@ def test_what_strangers_disturbed_is_measured_again_and_left_out() -> None:
 
 
 def test_where_strangers_are_always_there_it_is_said() -> None:
-    cluster = FormulaCluster(ManualClock())
+    cluster = FormulaCluster(FakeClock())
     found = validated(cluster, 120.0, Visitors(dict.fromkeys(range(100), 0.4)))
     said = verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))
     assert "others took more than 8% of the machine" in said[-1]
@@ -225,15 +225,15 @@ def test_where_strangers_are_always_there_it_is_said() -> None:
 
 def test_a_budget_shortens_runs_and_what_was_measured_is_kept(undisturbed: tuple[FormulaCluster, Validated]) -> None:
     needs_s = undisturbed[0].clock.monotonic()
-    cluster = FormulaCluster(ManualClock())
+    cluster = FormulaCluster(FakeClock())
     assert validated(cluster, needs_s * 0.8).failure is None
     assert needs_s * 0.4 <= cluster.clock.monotonic() <= needs_s * 0.8
     for slow_run in (5, 9):  # in the first round, when nothing is known of the last load, and in the second one
-        cluster = FormulaCluster(ManualClock(), {slow_run: 40.0})
+        cluster = FormulaCluster(FakeClock(), {slow_run: 40.0})
         found = validated(cluster, needs_s)
         assert [len(pair.stretches) for pair in found.pairs] == ([1, 1] if slow_run == 5 else [1, 2, 2])
         assert (found.failure is None) == (slow_run == 9)
-    dying = FormulaCluster(ManualClock())
+    dying = FormulaCluster(FakeClock())
     dying.dies_in_run = 4
     found = validated(dying)
     assert isinstance(found.failure, Unreachable)

@@ -22,8 +22,8 @@ from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.clock import ManualClock
 from baton.errors import BatonError, DeadlineExceeded, ExitCode, Unreachable
+from baton.testing.fake_clock import FakeClock
 
 TOKENS = 64
 NAMES = ("colocated", "1p1d")
@@ -33,7 +33,7 @@ NAMES = ("colocated", "1p1d")
 class FormulaMachine:
     """Runs loads in no time: arrangements keep any service level up to a rate, and none above it."""
 
-    clock: ManualClock
+    clock: FakeClock
     capacities: Sequence[float]
     lone_s: float = 2.0
     """What a request takes that nobody disturbs."""
@@ -79,7 +79,7 @@ def config_of(repeats: int = 3, run_s: float = 15.0, tries: int = 8) -> CompareC
 
 
 def test_the_goodput_of_each_is_found_and_both_get_the_same_load() -> None:
-    machine = FormulaMachine(ManualClock(), (0.8, 2.0))
+    machine = FormulaMachine(FakeClock(), (0.8, 2.0))
     found = compared(machine, config_of())
     assert found.failure is None
     for one, capacity in zip(found.measured, machine.capacities, strict=True):
@@ -104,7 +104,7 @@ def test_the_goodput_of_each_is_found_and_both_get_the_same_load() -> None:
 def test_a_budget_is_kept_whatever_the_machine_is_like(
     lone_s: float, capacities: tuple[float, float], started_s: float, starts_s: float
 ) -> None:
-    clock = ManualClock(started_s)
+    clock = FakeClock(started_s)
     machine = FormulaMachine(clock, capacities, lone_s, starts_s)
     try:
         found = compared(machine, config_of(run_s=30, tries=5), deadline_s=440.0)
@@ -121,7 +121,7 @@ def test_a_budget_is_kept_whatever_the_machine_is_like(
 
 def test_the_quick_comparison_of_the_documented_load_has_all_its_runs() -> None:
     """Two cores, 0.5b, 512 and 64 tokens: a single request takes some two seconds, starting all nodes a minute."""
-    clock = ManualClock(60.0)
+    clock = FakeClock(60.0)
     found = compared(FormulaMachine(clock, (0.5, 1.1), 2.2), config_of(run_s=30, tries=5), deadline_s=440.0)
     assert found.failure is None
     assert clock.monotonic() <= 440
@@ -133,9 +133,9 @@ def test_the_quick_comparison_of_the_documented_load_has_all_its_runs() -> None:
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
 def test_what_was_measured_is_kept_when_an_arrangement_dies(finished: int) -> None:
-    whole = FormulaMachine(ManualClock(), (0.8, 2.0))
+    whole = FormulaMachine(FakeClock(), (0.8, 2.0))
     compared(whole, config_of(finished))
-    machine = FormulaMachine(ManualClock(), (0.8, 2.0), dies_in_run=len(whole.plans) + 5)
+    machine = FormulaMachine(FakeClock(), (0.8, 2.0), dies_in_run=len(whole.plans) + 5)
     found = compared(machine, config_of())
     assert isinstance(found.failure, Unreachable)
     assert found.failure.exit_code is ExitCode.UNREACHABLE

@@ -9,12 +9,12 @@ import pytest
 
 from baton.bench.simulator.counted_decodes import same_token_output
 from baton.bench.simulator.scheduler import SimulatedScheduler
-from baton.clock import ManualClock
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.sampling import SamplingParams
+from baton.testing.fake_clock import FakeClock
 
 TOKEN = 7
 
@@ -23,7 +23,7 @@ def _scheduler(num_blocks: int, known_token: int | None = None) -> SimulatedSche
     config = SchedulerConfig(
         num_blocks=num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=8, watermark=0.0
     )
-    scheduler = SimulatedScheduler(config, CacheKeyFields("m", "f", "l"), ManualClock(), known_token=known_token)
+    scheduler = SimulatedScheduler(config, CacheKeyFields("m", "f", "l"), FakeClock(), known_token=known_token)
     scheduler.kv_snapshot()
     return scheduler
 

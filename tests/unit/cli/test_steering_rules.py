@@ -19,12 +19,12 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.steering import ClusterEvent, DrainProgress
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.testing.fake_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
+from baton.testing.fake_timers import FakeTimers
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
-from router.timers import ManualTimers
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
 KEY = AttemptKey("r", 1, 5)
@@ -59,10 +59,10 @@ class Rig:
     """A router's steering and what it sees."""
 
     def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.timers = ManualTimers()
+        self.store = FakeRegistryStore()
+        self.timers = FakeTimers()
         self.view = ClusterView()
-        self.registry = MemoryRegistry(self.store, "c")
+        self.registry = FakeRegistry(self.store, "c")
         self.events = EventRing("r1.a", lambda: 0.0)
         self.asked: asyncio.Queue[tuple[str, str, Role]] = asyncio.Queue()
         self.drained: asyncio.Queue[str] = asyncio.Queue()
@@ -113,7 +113,7 @@ async def steering() -> AsyncIterator[Rig]:
 async def test_a_cordon_is_kept_and_obeyed_by_every_router() -> None:
     async with steering() as rig:
         other = Rig()
-        other.registry = MemoryRegistry(rig.store, "c")
+        other.registry = FakeRegistry(rig.store, "c")
         assert await rig.steering.cordon(["d1"]) == ""
         assert rig.placeable() == {"p1", "d2"}
         assert rig.reasons()[-1] == "Cordoned"

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, RequestStatus
@@ -20,6 +19,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_clock import FakeClock
 from tests.support.engine_rig import prompt_of
 from tests.support.executors import EagerExecutor
 from tests.support.tiny_models import TINY_MODELS
@@ -78,7 +78,7 @@ def generate(
         preemption_mode=mode,
         num_host_blocks=runner.num_host_blocks if mode == "swap" else 0,
     )
-    scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
+    scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
     core = EngineCore(scheduler, runner, executor)
     tokens: dict[str, list[int]] = {}
     ends: dict[str, Sequence] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams
-from baton.testing.fake_runner import ScriptedRunner
+from baton.testing.fake_runner import FakeRunner
 
 FIELDS = CacheKeyFields("model", "float32", "layout")
 TOKENS = (1, 2, 3, 4)
@@ -116,5 +116,5 @@ def test_a_chain_runs_over_prompt_and_output() -> None:
 
 
 def test_the_fields_of_a_model_tell_block_sizes_apart() -> None:
-    small, large = ScriptedRunner(4, 4), ScriptedRunner(4, 8)
+    small, large = FakeRunner(4, 4), FakeRunner(4, 8)
     assert CacheKeyFields.of(small.model, small.layout) != CacheKeyFields.of(large.model, large.layout)

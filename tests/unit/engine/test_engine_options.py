@@ -14,7 +14,6 @@ from baton.cli.cluster.emit.processes import emitted_processes, words
 from baton.cli.cluster.emit.slurm import slurm_files
 from baton.cli.cluster.emit.systemd import systemd_files
 from baton.cli.cluster.supervisor.plan import command_and_flags, flag_words, plan_nodes
-from baton.clock import ManualClock
 from baton.config import NodeConfig, UpConfig
 from baton.config.load import view
 from baton.engine.batch import SchedulerOutput
@@ -28,7 +27,8 @@ from baton.messages.sampling import SamplingParams
 from baton.node.runner_spec import scheduler_config
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
-from baton.testing.fake_runner import ScriptedRunner
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.given_flags import configured
 from tests.support.tiny_models import TINY_MODELS
@@ -43,7 +43,7 @@ OPTIONS: Mapping[str, tuple[Sequence[str], Any]] = {
 
 
 def limits_of(config: NodeConfig) -> SchedulerConfig:
-    return scheduler_config(config, ScriptedRunner(65, 16))
+    return scheduler_config(config, FakeRunner(65, 16))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -128,7 +128,7 @@ def outputs_of(directory: Path, limits: Mapping[str, Any]) -> tuple[list[list[in
     """The tokens of four requests, three of which begin alike and come one after the other, and the longest chunk."""
     runner = load_runner(directory, dtype="float32", block_size=4, num_blocks=80)
     config = SchedulerConfig(80, block_size=4, max_num_batched_tokens=160, max_num_seqs=4, max_model_len=160, **limits)
-    scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
+    scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
     core = EngineCore(scheduler, runner)
     requests: list[Request] = []
     longest = 0

@@ -7,14 +7,14 @@ import pytest
 from baton.engine.request import RequestStatus
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_grammar import ScriptedMatcher
+from baton.testing.fake_grammar import FakeMatcher
 from tests.support.engine_rig import EngineRig
 
 SCHEMA = '{"type": "integer"}'
 
 
-def matcher() -> ScriptedMatcher:
-    return ScriptedMatcher([], range(1000))
+def matcher() -> FakeMatcher:
+    return FakeMatcher([], range(1000))
 
 
 def test_it_waits_while_others_run_and_then_runs_as_they_do() -> None:

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
@@ -17,6 +16,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
+from baton.testing.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig
 from tests.support.tiny_models import TINY_MODELS
 
@@ -116,7 +116,7 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
         num_blocks = 1 + (num_stripes if small else 100 * len(layout.windows))
         runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)
         config = SchedulerConfig(num_blocks, 4, 32, 4, windows=layout.windows, watermark=0.0)
-        scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
+        scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         request = Request("r", [(13 * place) % 250 for place in range(100)], params)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.request import RequestStatus
 from baton.messages.node import Leg, Outcome
-from baton.testing.fake_grammar import ScriptedMatcher
+from baton.testing.fake_grammar import FakeMatcher
 from tests.support.engine_rig import EngineRig
 
 SCHEMA = '{"type": "integer"}'
@@ -149,7 +149,7 @@ def test_whose_grammar_was_compiled_is_tried_where_it_came(policy: str, leg: Leg
     rig.add("first", 4, max_tokens=2)
     rig.add("with grammar", 8, leg=leg, json_schema=SCHEMA, max_tokens=2)
     rig.add("later", 8, leg=leg, max_tokens=2)
-    rig.core.grammar_compiled("with grammar", [ScriptedMatcher([], range(1000))])
+    rig.core.grammar_compiled("with grammar", [FakeMatcher([], range(1000))])
     order: list[str] = []
     while rig.core.has_work():
         rig.step()
@@ -169,7 +169,7 @@ def test_grammars_compiled_in_another_order_change_no_turn() -> None:
         rig.add(name, 6, json_schema=SCHEMA, max_tokens=1)
     rig.add("plain", 6, max_tokens=1)
     for name in ("c", "a", "b"):
-        rig.core.grammar_compiled(name, [ScriptedMatcher([], range(1000))])
+        rig.core.grammar_compiled(name, [FakeMatcher([], range(1000))])
     rig.run()
     assert list(rig.ends) == ["running", "a", "b", "c", "plain"]
 

@@ -18,7 +18,7 @@ from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
 from baton.messages.node import Leg, Outcome
 from baton.testing.fake_connector import FakeLoad
-from baton.testing.fake_grammar import ScriptedMatcher
+from baton.testing.fake_grammar import FakeMatcher
 from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
@@ -184,7 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20))
     def a_grammar_is_compiled(self, number: int) -> None:
         """Perhaps of one that does not wait for it, or not any more."""
-        self.rig.core.grammar_compiled(f"r{number}", [ScriptedMatcher([], ())] * 4)
+        self.rig.core.grammar_compiled(f"r{number}", [FakeMatcher([], ())] * 4)
 
     @precondition(lambda self: self.loading())
     @rule(data=st.data())

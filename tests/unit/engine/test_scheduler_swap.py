@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
@@ -21,6 +20,7 @@ from baton.runner import SimulatedSpec, load
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from baton.runner.simulated import expected_tokens
+from baton.testing.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.tiny_models import TINY_MODELS
 
@@ -232,7 +232,7 @@ def limits(mode: str, **others: int) -> SchedulerConfig:
 def test_simulated_tokens_do_not_depend_on_preemption(mode: str) -> None:
     spec = SimulatedSpec(num_blocks=128, num_host_blocks=64, block_size=4, vocab_size=256, max_model_len=96)
     runner = load(spec)
-    core = EngineCore(Scheduler(limits(mode), CacheKeyFields.of(runner.model, runner.layout), ManualClock()), runner)
+    core = EngineCore(Scheduler(limits(mode), CacheKeyFields.of(runner.model, runner.layout), FakeClock()), runner)
     params = SamplingParams(max_tokens=16, seed=3)
     tokens = generate(core, params)
     assert (core.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
@@ -250,7 +250,7 @@ def test_a_models_tokens_do_not_depend_on_preemption(tmp_path: Path) -> None:
         config = limits(mode)
         if mode == "swap":
             config = replace(config, num_host_blocks=runner.num_host_blocks)
-        core = EngineCore(Scheduler(config, fields, ManualClock()), runner)
+        core = EngineCore(Scheduler(config, fields, FakeClock()), runner)
         tokens[mode] = generate(core, params)
         assert (core.make_stats().num_preemptions_by_mode.get(mode, 0) > 0) == (mode != "neither")
         core.step()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockPool
@@ -22,6 +21,7 @@ from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
+from baton.testing.fake_clock import FakeClock
 from tests.support.engine_rig import EngineRig
 from tests.support.tiny_models import TINY_MODELS
 
@@ -262,7 +262,7 @@ def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path,
         num_blocks = 1 + (num_stripes * len(windows) if mixed or not drops else 23)
         runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)
         config = SchedulerConfig(num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=4, windows=windows)
-        scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
+        scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         requests = [Request(f"r{i}", [(13 * i + j) % 250 for j in range(20 + i)], params) for i in range(3)]
@@ -343,6 +343,6 @@ def test_a_prefix_with_holes_is_not_shared() -> None:
 
 def test_a_scheduler_for_other_groups_than_the_models_is_refused() -> None:
     rig = EngineRig(windows=(None, 4))
-    one_group = Scheduler(SchedulerConfig(65, block_size=4), CacheKeyFields("m", "d", "l"), ManualClock())
+    one_group = Scheduler(SchedulerConfig(65, block_size=4), CacheKeyFields("m", "d", "l"), FakeClock())
     with pytest.raises(ConfigError, match="windows of 1 groups of layers, the model has 2"):
         EngineCore(one_group, rig.runner)

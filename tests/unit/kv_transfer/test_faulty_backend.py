@@ -10,8 +10,8 @@ import pytest
 
 from baton.engine.runner import KVMemory
 from baton.errors import ConfigError
-from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import PeerGone, PeerMemory, ReadHandle, ReadRange, ReadsInFlight, ReadState, coalesce
 from tests.support.transfer_sender import fill, new_memory, pattern
 
@@ -26,12 +26,14 @@ class Bench:
     """A receiver with faults and a sender whose block i goes to local block i."""
 
     def __init__(self, faults: Faults) -> None:
-        self.fabric = MemoryFabric()
+        self.fabric = FakeTransferFabric()
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         fill(buffer, memory, salt=1)
-        sender = MemoryBackend(self.fabric, "sender", memory)
-        self.backend = FaultyBackend(MemoryBackend(self.fabric, "receiver", self.local), replace(faults, polls=POLLS))
+        sender = FakeTransferBackend(self.fabric, "sender", memory)
+        self.backend = FaultyTransferBackend(
+            FakeTransferBackend(self.fabric, "receiver", self.local), replace(faults, polls=POLLS)
+        )
         self.sender = PeerMemory.of(memory, "sender", sender.agent_metadata())
         self.backend.connect(self.sender)
 
@@ -112,7 +114,7 @@ def test_memory_out_of_reach_is_not_damaged() -> None:
     memory, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
     device = replace(memory, kind="VRAM")
     with pytest.raises(ConfigError, match="VRAM"):
-        FaultyBackend(MemoryBackend(MemoryFabric(), "receiver", device), Faults(corrupt=0.1))
+        FaultyTransferBackend(FakeTransferBackend(FakeTransferFabric(), "receiver", device), Faults(corrupt=0.1))
 
 
 def test_a_disconnected_read_writes_half_and_then_never_again_and_takes_the_others_along() -> None:

@@ -29,10 +29,10 @@ from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource
+from baton.testing.fake_clock import FakeClock
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,
@@ -74,7 +74,7 @@ class Pair:
     """Both books, and the link between them."""
 
     def __init__(self) -> None:
-        self._clock = ManualClock(100.0)
+        self._clock = FakeClock(100.0)
         self._leases = LeaseBook(self._clock, TIMES)
         self._transfers = TransferBook()
         self._link = 0

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.testing.fake_clock import FakeClock
 from kv_transfer.link.link_messages import (
     Abandon,
     Closing,
@@ -33,12 +33,12 @@ TIMES = LeaseTimes(lease_s=10, unclaimed_s=30, grace_s=5, max_waiting=2, max_rem
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)
+def clock() -> FakeClock:
+    return FakeClock(1000.0)
 
 
 @pytest.fixture
-def book(clock: ManualClock) -> LeaseBook:
+def book(clock: FakeClock) -> LeaseBook:
     made = LeaseBook(clock, TIMES)
     made.link_opened(1, "d0", "d0.x")
     return made
@@ -97,7 +97,7 @@ def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
     assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None 0)"]
 
 
-def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: LeaseBook, clock: ManualClock) -> None:
+def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: LeaseBook, clock: FakeClock) -> None:
     book.offer(A, 0, (5, 6))
     assert book.next_deadline() is None
     clock.advance(1000)
@@ -121,7 +121,7 @@ def _reading(book: LeaseBook) -> None:
     assert book.state(A) is LeaseState.READING
 
 
-def test_heartbeats_renew_and_never_shorten(book: LeaseBook, clock: ManualClock) -> None:
+def test_heartbeats_renew_and_never_shorten(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     for _ in range(5):
         clock.advance(9)
@@ -132,7 +132,7 @@ def test_heartbeats_renew_and_never_shorten(book: LeaseBook, clock: ManualClock)
     assert names(book.tick()) == ["lease_suspect"]
 
 
-def test_a_suspect_on_a_live_link_waits_for_its_reader(book: LeaseBook, clock: ManualClock) -> None:
+def test_a_suspect_on_a_live_link_waits_for_its_reader(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     clock.advance(10)
     book.tick()
@@ -143,7 +143,7 @@ def test_a_suspect_on_a_live_link_waits_for_its_reader(book: LeaseBook, clock: M
     assert "TellReader 1 (ReadConfirmed a#1 True [])" in lines(book.received(1, ConfirmRead(A)))
 
 
-def test_reads_that_never_end_do_not_keep_their_senders_blocks_for_ever(book: LeaseBook, clock: ManualClock) -> None:
+def test_reads_that_never_end_do_not_keep_their_senders_blocks_for_ever(book: LeaseBook, clock: FakeClock) -> None:
     """The reader lives and says that reads go on; nothing of them will be used, and the agent stays awake for them."""
     _reading(book)
     book.received(1, Abandon(A, True))
@@ -159,7 +159,7 @@ def test_reads_that_never_end_do_not_keep_their_senders_blocks_for_ever(book: Le
 
 
 def test_a_heartbeat_costs_the_same_however_many_leases_there_are() -> None:
-    class CountingClock(ManualClock):
+    class CountingClock(FakeClock):
         """The book asks for the time whenever it sets a deadline."""
 
         asked = 0
@@ -187,7 +187,7 @@ def test_a_heartbeat_costs_the_same_however_many_leases_there_are() -> None:
 
 
 def test_a_lease_lasts_as_long_as_it_was_promised_though_its_reader_was_heard_before(
-    book: LeaseBook, clock: ManualClock
+    book: LeaseBook, clock: FakeClock
 ) -> None:
     book.received(1, Subscribe(A, 0))
     clock.advance(9)
@@ -195,7 +195,7 @@ def test_a_lease_lasts_as_long_as_it_was_promised_though_its_reader_was_heard_be
     assert book.next_deadline() == clock.monotonic() + 10
 
 
-def test_a_lost_link_releases_after_the_grace_and_not_before(book: LeaseBook, clock: ManualClock) -> None:
+def test_a_lost_link_releases_after_the_grace_and_not_before(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     assert names(book.link_closed(1)) == ["lease_suspect"]
     clock.advance(4.9)
@@ -204,7 +204,7 @@ def test_a_lost_link_releases_after_the_grace_and_not_before(book: LeaseBook, cl
     assert lines(book.tick()) == ["OpenLeases 0", "Released a#1"]
 
 
-def test_a_suspect_whose_link_dies_later_gets_its_grace_then(book: LeaseBook, clock: ManualClock) -> None:
+def test_a_suspect_whose_link_dies_later_gets_its_grace_then(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     book.received(1, Abandon(A, True))
     assert book.next_deadline() == clock.monotonic() + 300
@@ -226,7 +226,7 @@ def test_the_second_abandon_may_come_on_a_new_link_of_the_same_process(book: Lea
     assert lines(book.received(2, Abandon(A, False))) == ["OpenLeases 0", "Released a#1"]
 
 
-def test_a_reader_that_is_back_and_still_reads_is_waited_for(book: LeaseBook, clock: ManualClock) -> None:
+def test_a_reader_that_is_back_and_still_reads_is_waited_for(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     book.link_closed(1)
     book.link_opened(2, "d0", "d0.x")
@@ -238,7 +238,7 @@ def test_a_reader_that_is_back_and_still_reads_is_waited_for(book: LeaseBook, cl
 
 
 def test_reads_that_outlive_their_lease_make_progress_until_their_reader_says_that_they_are_over(
-    book: LeaseBook, clock: ManualClock
+    book: LeaseBook, clock: FakeClock
 ) -> None:
     _reading(book)
     book.link_closed(1)
@@ -386,7 +386,7 @@ def test_late_duplicate_and_unknown_messages_change_nothing(book: LeaseBook) -> 
     assert sum(book.counters.values()) == 5
 
 
-def test_every_end_is_released_once_whatever_came_before(clock: ManualClock) -> None:
+def test_every_end_is_released_once_whatever_came_before(clock: FakeClock) -> None:
     readers = [
         lambda book: book.received(1, ConfirmRead(A)),
         lambda book: book.received(1, Abandon(A, False)),
@@ -414,7 +414,7 @@ def test_every_end_is_released_once_whatever_came_before(clock: ManualClock) -> 
         assert open_counts[-1] == "OpenLeases 0"
 
 
-def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
+def test_stats_tell_the_oldest(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     clock.advance(3)
     book.offer(B, 0, (1,))
@@ -424,7 +424,7 @@ def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
 
 def with_digests() -> LeaseBook:
     """Three blocks are offered, and read from the second on."""
-    book = LeaseBook(ManualClock(), digest_every=1)
+    book = LeaseBook(FakeClock(), digest_every=1)
     book.offer(A, 0, (5, 6))
     book.digested(A, (50, 60))
     book.link_opened(1, "d0", "d0.x")
@@ -509,7 +509,7 @@ def test_the_first_blocks_say_what_nobody_said_before(book: LeaseBook) -> None:
     assert lines(book.offer(A, 0, (5,))) == ["TellReader 1 (Begun a#1)"]
 
 
-def test_what_is_expected_is_kept_as_long_as_the_link_lives(book: LeaseBook, clock: ManualClock) -> None:
+def test_what_is_expected_is_kept_as_long_as_the_link_lives(book: LeaseBook, clock: FakeClock) -> None:
     book.begun(A)
     book.offer(A, 0, (5,), CLOSING)
     book.ended(A)
@@ -526,7 +526,7 @@ def test_what_is_expected_is_kept_as_long_as_the_link_lives(book: LeaseBook, clo
 
 @pytest.mark.parametrize("asks", [Expect(A), Subscribe(A, 0)])
 def test_a_prompt_may_be_queued_for_as_long_as_its_readers_link_lives(
-    book: LeaseBook, clock: ManualClock, asks: Expect | Subscribe
+    book: LeaseBook, clock: FakeClock, asks: Expect | Subscribe
 ) -> None:
     book.received(1, asks)
     for _ in range(10_000):
@@ -578,7 +578,7 @@ def test_a_reader_hears_that_what_it_expects_is_withdrawn(book: LeaseBook, compu
     assert lines(book.received(1, Expect(A))) == ["TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"]
 
 
-def test_what_is_over_is_recognised_for_a_while(book: LeaseBook, clock: ManualClock) -> None:
+def test_what_is_over_is_recognised_for_a_while(book: LeaseBook, clock: FakeClock) -> None:
     over = "TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"
     book.withdraw(A, "aborted")
     clock.advance(TIMES.remembered_s)
@@ -612,7 +612,7 @@ def test_expectations_are_bounded_and_counted_once(book: LeaseBook) -> None:
 @pytest.fixture
 def digesting() -> LeaseBook:
     """Two blocks are offered to a reader that has read them, and their digests are known."""
-    book = LeaseBook(ManualClock(100.0), digest_every=1)
+    book = LeaseBook(FakeClock(100.0), digest_every=1)
     book.link_opened(1, "d0", "d0.x")
     book.received(1, Subscribe(A, 0))
     book.offer(A, 0, (5, 6))
@@ -642,7 +642,7 @@ def test_a_reader_hears_of_what_it_subscribed_to(digesting: LeaseBook) -> None:
 
 @pytest.mark.parametrize("why", ["silent", "withdrawn", "promise broken", "link lost", "beyond the offer"])
 def test_no_part_is_confirmed_of_a_lease_that_is_not_held(why: str) -> None:
-    clock = ManualClock(100.0)
+    clock = FakeClock(100.0)
     book = LeaseBook(clock, digest_every=1)
     book.link_opened(1, "d0", "d0.x")
     book.received(1, Subscribe(A, 0))

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from baton.background import BackgroundWatch, current_watch
-from baton.clock import ManualClock, SystemClock
+from baton.clock import SystemClock
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
-from baton.testing.fake_mover import ManualMover
-from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
-from baton.testing.faulty_transfer_backend import Faults, FaultyBackend
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_mover import FakeMover
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.mover.mover import (
     LEASE_PUMP_S,
@@ -45,7 +46,7 @@ WITHIN_S = 20.0
 SMALL = WindowLimits(bytes_in_flight=8 * BLOCK_BYTES, posts_in_flight=2, piece_bytes=4 * BLOCK_BYTES)
 
 
-class WatchedBackend(MemoryBackend):
+class WatchedBackend(FakeTransferBackend):
     """Counts what the mover calls, in which order it posts, and can fail a read as a broken transport would."""
 
     calls = 0
@@ -94,18 +95,18 @@ class Bench:
     """A mover, the fabric it reads over, and its events."""
 
     def __init__(self, faults: Faults | None = None) -> None:
-        self.fabric = MemoryFabric()
+        self.fabric = FakeTransferFabric()
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
         self.clock = SystemClock()
         self.backend = WatchedBackend(self.fabric, "receiver", self.local)
-        self.faulty = FaultyBackend(self.backend, faults)
+        self.faulty = FaultyTransferBackend(self.backend, faults)
         self.mover = Mover(lambda: self.faulty if faults else self.backend, self.events.put, self.clock, SMALL)
 
     def add_sender(self, name: str) -> PeerMemory:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         fill(buffer, memory, salt=1)
-        backend = MemoryBackend(self.fabric, name, memory)
+        backend = FakeTransferBackend(self.fabric, name, memory)
         return PeerMemory.of(memory, name, backend.agent_metadata())
 
     def attach(self, name: str) -> PeerMemory:
@@ -362,7 +363,7 @@ class StuckBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manual = ManualClock()
+        self.manual = FakeClock()
         self.mover = Mover(lambda: self.backend, self.events.put, self.manual, SMALL)
         self.mover.start()
         self.mover.set_open_leases(1)
@@ -459,7 +460,7 @@ def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Be
 
 def test_stuck_is_a_matter_of_the_clock() -> None:
     bench = Bench()
-    clock = ManualClock()
+    clock = FakeClock()
     mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
     mover.start()
     peer = bench.attach("sender")
@@ -485,10 +486,10 @@ class SlowBench(Bench):
 
     def __init__(self, *senders: str, turn_s: float = 0.25) -> None:
         super().__init__()
-        self.manual = ManualClock()
+        self.manual = FakeClock()
         self.turn_s = turn_s
         one_block = WindowLimits(bytes_in_flight=BLOCK_BYTES, posts_in_flight=1, piece_bytes=BLOCK_BYTES)
-        self.mover = ManualMover(lambda: self.backend, self.events.put, self.manual, one_block, stall_s=10.0)
+        self.mover = FakeMover(lambda: self.backend, self.events.put, self.manual, one_block, stall_s=10.0)
         self.mover.start()
         for name in senders:
             self.mover.connect(self.add_sender(name))
@@ -496,7 +497,7 @@ class SlowBench(Bench):
             assert self.next() == Connected(name)
 
     def turn(self) -> None:
-        assert isinstance(self.mover, ManualMover)
+        assert isinstance(self.mover, FakeMover)
         self.manual.advance(self.turn_s)
         self.mover.turn()
 
@@ -674,7 +675,7 @@ def test_nobody_computes_what_nobody_wants(digesting: Bench, digests: ThreadNoti
 
 
 def test_start_raises_what_the_agent_raised() -> None:
-    def fail() -> MemoryBackend:
+    def fail() -> FakeTransferBackend:
         raise ConfigError("no such device")
 
     mover = Mover(fail, lambda event: None, SystemClock())
@@ -686,9 +687,9 @@ def test_start_raises_what_the_agent_raised() -> None:
 def test_the_agent_lives_in_the_movers_thread(bench: Bench) -> None:
     made_in: list[str] = []
 
-    def make() -> MemoryBackend:
+    def make() -> FakeTransferBackend:
         made_in.append(threading.current_thread().name)
-        return MemoryBackend(bench.fabric, "another", bench.local)
+        return FakeTransferBackend(bench.fabric, "another", bench.local)
 
     mover = Mover(make, lambda event: None, SystemClock())
     mover.start()
@@ -785,7 +786,7 @@ def test_stop_answers_what_is_queued_and_everything_later(bench: Bench) -> None:
 
 def test_stop_does_not_wait_for_ever_and_leaves_memory_that_is_written_alone() -> None:
     bench = Bench()
-    clock = ManualClock()
+    clock = FakeClock()
     mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
     mover.start()
     bench.attach("sender")

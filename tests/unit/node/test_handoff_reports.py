@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from baton.observe.metrics import Distribution, Figure
+from baton.testing.fake_clock import FakeClock
 from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
 from kv_transfer.link.refused_links import RefusedLinks
@@ -27,11 +27,11 @@ CLOSING = Closing(10, (7,), False)
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(100.0)
+def clock() -> FakeClock:
+    return FakeClock(100.0)
 
 
-def test_a_lease_is_listed_from_its_first_offer_to_its_end(clock: ManualClock) -> None:
+def test_a_lease_is_listed_from_its_first_offer_to_its_end(clock: FakeClock) -> None:
     book = LeaseBook(clock, LeaseTimes(grace_s=5))
     assert book.open_handoffs() == []
     book.offer(A, 0, (5, 6))
@@ -51,7 +51,7 @@ def test_a_lease_is_listed_from_its_first_offer_to_its_end(clock: ManualClock) -
     assert book.open_handoffs() == []
 
 
-def test_a_confirmed_lease_is_not_listed_any_more(clock: ManualClock) -> None:
+def test_a_confirmed_lease_is_not_listed_any_more(clock: FakeClock) -> None:
     book = LeaseBook(clock)
     book.link_opened(1, "d0", "d0.x")
     book.offer(A, 0, (5, 6, 7), CLOSING)
@@ -60,7 +60,7 @@ def test_a_confirmed_lease_is_not_listed_any_more(clock: ManualClock) -> None:
     assert book.open_handoffs() == []
 
 
-def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: ManualClock) -> None:
+def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: FakeClock) -> None:
     book = TransferBook(clock=clock)
     book.plan(Plan(A, SOURCE, 10, (40, 41, NULL_BLOCK, 43), 1))
     clock.advance(3)
@@ -79,7 +79,7 @@ def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: ManualClock) 
     assert book.ended_handoffs() == [EndedHandoffs("p0", "cancelled", 1)]
 
 
-def test_ends_are_counted_by_sender_and_outcome(clock: ManualClock) -> None:
+def test_ends_are_counted_by_sender_and_outcome(clock: FakeClock) -> None:
     book = TransferBook(clock=clock)
     other = KVSource("p1", "p1.x", "host:2")
     for attempt, source in ((A, SOURCE), (B, SOURCE), (C, other)):
@@ -100,7 +100,7 @@ def test_ends_are_counted_by_sender_and_outcome(clock: ManualClock) -> None:
     assert book.open_handoffs() == []
 
 
-def test_the_latest_refusal_of_each_peer_is_kept_until_a_link_opens(clock: ManualClock) -> None:
+def test_the_latest_refusal_of_each_peer_is_kept_until_a_link_opens(clock: FakeClock) -> None:
     links = RefusedLinks(clock)
     links.ended("p0", TransferCause.LAYOUT_MISMATCH, "first")
     clock.advance(2)
@@ -117,7 +117,7 @@ def test_the_latest_refusal_of_each_peer_is_kept_until_a_link_opens(clock: Manua
     assert links.latest() == [of_p1]
 
 
-def test_refusals_are_bounded_in_number_and_length(clock: ManualClock) -> None:
+def test_refusals_are_bounded_in_number_and_length(clock: FakeClock) -> None:
     links = RefusedLinks(clock)
     for number in range(100):
         links.ended(f"p{number}", TransferCause.REFUSED, "x" * 1_000_000)
@@ -176,7 +176,7 @@ def test_what_reads_took_is_told_by_sender() -> None:
     assert [by_bound["kv_transfer_seconds"][bound] for bound in (0.2, 0.3, 0.5)] == [0, 1, 2]
 
 
-def test_a_senders_figures_say_what_is_suspect_and_how_old_its_leases_are(clock: ManualClock) -> None:
+def test_a_senders_figures_say_what_is_suspect_and_how_old_its_leases_are(clock: FakeClock) -> None:
     def said() -> dict[str, float]:
         return {_sample(figure): figure.value for figure in lease_figures(book.stats())}
 

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVEventLog, KVSnapshot
@@ -20,9 +19,10 @@ from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from baton.node.service import NodeService
-from baton.testing.fake_engine_driver import ManualDriver
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_engine_driver import FakeEngineDriver
 from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import ScriptedRunner
+from baton.testing.fake_runner import FakeRunner
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode
 
@@ -31,15 +31,15 @@ class Rig:
     """A node without a wire, with so few blocks that its cache forgets."""
 
     def __init__(self) -> None:
-        runner = ScriptedRunner(13, 4, num_host_blocks=5)
+        runner = FakeRunner(13, 4, num_host_blocks=5)
         limits = SchedulerConfig(13, block_size=4, num_host_blocks=5, max_model_len=48)
         fields = CacheKeyFields.of(runner.model, runner.layout)
-        role, clock = FakeRole(), ManualClock()
+        role, clock = FakeRole(), FakeClock()
         self.scheduler = Scheduler(limits, fields, clock, role.connector)
         core = EngineCore(self.scheduler, runner)
         self.late_news: list[StepNews] | None = None
         """What the loop has not heard yet, while it is busy."""
-        self.driver = ManualDriver(core, self._publish, lambda error: None)
+        self.driver = FakeEngineDriver(core, self._publish, lambda error: None)
         description = decode(block_size=4, max_model_len=48, num_blocks=12, vocab_size=1000)
         self.service = NodeService(description, role, self.driver, EventLog(), clock, lambda: None)
         self._number = 0

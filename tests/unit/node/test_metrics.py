@@ -11,7 +11,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.cli.cluster.supervisor.plan import plan_nodes
-from baton.clock import ManualClock
 from baton.config import UpConfig
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import BlockFate, ExternalTokens
@@ -23,8 +22,9 @@ from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageAuthenticator
+from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_connector import FakeConnector
-from baton.testing.fake_runner import ScriptedRunner
+from baton.testing.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 
@@ -131,7 +131,7 @@ def test_what_went_wrong_is_counted() -> None:
 class SlowConnector(FakeConnector):
     """Deciding takes it 1 s, committing 4 s."""
 
-    clock: ManualClock
+    clock: FakeClock
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         self.clock.advance(1)
@@ -142,10 +142,10 @@ class SlowConnector(FakeConnector):
         return super().request_finished(request, block_ids, transferring)
 
 
-class SlowRunner(ScriptedRunner):
+class SlowRunner(FakeRunner):
     """A step takes 2 s."""
 
-    clock: ManualClock
+    clock: FakeClock
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self.clock.advance(2)

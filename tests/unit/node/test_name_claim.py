@@ -12,7 +12,7 @@ import pytest
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDenied, Unreachable
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
-from baton.testing.fake_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.wire.credentials import PLAIN
 from router.app import asks_with
 from tests.support.ports import free_ports
@@ -36,27 +36,29 @@ def answers(said: Mapping[str, str | BatonError]) -> Asks:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+def store() -> FakeRegistryStore:
+    return FakeRegistryStore()
 
 
-async def test_a_name_that_nobody_has_is_free(store: MemoryStore) -> None:
-    registry = MemoryRegistry(store, "c")
+async def test_a_name_that_nobody_has_is_free(store: FakeRegistryStore) -> None:
+    registry = FakeRegistry(store, "c")
     await registry.lease(record_of(prefill("another")))
     await require_free_name(registry, "p1", answers({}))
     await registry.close()
 
 
 @pytest.mark.parametrize("said", [Unreachable("refused"), "somebody.else"])
-async def test_a_record_whose_process_is_gone_stands_in_nobodys_way(store: MemoryStore, said: str | BatonError) -> None:
-    registry = MemoryRegistry(store, "c")
+async def test_a_record_whose_process_is_gone_stands_in_nobodys_way(
+    store: FakeRegistryStore, said: str | BatonError
+) -> None:
+    registry = FakeRegistry(store, "c")
     await registry.lease(OLD)
     await require_free_name(registry, "p1", answers({OLD.address: said}))
     await registry.close()
 
 
-async def test_the_second_of_a_name_is_told_who_has_it(store: MemoryStore) -> None:
-    registry = MemoryRegistry(store, "c")
+async def test_the_second_of_a_name_is_told_who_has_it(store: FakeRegistryStore) -> None:
+    registry = FakeRegistry(store, "c")
     await registry.lease(OLD)
     with pytest.raises(
         ConfigError, match=r"the name p1 is taken: p1\.1 at 127\.0\.0\.1:\d+ \(pid \d+\) lives; .*--node-id"
@@ -66,8 +68,8 @@ async def test_the_second_of_a_name_is_told_who_has_it(store: MemoryStore) -> No
 
 
 @pytest.mark.parametrize("said", [DeadlineExceeded("silent"), PermissionDenied("not you")])
-async def test_who_does_not_say_lives_if_it_renews_its_record(store: MemoryStore, said: BatonError) -> None:
-    registry, asks = MemoryRegistry(store, "c"), answers({OLD.address: said})
+async def test_who_does_not_say_lives_if_it_renews_its_record(store: FakeRegistryStore, said: BatonError) -> None:
+    registry, asks = FakeRegistry(store, "c"), answers({OLD.address: said})
     lease = await registry.lease(OLD)
     with pytest.raises(ConfigError, match="is taken"):
         await require_free_name(registry, "p1", asks)
@@ -76,8 +78,8 @@ async def test_who_does_not_say_lives_if_it_renews_its_record(store: MemoryStore
     await registry.close()
 
 
-async def test_what_an_earlier_process_left_is_taken_back_when_its_heir_is_there(store: MemoryStore) -> None:
-    registry = MemoryRegistry(store, "c")
+async def test_what_an_earlier_process_left_is_taken_back_when_its_heir_is_there(store: FakeRegistryStore) -> None:
+    registry = FakeRegistry(store, "c")
     await (await registry.lease(OLD)).abandon()
     silent = replace(record_of(prefill(run=3), started_at=1.5), lease_s=LEASE_S)
     await registry.lease(silent)
@@ -87,16 +89,16 @@ async def test_what_an_earlier_process_left_is_taken_back_when_its_heir_is_there
     await registry.close()
 
 
-async def test_a_start_has_no_number_while_the_registry_is_away(store: MemoryStore) -> None:
-    registry = MemoryRegistry(store, "c")
+async def test_a_start_has_no_number_while_the_registry_is_away(store: FakeRegistryStore) -> None:
+    registry = FakeRegistry(store, "c")
     assert await start_number(registry, "p1") == 1
     store.stop()
     assert await start_number(registry, "p1") == 0
     await registry.close()
 
 
-async def test_of_two_that_start_at_once_the_later_gives_way(store: MemoryStore) -> None:
-    registry = MemoryRegistry(store, "c")
+async def test_of_two_that_start_at_once_the_later_gives_way(store: FakeRegistryStore) -> None:
+    registry = FakeRegistry(store, "c")
     await registry.lease(OLD)
     await registry.lease(NEW)
     both = answers({OLD.address: "p1.1", NEW.address: "p1.2"})

@@ -21,7 +21,7 @@ from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
-from baton.testing.fake_grammar import ScriptedMatcher
+from baton.testing.fake_grammar import FakeMatcher
 from baton.text.schema_sandbox import SchemaSandbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.schema_bombs import bomb
@@ -36,7 +36,7 @@ class Compiler:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.made: list[ScriptedMatcher] = []
+        self.made: list[FakeMatcher] = []
 
     def __call__(self, json_schema: str) -> TokenMatcher:
         self.begun.put(json_schema)
@@ -45,7 +45,7 @@ class Compiler:
             raise InvalidRequest("json_schema", "is bad")
         if json_schema == "worse":
             raise RuntimeError("a bug")
-        self.made.append(ScriptedMatcher([ANY] * 100, ANY))
+        self.made.append(FakeMatcher([ANY] * 100, ANY))
         return self.made[-1]
 
 
@@ -127,7 +127,7 @@ def test_a_schema_is_compiled_here_only_after_a_child_has_let_it_pass() -> None:
 
     def matcher(json_schema: str) -> TokenMatcher:
         made.append(json_schema)
-        return ScriptedMatcher([ANY], ANY)
+        return FakeMatcher([ANY], ANY)
 
     told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
     sandbox = SchemaSandbox()
@@ -148,7 +148,7 @@ def test_one_tenants_schemas_keep_no_other_tenant_waiting() -> None:
     gated, told = Compiler(), queue.SimpleQueue[Sequence[TokenMatcher] | BatonError]()
 
     def matcher(json_schema: str) -> TokenMatcher:
-        return ScriptedMatcher([ANY], ANY) if json_schema == "quick" else gated(json_schema)
+        return FakeMatcher([ANY], ANY) if json_schema == "quick" else gated(json_schema)
 
     compiler = GrammarCompiler(matcher)
     for number in range(4):
@@ -181,7 +181,7 @@ def test_matchers_know_what_an_earlier_attempt_generated(rig: Rig) -> None:
     compiler = GrammarCompiler(rig.compiler)
     compiler.compile(resumed, told.put, told.put)
     (matcher,) = told.get(timeout=LONG_S)
-    assert isinstance(matcher, ScriptedMatcher)
+    assert isinstance(matcher, FakeMatcher)
     assert matcher.tokens == [5, 6, 7]
     resumed.output_token_ids = [5000]
     compiler.compile(resumed, told.put, told.put)

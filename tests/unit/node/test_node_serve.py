@@ -27,10 +27,10 @@ from baton.node.serve import Node
 from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
-from baton.testing.fake_registry import MemoryRegistry, MemoryStore
+from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.testing.fake_role import FakeRole
-from baton.testing.fake_runner import ScriptedRunner, expected_tokens
-from baton.testing.fake_transfer_backend import MemoryBackend, MemoryFabric
+from baton.testing.fake_runner import FakeRunner, expected_tokens
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.wire.clients.node_client import NodeClient
 from prefill_node.app import PrefillRole
 from tests.support.reports import HeardStream
@@ -47,11 +47,11 @@ class Running:
         make_role: Callable[[RoleContext], NodeRole] | None = None,
         orphan_grace_s: float = 10.0,
     ) -> None:
-        self.runner = ScriptedRunner(33, 16)
+        self.runner = FakeRunner(33, 16)
         self.role = FakeRole()
         self.context: RoleContext
-        self.store = MemoryStore()
-        self.registry = MemoryRegistry(self.store, "test")
+        self.store = FakeRegistryStore()
+        self.registry = FakeRegistry(self.store, "test")
         self.stop = NodeStop()
         self.description: asyncio.Future[NodeDescription] = asyncio.get_running_loop().create_future()
         config = NodeConfig.model_validate(
@@ -242,12 +242,12 @@ async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: 
 async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -> None:
     """Its links would go on beating, and every hand-off wait for bytes that nobody moves."""
 
-    class Unpumped(MemoryBackend):
+    class Unpumped(FakeTransferBackend):
         def pump(self) -> None:
             raise OSError("a foreign error")
 
     def make_role(context: RoleContext) -> PrefillRole:
-        fabric = MemoryFabric()
+        fabric = FakeTransferFabric()
         return PrefillRole(context, lambda c: Unpumped(fabric, c.incarnation, c.runner.memory))
 
     async with running(tmp_path, make_role) as (node, _, stream):
@@ -384,7 +384,7 @@ class Changing:
         """By the role that it has first."""
         self.made: list[tuple[Role, RoleContext]] = []
         self.stop = NodeStop()
-        self.registry = MemoryRegistry(MemoryStore(), "test")
+        self.registry = FakeRegistry(FakeRegistryStore(), "test")
 
     def role_maker(self, role: Role) -> RoleMaker:
         def make(context: RoleContext) -> FakeRole:
@@ -412,7 +412,7 @@ async def changing(
     node, ready = Changing(), asyncio.Queue[NodeDescription]()
     values = {"role": "prefill", "node_id": "p", "registry": "memory://", "cluster": "test", "model": directory}
     config = NodeConfig.model_validate({**values, "block_size": 16, "max_num_seqs": 4, "port": port})
-    runner = ScriptedRunner(33, 16)
+    runner = FakeRunner(33, 16)
     task = asyncio.create_task(
         serve_roles(config, runner, Role.PREFILL, node.role_maker, node.registry, ready.put_nowait, node.stop)
     )

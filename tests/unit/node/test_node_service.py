@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.sequences.beam_search import BeamSearch
@@ -37,6 +36,7 @@ from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.node.reports.step_log import StepLog
 from baton.node.service import LOAD_EVERY_S
+from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
 from baton.wire.channel import MAX_MESSAGE_BYTES
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
@@ -133,7 +133,7 @@ def several(n: int, **fields: Any) -> Submit:
     return submit(sampling_params=params, **fields)
 
 
-class Ticking(ManualClock):
+class Ticking(FakeClock):
     """Each look at it takes a moment."""
 
     def monotonic(self) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
-from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
+from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord, read_record
@@ -107,8 +107,8 @@ def test_broken_bytes_are_none(data: bytes, at: int, keep: bool) -> None:
 def test_a_record_is_as_small_for_a_prompt_of_131072_tokens_as_for_a_short_one() -> None:
     def size(num_tokens: int) -> int:
         prompt = tuple(range(100_000, 100_000 + num_tokens))
-        store = MemoryFlightStore()
-        journal = FlightJournal(MemoryFlightRecords(store, "c"), "r.1", lambda: 0.0)
+        store = FakeFlightStore()
+        journal = FlightJournal(FakeFlightRecords(store, "c"), "r.1", lambda: 0.0)
         request = ValidRequest("r", "m", prompt, SamplingParams(seed=1, max_tokens=100))
         journal.placed(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), "because"))
         return len(store.kept["c", "r"].record)

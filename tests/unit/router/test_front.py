@@ -15,6 +15,7 @@ from baton.messages.generation import ModelCard
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
 from baton.testing.fake_node import FakeNodes
+from baton.testing.fake_timers import FakeTimers
 from baton.text.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.flight.text_stream import TextCodec
@@ -22,7 +23,6 @@ from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placement.view import ClusterView
-from router.timers import ManualTimers
 from tests.support.router_parts import MODEL
 
 LONG_S = 30.0
@@ -51,7 +51,7 @@ class SlowCodec:
 
 
 def handler(codec: TextCodec | None, limits: DispatchLimits | None = None) -> GenerationHandler:
-    timers, view, card = ManualTimers(), ClusterView(), ModelCard(MODEL, 64, 300)
+    timers, view, card = FakeTimers(), ClusterView(), ModelCard(MODEL, 64, 300)
     links = NodeLinks(FakeNodes().connect, "router-1", timers, Random(1))
     return GenerationHandler(
         Dispatcher(view, links, codec, lambda: card, timers, Random(1), limits), codec, lambda: card

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
-from baton.clock import ManualClock
+from baton.testing.fake_clock import FakeClock
 from baton.wire.turn_budget import TurnBudget
 from router.http.connection import LINGER_S, MAX_DROPPED_BYTES, READ_BYTES, STEP_BYTES
 from tests.support.http_transport import Client
@@ -66,7 +66,7 @@ async def _next(app: App) -> Message:
 
 
 async def test_connections_share_a_turn() -> None:
-    clock, app = ManualClock(), App()
+    clock, app = FakeClock(), App()
 
     def a_millisecond_a_look() -> float:
         clock.advance(0.001)

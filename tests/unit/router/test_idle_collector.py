@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from baton.testing.fake_timers import FakeTimers
 from router.operations.idle_collector import IDLE_REQUESTS, INTERVAL_S, IdleCollector
-from router.timers import ManualTimers
 
 
 class Collections:
@@ -16,7 +16,7 @@ class Collections:
 
 
 def test_an_idle_router_collects_once_an_interval() -> None:
-    timers, collections = ManualTimers(), Collections()
+    timers, collections = FakeTimers(), Collections()
     collector = IdleCollector(timers, lambda: 0, collections, memory=lambda: 0)
     timers.advance(INTERVAL_S - 0.1)
     assert collections.count == 0
@@ -27,7 +27,7 @@ def test_an_idle_router_collects_once_an_interval() -> None:
 
 
 def test_a_busy_router_waits_for_its_next_idle_moment() -> None:
-    timers, collections = ManualTimers(), Collections()
+    timers, collections = FakeTimers(), Collections()
     num_live = IDLE_REQUESTS + 1
     IdleCollector(timers, lambda: num_live, collections, memory=lambda: 0)
     timers.advance(10 * INTERVAL_S)
@@ -55,7 +55,7 @@ class Memory:
 
 
 def test_memory_that_a_crowd_left_goes_back_a_second_later() -> None:
-    timers, memory = ManualTimers(), Memory(100)
+    timers, memory = FakeTimers(), Memory(100)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     timers.advance(1.0)
     assert memory.num_collections == 0
@@ -65,7 +65,7 @@ def test_memory_that_a_crowd_left_goes_back_a_second_later() -> None:
 
 
 def test_memory_that_is_in_use_is_not_looked_through_each_second() -> None:
-    timers, memory = ManualTimers(), Memory(100)
+    timers, memory = FakeTimers(), Memory(100)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     memory.used = 200
     timers.advance(INTERVAL_S - 1.0)
@@ -75,7 +75,7 @@ def test_memory_that_is_in_use_is_not_looked_through_each_second() -> None:
 
 
 def test_memory_that_is_freed_after_it_was_looked_through_goes_back_before_the_interval_ends() -> None:
-    timers, memory = ManualTimers(), Memory(100)
+    timers, memory = FakeTimers(), Memory(100)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     memory.used = 200
     timers.advance(2.0)
@@ -85,7 +85,7 @@ def test_memory_that_is_freed_after_it_was_looked_through_goes_back_before_the_i
 
 
 def test_memory_that_falls_and_grows_again_is_given_back_again() -> None:
-    timers, memory = ManualTimers(), Memory(200)
+    timers, memory = FakeTimers(), Memory(200)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     memory.used = 100
     timers.advance(1.0)
@@ -95,7 +95,7 @@ def test_memory_that_falls_and_grows_again_is_given_back_again() -> None:
 
 
 def test_a_busy_router_keeps_its_free_memory_until_it_is_idle() -> None:
-    timers, memory = ManualTimers(), Memory(100)
+    timers, memory = FakeTimers(), Memory(100)
     num_live = IDLE_REQUESTS + 1
     IdleCollector(timers, lambda: num_live, memory.collect, memory=memory.now)
     memory.free = 100

@@ -13,8 +13,8 @@ from baton.errors import BackgroundFault, NodeLost, Unreachable
 from baton.messages.ids import AttemptKey
 from baton.messages.node import HEARTBEAT_S, Abort, NodeDescription, StepReport
 from baton.testing.fake_node import FakeNode, FakeNodes
+from baton.testing.fake_timers import FakeTimers
 from router.node_links import MAX_BROKEN, NodeLinks
-from router.timers import ManualTimers
 from tests.support.router_parts import decode, key, prefill, record_of
 
 
@@ -61,7 +61,7 @@ class Listener:
 
 class Rig:
     def __init__(self, *nodes: NodeDescription) -> None:
-        self.timers = ManualTimers()
+        self.timers = FakeTimers()
         self.listener = Listener()
         self.fakes = FakeNodes()
         self.nodes = {node.node_id: self.fakes.add(FakeNode(node)) for node in nodes}

@@ -21,7 +21,7 @@ from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner, load_runner
-from baton.testing.fake_flash import flash_fake
+from baton.testing.fake_flash import fake_varlen_attn
 from baton.testing.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -33,12 +33,12 @@ def no_pages(*arguments: Any, block_table: torch.Tensor | None = None, **keyword
     """A kernel that can't follow block tables."""
     if block_table is not None:
         raise RuntimeError("block size must be a multiple of 256")
-    return flash_fake(*arguments, **keywords)
+    return fake_varlen_attn(*arguments, **keywords)
 
 
 def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
     """A kernel that computes something else."""
-    return flash_fake(*arguments, **keywords) * 1.5
+    return fake_varlen_attn(*arguments, **keywords) * 1.5
 
 
 def no_kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -57,7 +57,7 @@ def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize(
     ("flash", "ways"),
-    [(flash_fake, "paged"), (no_pages, "gathered"), (wrong, "plain"), (no_kernel, "plain")],
+    [(fake_varlen_attn, "paged"), (no_pages, "gathered"), (wrong, "plain"), (no_kernel, "plain")],
     ids=["paged", "gathered", "wrong", "none"],
 )
 def test_every_way_to_attend_gives_the_same_tokens(tmp_path: Path, architecture: str, flash: Any, ways: str) -> None:
@@ -81,8 +81,8 @@ def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
-    operations = CudaOperations(CPU, flash_fake, FakeRecorder())
+    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn))
+    operations = CudaOperations(CPU, fake_varlen_attn, FakeRecorder())
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
     graphs = graphs_of(runner)
     # The check at start has compared them with a whole prompt.
@@ -99,9 +99,9 @@ def test_padding_disturbs_nobody(tmp_path: Path, count: int) -> None:
     """Sequences of different lengths, that come and go: what an earlier step left in a buffer is nobody's."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     runner = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake, FakeRecorder())
+        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn, FakeRecorder())
     )
-    alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
+    alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn))
     prompts = {f"r{i}": [(5 * i + 3 * j + 1) % 250 for j in range(1 + 7 * i)] for i in range(count)}
     together, single = RunnerDriver(runner), RunnerDriver(alone)
     for place, (name, prompt) in enumerate(prompts.items()):
@@ -129,7 +129,7 @@ def test_graphs_share_memory_and_nobody_reads_what_the_next_replay_spoils(
     monkeypatch.setattr(Transformer, "compute", keep)
     for record in (None, FakeRecorder()):
         kept.append([])
-        operations = CudaOperations(CPU, flash_fake, record)
+        operations = CudaOperations(CPU, fake_varlen_attn, record)
         runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
         driver = RunnerDriver(runner)
         for tokens, (name, prompt) in enumerate(PROMPTS.items(), start=2):
@@ -146,7 +146,7 @@ def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> 
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     outputs = []
     for record in (None, FakeRecorder()):
-        operations = CudaOperations(CPU, flash_fake, record)
+        operations = CudaOperations(CPU, fake_varlen_attn, record)
         driver = RunnerDriver(load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations))
         for name, prompt in {"slow": [9, 8, 7, 6, 5], "quick": [3]}.items():
             driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=6))
@@ -162,8 +162,10 @@ def test_what_can_not_be_recorded_is_computed_step_by_step(tmp_path: Path) -> No
         def store_kv(self, *arguments: Any) -> None:
             TorchOperations.store_kv(self, *arguments)  # selects by a mask
 
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, flash_fake, FakeRecorder()))
-    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
+    runner = load_runner(
+        tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, fake_varlen_attn, FakeRecorder())
+    )
+    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn))
     assert tokens_of(runner) == tokens_of(expected)
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
 

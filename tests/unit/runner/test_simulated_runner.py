@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
@@ -25,6 +24,7 @@ from baton.runner.simulated import (
     expected_tokens,
     likeliest_tokens,
 )
+from baton.testing.fake_clock import FakeClock
 from tests.support.runner_driver import RunnerDriver
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
@@ -77,7 +77,7 @@ def test_a_beam_search_finds_what_a_naive_one_finds(width: int) -> None:
     runner = SimulatedRunner(SPEC)
     fields = CacheKeyFields.of(runner.model, runner.layout)
     config = SchedulerConfig(SPEC.num_blocks, block_size=4, max_model_len=256)
-    core = EngineCore(Scheduler(config, fields, ManualClock()), runner)
+    core = EngineCore(Scheduler(config, fields, FakeClock()), runner)
     for name, prompt in PROMPTS.items():
         core.add_request(Request(name, prompt, SamplingParams(beam_width=width, n=width, max_tokens=9)))
     found: dict[str, list[int]] = {}

@@ -15,7 +15,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState
 from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks
-from baton.testing.fake_grammar import ScriptedMatcher
+from baton.testing.fake_grammar import FakeMatcher
 
 VOCAB = 75
 """No whole number of words."""
@@ -37,7 +37,7 @@ SETTINGS = [
 
 def mask_of(allowed: Collection[int]) -> npt.NDArray[np.int32]:
     mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
-    ScriptedMatcher([], allowed).fill(mask)
+    FakeMatcher([], allowed).fill(mask)
     return mask
 
 
@@ -80,13 +80,13 @@ def test_a_request_to_which_nothing_is_left_fails_alone() -> None:
     assert drawn.token_id == 5
 
 
-def state(request_id: str, matcher: ScriptedMatcher | None, params: SamplingParams = WITH_GRAMMAR) -> RequestState:
+def state(request_id: str, matcher: FakeMatcher | None, params: SamplingParams = WITH_GRAMMAR) -> RequestState:
     return RequestState(NewRequestData(request_id, [1, 2], [7], params, [1], 0, matcher))
 
 
 def test_matchers_are_told_what_was_drawn_wherever_that_was() -> None:
     masks = TokenMasks(VOCAB)
-    matcher = ScriptedMatcher([{7}, {8, 9}, {10}], EOS)
+    matcher = FakeMatcher([{7}, {8, 9}, {10}], EOS)
     request = state("a", matcher)
     filled, faults = masks.fill([state("plain", None, SamplingParams()), request])
     assert not faults
@@ -101,10 +101,10 @@ def test_matchers_are_told_what_was_drawn_wherever_that_was() -> None:
 
 def test_each_request_has_a_mask_of_its_own_and_fails_alone() -> None:
     masks = TokenMasks(VOCAB)
-    good = state("good", ScriptedMatcher([{7}, {8}], EOS))
-    other = state("other", ScriptedMatcher([{7}, {70}], EOS))
-    complex_ = state("complex", ScriptedMatcher([{7}, {8}], EOS, too_complex_at=1))
-    foreign = state("foreign", ScriptedMatcher([{6}], EOS))
+    good = state("good", FakeMatcher([{7}, {8}], EOS))
+    other = state("other", FakeMatcher([{7}, {70}], EOS))
+    complex_ = state("complex", FakeMatcher([{7}, {8}], EOS, too_complex_at=1))
+    foreign = state("foreign", FakeMatcher([{6}], EOS))
     missing = state("missing", None)
     filled, faults = masks.fill([complex_, good, foreign, other, missing])
     assert {name: row.tolist() for name, row in filled.items()} == {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.clock import ManualClock
+from baton.testing.fake_clock import FakeClock
 from baton.wire.turn_budget import TurnBudget
 
 
 class Source:
     """Has so many steps to do, each of which takes a millisecond."""
 
-    def __init__(self, name: str, steps: int, clock: ManualClock, done: list[str]) -> None:
+    def __init__(self, name: str, steps: int, clock: FakeClock, done: list[str]) -> None:
         self._name, self._steps, self._clock, self._done = name, steps, clock, done
 
     def step(self) -> bool:
@@ -22,7 +22,7 @@ class Source:
 
 
 async def test_however_many_sources_there_are_a_turn_does_no_more_than_its_time() -> None:
-    clock, done = ManualClock(), list[str]()
+    clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
     for place in range(80):
         budget.step(Source(str(place), 3, clock, done))
@@ -37,7 +37,7 @@ async def test_however_many_sources_there_are_a_turn_does_no_more_than_its_time(
 
 
 async def test_sources_take_turns_and_who_comes_alone_does_not_wait() -> None:
-    clock, done = ManualClock(), list[str]()
+    clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 1.0, clock.monotonic)
     budget.step(Source("alone", 1, clock, done))
     assert done == ["alone"]
@@ -49,7 +49,7 @@ async def test_sources_take_turns_and_who_comes_alone_does_not_wait() -> None:
 
 
 async def test_time_that_a_turn_did_not_use_is_not_saved() -> None:
-    clock, done = ManualClock(), list[str]()
+    clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0015, clock.monotonic)
     budget.step(Source("a", 1, clock, done))
     for _ in range(100):
@@ -59,7 +59,7 @@ async def test_time_that_a_turn_did_not_use_is_not_saved() -> None:
 
 
 async def test_who_sends_a_little_comes_before_those_who_flood() -> None:
-    clock, done = ManualClock(), list[str]()
+    clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
     for place in range(80):
         budget.step(Source(f"flooder {place}", 1_000, clock, done))
@@ -72,7 +72,7 @@ async def test_who_sends_a_little_comes_before_those_who_flood() -> None:
 
 
 async def test_newcomers_without_an_end_keep_nobody_from_having_a_step() -> None:
-    clock, done = ManualClock(), list[str]()
+    clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
     budget.step(Source("busy", 50, clock, done))
     while done.count("busy") < 50:

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -59,7 +60,7 @@ class Codec(Generic[T, M]):
         Raises TypeError if another field is in one of the two and not in the other, or has no derivable conversion.
         """
         self.kind = kind
-        self._message = message
+        self.message = message
         names, descriptors = _field_names(kind), message.DESCRIPTOR.fields_by_name
         if set(names) ^ set(descriptors) != set(unread):
             raise TypeError(
@@ -69,7 +70,9 @@ class Codec(Generic[T, M]):
         hints, defaults = get_type_hints(kind), _defaults(kind)
         known = {part.kind: part for part in parts}
         special = {exception.name: exception for exception in exceptions}
-        self._writers: list[tuple[str, Convert | None]] = []
+        self._plain: list[str] = []
+        """Fields that are written as they are."""
+        self._converted: list[tuple[str, Convert]] = []
         self._readers: list[tuple[str, Convert | None, bool, Any]] = []
         for name in names:
             hint, can_be_none = _without_none(hints[name])
@@ -80,22 +83,28 @@ class Codec(Generic[T, M]):
                 derived = _conversions(hint, descriptor, can_be_none, known)
                 write, read = write or derived[0], read or derived[1]
             absent = None if can_be_none else defaults.get(name, _NO_DEFAULT)
-            self._writers.append((name, write))
+            if write is None:
+                self._plain.append(name)
+            else:
+                self._converted.append((name, write))
             self._readers.append((name, read, descriptor.has_presence and absent is not _NO_DEFAULT, absent))
         if special:
             raise TypeError(f"{kind.__name__} has no fields {sorted(special)}")
+        all_plain = len(names) > 1 and all(read is None and not absent for _, read, absent, _ in self._readers)
+        self._read_all = attrgetter(*names) if all_plain else None
+        """Reads all fields at once, where none is converted or may be absent."""
 
     def to_pb(self, value: T) -> M:
         """The message with the value's fields."""
-        return self._message(
-            **{
-                name: getattr(value, name) if write is None else write(getattr(value, name))
-                for name, write in self._writers
-            }
-        )
+        found = {name: getattr(value, name) for name in self._plain}
+        for name, write in self._converted:
+            found[name] = write(getattr(value, name))
+        return self.message(**found)
 
     def from_pb(self, pb: M) -> T:
         """The value with the message's fields. Raises InvalidRequest for an enum's number that this version lacks."""
+        if self._read_all is not None:
+            return self.kind(*self._read_all(pb))
         values = []
         for name, read, may_be_absent, absent in self._readers:
             if may_be_absent and not pb.HasField(name):
@@ -104,6 +113,38 @@ class Codec(Generic[T, M]):
                 found = getattr(pb, name)
                 values.append(found if read is None else read(found))
         return self.kind(*values)
+
+
+class OneOfCodec(Generic[T, M]):
+    """Turns values of several classes into a message with one oneof, and back.
+
+    The field of a class is the one whose type is the message of the class's codec.
+    """
+
+    def __init__(self, envelope: type[M], *codecs: Codec[Any, Any]) -> None:
+        """Raises TypeError for a codec whose message is in no field of the oneof."""
+        (oneof,) = envelope.DESCRIPTOR.oneofs
+        names = {field.message_type: field.name for field in oneof.fields}
+        self._envelope = envelope
+        self._oneof = oneof.name
+        self._by_kind: dict[type[Any], tuple[str, Codec[Any, Any]]] = {}
+        for codec in codecs:
+            name = names.get(codec.message.DESCRIPTOR)
+            if name is None:
+                raise TypeError(f"{envelope.DESCRIPTOR.name} has no field for {codec.kind.__name__}")
+            self._by_kind[codec.kind] = name, codec
+        self._by_name = dict(self._by_kind.values())
+
+    def to_pb(self, value: T) -> M:
+        """The message with the value in its field."""
+        name, codec = self._by_kind[type(value)]
+        return self._envelope(**{name: codec.to_pb(value)})
+
+    def from_pb(self, pb: M) -> T | None:
+        """The value in the message; None if its field is none of these classes', or not known to this version."""
+        name = pb.WhichOneof(self._oneof)
+        codec = self._by_name.get(name) if name is not None else None
+        return None if codec is None else codec.from_pb(getattr(pb, name))
 
 
 def numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
@@ -138,6 +179,8 @@ def _conversions(
         return _enum_conversions(hint, field, can_be_none)
     if field.message_type is not None:
         codec = known.get(hint) or Codec(hint, GetMessageClass(field.message_type), parts=known.values())
+        if not can_be_none:
+            return codec.to_pb, codec.from_pb
         return (lambda value: None if value is None else codec.to_pb(value)), codec.from_pb
     if hint not in (int, float, bool, str, bytes):
         raise TypeError(f"no conversion of {hint} can be derived for {field.full_name}")

@@ -23,7 +23,7 @@ from baton.messages.node import (
 )
 from baton.messages.node_report import TraceEvent, TraceStep
 from baton.v1 import node_pb2 as node
-from baton.wire.codec.derived import Codec, Exceptional, numbers
+from baton.wire.codec.derived import Codec, Exceptional, OneOfCodec, numbers
 from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.wire.codec.sampling import SAMPLING_PARAMS, logprobs_from_pb, logprobs_to_pb
 
@@ -80,36 +80,27 @@ _SUBMIT = Codec(
     Exceptional("prompt_token_ids", read=list),
     parts=(SAMPLING_PARAMS,),
 )
-_ABORT = Codec(Abort, node.Abort)
-_ADOPT = Codec(Adopt, node.Adopt)
+_ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
+    node.AttachRequest,
+    _SUBMIT,
+    Codec(Abort, node.Abort),
+    Codec(Adopt, node.Adopt),
+    Codec(WatchKVCache, node.WatchKVCache),
+)
 
 
 def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
     """A router's message on the stream to a node."""
-    match message:
-        case Submit():
-            return node.AttachRequest(submit=_SUBMIT.to_pb(message))
-        case Abort():
-            return node.AttachRequest(abort=_ABORT.to_pb(message))
-        case Adopt():
-            return node.AttachRequest(adopt=_ADOPT.to_pb(message))
-        case WatchKVCache():
-            return node.AttachRequest(watch_kv_cache=node.WatchKVCache())
+    return _ROUTER_MESSAGES.to_pb(message)
 
 
 def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     """A message that came from a router. Raises InvalidRequest for one that this version does not know."""
-    match pb.WhichOneof("message"):
-        case "submit":
-            return _SUBMIT.from_pb(pb.submit)
-        case "abort":
-            return _ABORT.from_pb(pb.abort)
-        case "adopt":
-            return _ADOPT.from_pb(pb.adopt)
-        case "watch_kv_cache":
-            return WatchKVCache()
-        case kind:
-            raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache or adopt, got {kind}")
+    message = _ROUTER_MESSAGES.from_pb(pb)
+    if message is None:
+        kind = pb.WhichOneof("message")
+        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache or adopt, got {kind}")
+    return message
 
 
 def report_to_pb(report: StepReport) -> node.StepReport:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from google.protobuf.message import Message
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
@@ -102,3 +106,21 @@ def test_what_is_unknown_reads_as_nothing() -> None:
     assert link_codec.read_hello(kv_link_pb2.OpenRequest()) is None
     assert link_codec.read_welcome(kv_link_pb2.OpenResponse()) is None
     assert link_codec.read_reader_message(link_codec.write_hello(LinkHello(1, "", "", "", "", LAYOUT))) is None
+
+
+@pytest.mark.parametrize(
+    ("envelope", "read", "greeting"),
+    [
+        (kv_link_pb2.OpenRequest, link_codec.read_reader_message, "hello"),
+        (kv_link_pb2.OpenResponse, link_codec.read_sender_message, "welcome"),
+    ],
+)
+def test_each_message_of_the_protocol_is_known(
+    envelope: type[Message], read: Callable[[Any], object], greeting: str
+) -> None:
+    for field in envelope.DESCRIPTOR.oneofs_by_name["message"].fields:
+        message = envelope(**{field.name: {}})
+        part = getattr(message, field.name)
+        if "attempt" in field.message_type.fields_by_name:
+            part.attempt.request_id = "req-1"
+        assert (read(message) is None) == (field.name == greeting)

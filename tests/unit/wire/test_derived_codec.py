@@ -11,11 +11,12 @@ import pytest
 from google.protobuf.message import Message
 
 from baton.errors import InvalidRequest, TransferCause
-from baton.messages.node import FINISH_REASONS, Leg, Outcome, RequestDelta, Role, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import FINISH_REASONS, Abort, Leg, Outcome, RequestDelta, Role, StepReport, WatchKVCache
 from baton.messages.node_report import HandoffSide, OpenHandoff
 from baton.messages.sampling import RepetitionDetection, SamplingParams
 from baton.v1 import generation_pb2, node_pb2
-from baton.wire.codec.derived import Codec, Exceptional, numbers
+from baton.wire.codec.derived import Codec, Exceptional, OneOfCodec, numbers
 
 
 @dataclass(frozen=True)
@@ -129,3 +130,16 @@ def test_what_is_written_by_hand_has_all_fields_too(
 ) -> None:
     """`of_the_stream`: fields in which `report_stream` puts tokens that need no delta of their own."""
     assert {field.name for field in fields(kind)} | of_the_stream == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_a_oneof_is_read_as_the_class_that_its_field_has() -> None:
+    codec = OneOfCodec(node_pb2.AttachRequest, Codec(Abort, node_pb2.Abort), Codec(WatchKVCache, node_pb2.WatchKVCache))
+    for value in (Abort(AttemptKey("r", 1), "cancelled"), WatchKVCache()):
+        assert codec.from_pb(codec.to_pb(value)) == value
+    assert codec.from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit())) is None
+    assert codec.from_pb(node_pb2.AttachRequest()) is None
+
+
+def test_a_class_without_a_field_in_the_oneof_is_refused() -> None:
+    with pytest.raises(TypeError, match="AttachRequest has no field for OpenHandoff"):
+        OneOfCodec(node_pb2.AttachRequest, Codec(OpenHandoff, node_pb2.OpenHandoff))

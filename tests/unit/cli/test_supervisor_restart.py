@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from baton.cli.cluster.supervisor.restart import (
@@ -20,17 +18,13 @@ from baton.cli.cluster.supervisor.restart import (
     Terminate,
 )
 from baton.machine import IllegalEvent, Machine
+from tests.support.transitions import check_pair, every_pair, row
 
 
-def test_every_pair_is_either_in_the_table_or_illegal() -> None:
-    for state, event in itertools.product(ChildState, ChildEvent):
-        machine = Machine("child", state, CHILD_TABLE)
-        if (state, event) in CHILD_TABLE:
-            assert machine.feed(event) is CHILD_TABLE[state, event]
-        else:
-            with pytest.raises(IllegalEvent):
-                machine.feed(event)
-            assert machine.state is state
+@every_pair(ChildState, ChildEvent)
+def test_every_pair_is_either_in_the_table_or_illegal(state: ChildState, event: ChildEvent) -> None:
+    machine = Machine("child", state, CHILD_TABLE)
+    check_pair(machine.feed, lambda: machine.state, event, row(CHILD_TABLE, state))
 
 
 def test_back_off_grows_to_its_bound_and_a_loop_is_called_one() -> None:

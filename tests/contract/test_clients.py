@@ -8,8 +8,6 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
-from random import Random
-from typing import TypeVar
 
 import pytest
 
@@ -39,18 +37,11 @@ from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.server.server import RpcServer
 from baton.wire.services import generation_service
 from baton.wire.services.generation_service import GenerationServicer
+from tests.support.first_of_all import FirstOfAll
 
-T = TypeVar("T")
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=6)
 TEXT = "abcdef"
 FINISHED = Finished("length", None, 3, 6, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p", "d", 2, ""))
-
-
-class FirstOfAll(Random):
-    """Every client begins at the first router."""
-
-    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
-        return seq[0]
 
 
 class Router:

@@ -33,16 +33,6 @@ TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
-class Spelling(Letters):
-    """As the HTTP front wants it."""
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return self.encode(text)
-
-    def spelling(self, token_id: int) -> bytes:
-        return chr(32 + token_id).encode()
-
-
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     with fuzzed_cluster() as made:
@@ -52,7 +42,7 @@ def run() -> Iterator[Run]:
 async def post(
     cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
 ) -> Exchange:
-    model = ServedModel(cluster.card, Spelling(), TEMPLATE, lambda: datetime(2026, 1, 2))
+    model = ServedModel(cluster.card, Letters(), TEMPLATE, lambda: datetime(2026, 1, 2))
     front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", FakeClock(5.0), Random(1), 1000.0)
     exchange = AsgiClient(front).post(path, body, headers)
     if leaves:

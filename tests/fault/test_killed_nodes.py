@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.generation import Accepted, Chunk
+from tests.support.caller import TokenCount
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 
@@ -56,20 +57,12 @@ async def test_the_decode_node_before_the_first_token(session: ClusterSession) -
 
 async def test_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
     request = ask("decode-dies-late", chunks=2, max_tokens=48, sampled=True)
-    some = asyncio.Event()
-    out: list[int] = []
-
-    def on_event(event: Accepted | Chunk) -> None:
-        if isinstance(event, Chunk):
-            out.extend(event.token_ids)
-            if len(out) >= 4:
-                some.set()
-
-    answering = asyncio.create_task(session.generate(request, on_event=on_event))
-    await some.wait()
+    count = TokenCount()
+    answering = asyncio.create_task(session.generate(request, on_event=count))
+    await count.each(4)
     decode = await session.seen("decode", "kv_arrived", "decode-dies-late")
     before = session.cluster.signal(decode, signal.SIGKILL)
-    assert 4 <= len(out) < 48
+    assert 4 <= count.by_sequence[0] < 48
     answer = await answering
     assert_right(answer, request)
     assert answer.end.path.attempts == 2
@@ -79,20 +72,12 @@ async def test_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
 async def test_the_decode_node_with_several_sequences(session: ClusterSession) -> None:
     """All of them are replayed, whatever each had given out; what was already over is not sent again."""
     request = replace(ask("many-die", chunks=2, max_tokens=12, sampled=True), n=3)
-    some = asyncio.Event()
-    seen: dict[int, int] = {}
-
-    def on_event(event: Accepted | Chunk) -> None:
-        if isinstance(event, Chunk):
-            seen[event.sequence_index] = seen.get(event.sequence_index, 0) + len(event.token_ids)
-            if len(seen) == 3 and min(seen.values()) >= 2:
-                some.set()
-
-    answering = asyncio.create_task(session.generate(request, on_event=on_event))
-    await some.wait()
+    count = TokenCount()
+    answering = asyncio.create_task(session.generate(request, on_event=count))
+    await count.each(2, num_sequences=3)
     decode = await session.seen("decode", "kv_arrived", "many-die")
     before = session.cluster.signal(decode, signal.SIGKILL)
-    assert max(seen.values()) < 12
+    assert max(count.by_sequence.values()) < 12
     answer = await answering
     for index in range(3):
         assert_right(answer.sequence(index), replace(request, seed=sequence_seed(7, index)))

@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
-from random import Random
-from typing import TypeVar
+from collections.abc import Callable
 
 from baton.client import AsyncGenerationClient
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
 from tests.support.caller import Answer
+from tests.support.first_of_all import FirstOfAll
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
-
-T = TypeVar("T")
-
-
-class FirstOfAll(Random):
-    """Every client begins at the first router."""
-
-    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
-        return seq[0]
 
 
 class Watched:

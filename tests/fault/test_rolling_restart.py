@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncGenerationClient
-from tests.fault.test_lost_routers import FirstOfAll, Watched, routers
+from tests.fault.test_lost_routers import Watched, routers
+from tests.support.first_of_all import FirstOfAll
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from random import Random
-from typing import TypeVar
 
 import pytest
 
@@ -19,23 +18,16 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from router.flight.flight_table import AttemptCause
+from tests.support.first_of_all import FirstOfAll
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 
-T = TypeVar("T")
 NAMES = ["router-a", "router-b", "router-c"]
 PROMPT = list(range(20))
 NUM_TOKENS = 90
 LIMITS = SimulatedLimits(num_blocks=64, chunk=24)
 EXPECTED = expected_tokens(PROMPT, SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_TOKENS), LIMITS.spec)
-
-
-class FirstOfAll(Random):
-    """Every client begins at the first router."""
-
-    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
-        return seq[0]
 
 
 class Client:

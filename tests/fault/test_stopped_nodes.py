@@ -5,28 +5,20 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-from baton.messages.generation import Accepted, Chunk
+from tests.support.caller import TokenCount
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 
 
 async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
     request = ask("decode-stops", chunks=2, max_tokens=48, sampled=True)
-    some = asyncio.Event()
-    out: list[int] = []
-
-    def on_event(event: Accepted | Chunk) -> None:
-        if isinstance(event, Chunk):
-            out.extend(event.token_ids)
-            if len(out) >= 4:
-                some.set()
-
-    answering = asyncio.create_task(session.generate(request, on_event=on_event))
-    await some.wait()
+    count = TokenCount()
+    answering = asyncio.create_task(session.generate(request, on_event=count))
+    await count.each(4)
     name = await session.seen("decode", "kv_arrived", request.request_id)
     process = session.cluster.process(name)
     with session.cluster.stopped(process.pid):
-        assert len(out) < 48
+        assert count.by_sequence[0] < 48
         answer = await answering
         assert_right(answer, request)
         assert answer.end.path.attempts == 2

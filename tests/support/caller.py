@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,6 +40,25 @@ class Answer:
     def end(self) -> Finished:
         assert self.finished is not None
         return self.finished
+
+
+class TokenCount:
+    """Counts the tokens of each sequence of an answer while they come; it is the `on_event` of `Caller.generate`."""
+
+    def __init__(self) -> None:
+        self.by_sequence: Counter[int] = Counter()
+        self._counted = asyncio.Event()
+
+    def __call__(self, event: Accepted | Chunk) -> None:
+        if isinstance(event, Chunk):
+            self.by_sequence[event.sequence_index] += len(event.token_ids)
+            self._counted.set()
+
+    async def each(self, num_tokens: int, num_sequences: int = 1) -> None:
+        """Return once so many sequences have at least so many tokens each."""
+        while sum(count >= num_tokens for count in self.by_sequence.values()) < num_sequences:
+            self._counted.clear()
+            await self._counted.wait()
 
 
 class Caller:

@@ -14,6 +14,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
+from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.testing.faulty_transfer_backend import Faults
 from baton.v1 import generation_pb2 as pb
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
@@ -37,23 +38,14 @@ PATIENCE_S = 600.0
 T = TypeVar("T")
 
 
-class Letters:
-    """A token for each letter."""
+class Letters(FakeTokenizer):
+    """Fits the letters of any text into the vocabulary of the simulated model."""
+
+    def letter(self, token_id: int) -> str:
+        return chr(32 + token_id)
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % SPEC.vocab_size for letter in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(32 + token) for token in token_ids)
-
-    def detokenizer(self) -> Letters:
-        return self
-
-    def push(self, token_id: int) -> str:
-        return chr(32 + token_id)
-
-    def finish(self) -> str:
-        return ""
 
 
 class CountedTimers(LoopTimers):

@@ -9,6 +9,7 @@ from baton.messages.generation import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageAuthenticator
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_handler import FakeCall, FakeHandler
+from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.endpoints import Handler
@@ -18,16 +19,6 @@ from tests.support.router_parts import MODEL
 
 NOW = datetime(2026, 1, 2)
 CARD = ModelCard(MODEL, 64, 300, embedding_size=2)
-
-
-class LetterSpelling:
-    """A vocabulary in which token 97 is "a"."""
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def spelling(self, token_id: int) -> bytes:
-        return chr(token_id).encode()
 
 
 class HttpRig(AsgiClient):
@@ -47,7 +38,7 @@ class HttpRig(AsgiClient):
         super().__init__(self.front(self.handler, keep_alive_s, template))
 
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
-        model = ServedModel(lambda: self.card, LetterSpelling(), ChatTemplate(template, {}), lambda: NOW)
+        model = ServedModel(lambda: self.card, FakeTokenizer(), ChatTemplate(template, {}), lambda: NOW)
         return HttpFront(
             handler,
             model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -14,6 +14,7 @@ from baton.messages.sampling import TokenLogprobs
 from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
 from baton.testing.fake_timers import FakeTimers
+from baton.testing.fake_tokenizer import FakeTokenizer
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
 from router.flight.request_spans import RequestSpans
@@ -22,27 +23,6 @@ from router.node_links import NodeLinks
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
 from tests.support.router_parts import MODEL, record_of
-
-
-class Letters:
-    """A vocabulary in which token 97 is "a": a codec without files."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(token) for token in token_ids)
-
-    def detokenizer(self) -> LetterDetokenizer:
-        return LetterDetokenizer()
-
-
-class LetterDetokenizer:
-    def push(self, token_id: int) -> str:
-        return chr(token_id)
-
-    def finish(self) -> str:
-        return ""
 
 
 class Reader:
@@ -111,7 +91,7 @@ class RouterRig:
         self.dispatcher = Dispatcher(
             self.view,
             self.links,
-            Letters(),
+            FakeTokenizer(),
             lambda: card,
             self.timers,
             Random(7),

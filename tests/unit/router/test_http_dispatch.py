@@ -9,12 +9,13 @@ import pytest
 
 from baton.errors import TransferCause
 from baton.messages.node import Outcome, RequestDelta
+from baton.testing.fake_tokenizer import FakeTokenizer
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.support.http_client import AsgiClient
 from tests.support.http_rig import CARD, DEFAULT_TEMPLATE, HttpRig
 from tests.support.router_parts import decode, prefill
-from tests.support.router_rig import Letters, RouterRig, router_rig
+from tests.support.router_rig import RouterRig, router_rig
 
 COMPLETIONS = "/v1/completions"
 PROMPT = {"prompt": "hello", "max_tokens": 4}
@@ -23,7 +24,7 @@ PROMPT = {"prompt": "hello", "max_tokens": 4}
 @asynccontextmanager
 async def rigs(limits: DispatchLimits | None = None) -> AsyncIterator[tuple[RouterRig, AsgiClient]]:
     async with router_rig(prefill("p1"), decode("d1"), limits=limits) as rig:
-        handler = GenerationHandler(rig.dispatcher, Letters(), lambda: CARD)
+        handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD)
         yield rig, AsgiClient(HttpRig().front(handler, 1000.0, DEFAULT_TEMPLATE))
 
 

@@ -14,6 +14,7 @@ import pytest
 from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome
+from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire.http2.call import Call
@@ -26,7 +27,7 @@ from router.flight.flight import Flight
 from router.front import GenerationHandler
 from tests.support.left_behind import collector_off
 from tests.support.router_parts import MODEL, decode, prefill
-from tests.support.router_rig import Letters, RouterRig, router_rig
+from tests.support.router_rig import RouterRig, router_rig
 
 NUM_REQUESTS = 10
 KEPT = (Call, ActiveRequest, Flight)
@@ -43,7 +44,7 @@ def left() -> Iterator[Callable[[], Counter[str]]]:
 async def serving(rig: RouterRig) -> AsyncIterator[generation_pb2_grpc.GenerationStub]:
     card = ModelCard(MODEL, 64, 300)
     server = streaming_server((SERVICE_NAME,), FaultBarrier(), None)
-    handler = GenerationHandler(rig.dispatcher, Letters(), lambda: card, Tenants())
+    handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: card, Tenants())
     GenerationServicer(handler).add_to_server(server.server)
     port = server.bind("127.0.0.1", 0)
     await server.start()

@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent, Path, SequenceFinished
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord
@@ -23,10 +24,11 @@ from router.flight.resumption import ResumedAnswer, check_positions, replayed, w
 from tests.support.router_parts import decode, key, prefill
 
 
-class PairDetokenizer:
+class PairDetokenizer(FakeDetokenizer):
     """Two tokens make a piece of text: the first one's waits, as an unfinished character does."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._held = ""
 
     def push(self, token_id: int) -> str:
@@ -42,13 +44,7 @@ class PairDetokenizer:
         return piece
 
 
-class PairCodec:
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
-
+class PairCodec(FakeTokenizer):
     def detokenizer(self) -> PairDetokenizer:
         return PairDetokenizer()
 

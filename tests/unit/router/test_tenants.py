@@ -15,10 +15,11 @@ from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.node import Outcome
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
+from baton.testing.fake_tokenizer import FakeTokenizer
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
 from tests.support.router_parts import MODEL, decode
-from tests.support.router_rig import Letters, Reader, RouterRig, router_rig
+from tests.support.router_rig import Reader, RouterRig, router_rig
 
 CARD = ModelCard(MODEL, 64, 300)
 
@@ -28,7 +29,7 @@ class Fronts:
 
     def __init__(self, rig: RouterRig) -> None:
         self.tenants = Tenants()
-        self.handler = GenerationHandler(rig.dispatcher, Letters(), lambda: CARD, self.tenants)
+        self.handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD, self.tenants)
 
     def ask(
         self, tenant: str, request_id: str = "r", most: int | None = None, **fields: object

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from argparse import Namespace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+from tests.support.loaded_script import load_script
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-compare = load("compare_engines")
+compare = load_script("compare_engines")
 OPTIONS = Namespace(threads=2, shape="0.5b", precision="bf16", context=100, rounds=2)
 
 
@@ -52,7 +37,7 @@ def test_rounds_are_put_together_and_rates_are_medians(capsys: pytest.CaptureFix
 
 
 def test_the_names_of_a_gguf_file() -> None:
-    names = load("compare_engines_llama_cpp")._gguf_name
+    names = load_script("compare_engines_llama_cpp")._gguf_name
     assert names("model.embed_tokens.weight") == "token_embd.weight"
     assert names("model.norm.weight") == "output_norm.weight"
     assert names("model.layers.7.self_attn.q_proj.bias") == "blk.7.attn_q.bias"

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "performance.py"
+from tests.support.loaded_script import SCRIPTS, load_script
 
 
 @pytest.fixture(scope="module")
 def performance() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        yield _loaded()
-
-
-def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("performance_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+        patch.syspath_prepend(str(SCRIPTS))
+        yield load_script("performance")
 
 
 def test_only_what_is_between_the_markers_changes(performance: ModuleType) -> None:
@@ -62,7 +49,7 @@ def test_every_command_is_one_that_there_is(performance: ModuleType, capfd: pyte
             for flag in (word for word in words if word.startswith("--")):
                 assert flag in told, figure.command
         else:
-            assert (SCRIPT.parents[1] / words[0]).exists()
+            assert (SCRIPTS.parent / words[0]).exists()
 
 
 def test_a_figure_that_is_not_known_is_bad_usage(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:

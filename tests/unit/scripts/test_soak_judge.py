@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+from tests.support.loaded_script import load_script
+
 MIB = 1 << 20
 WARM_UP_S = 600.0
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-judge = load("soak_judge")
+judge = load_script("soak_judge")
 
 
 def readings(memory: Sequence[float], pids: Sequence[int] | None = None, **counts: Sequence[int]) -> list[Any]:

@@ -1,0 +1,40 @@
+"""The fake of `baton.text.tokenizer.Tokenizer`, as the router's core and its HTTP front use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+class FakeTokenizer:
+    """Has a token for each letter, whose id is the letter's code point: token 97 is "a"."""
+
+    def letter(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.letter, token_ids))
+
+    def spelling(self, token_id: int) -> bytes:
+        return self.letter(token_id).encode()
+
+    def detokenizer(self) -> FakeDetokenizer:
+        return FakeDetokenizer(self.letter)
+
+
+class FakeDetokenizer:
+    """Gives each token's letter at once."""
+
+    def __init__(self, letter: Callable[[int], str] = chr) -> None:
+        self._letter = letter
+
+    def push(self, token_id: int) -> str:
+        return self._letter(token_id)
+
+    def finish(self) -> str:
+        return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,8 @@ from baton.errors import (
     TransferCause,
     TransferFailed,
 )
-from baton.messages.generation import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, Chunk
+from baton.testing.fake_generation_handler import FakeGenerationHandler
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import status
 from baton.wire.server.server import RpcServer
@@ -76,35 +77,8 @@ def make(kind: type[BatonError]) -> BatonError:
 ERRORS = [make(k) for k in vars(errors).values() if inspect.isclass(k) and issubclass(k, BatonError)]
 
 
-class Broken:
-    """Serves some events and then this error."""
-
-    def __init__(self, error: BatonError, *events: GenerateEvent) -> None:
-        self.error = error
-        self.events = events
-
-    async def generate(
-        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None = None
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        for event in self.events:
-            yield event
-        raise self.error
-
-    async def cancel(self, request_id: str) -> None:
-        raise self.error
-
-    async def tokenize(self, model: str, text: str) -> Sequence[int]:
-        raise self.error
-
-    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        raise self.error
-
-    def list_models(self) -> Sequence[ModelCard]:
-        raise self.error
-
-
 @asynccontextmanager
-async def served(handler: Broken) -> AsyncIterator[grpc.aio.Channel]:
+async def served(handler: FakeGenerationHandler) -> AsyncIterator[grpc.aio.Channel]:
     server = RpcServer((generation_service.SERVICE_NAME,))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     GenerationServicer(handler).add_to_server(server.server)
@@ -136,7 +110,7 @@ def test_the_table_has_every_error() -> None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 async def test_each_error_has_its_status_and_what_goes_with_it(error: BatonError) -> None:
-    async with served(Broken(error)) as channel:
+    async with served(FakeGenerationHandler(error)) as channel:
         told = await end_of(channel)
         assert told.code().name == CODES[type(error).__name__]
         assert ("grpc-retry-pushback-ms" in trailer_of(told)) == isinstance(error, Overloaded)
@@ -156,7 +130,7 @@ def _unpacked(detail: object) -> error_details_pb2.BadRequest:
 
 
 async def test_who_is_turned_away_is_told_when_to_come_again() -> None:
-    async with served(Broken(QueueFull("1024 wait", retry_after_s=2.5))) as channel:
+    async with served(FakeGenerationHandler(QueueFull("1024 wait", retry_after_s=2.5))) as channel:
         told = await end_of(channel)
         assert trailer_of(told)["grpc-retry-pushback-ms"] == "2500"
         meant = status.from_rpc_error(told, "router")
@@ -168,7 +142,7 @@ async def test_who_is_turned_away_is_told_when_to_come_again() -> None:
 @pytest.mark.parametrize("cause", TransferCause)
 async def test_a_client_hears_why_kv_did_not_come(cause: TransferCause) -> None:
     async with served(
-        Broken(TransferFailed(cause, "3 attempts failed"), Accepted("r", 5, 3), Chunk(0, (7,), "a"))
+        FakeGenerationHandler(TransferFailed(cause, "3 attempts failed"), Accepted("r", 5, 3), Chunk(0, (7,), "a"))
     ) as channel:
         told = await end_of(channel, 2)
         meant = status.from_rpc_error(told, "router")
@@ -184,11 +158,11 @@ def test_a_cause_of_a_newer_version_is_in_the_words() -> None:
 
 async def test_a_stream_that_breaks_says_how_much_it_brought() -> None:
     events = (Accepted("r", 5, 3), Chunk(0, (7, 8), "ab"), Chunk(2, (9,), "c"), Chunk(3, (), "tail"))
-    async with served(Broken(EngineFault("logits are not finite"), *events)) as channel:
+    async with served(FakeGenerationHandler(EngineFault("logits are not finite"), *events)) as channel:
         told = await end_of(channel, len(events))
         assert told.code() is grpc.StatusCode.INTERNAL
         assert status.from_rpc_error(told, "router").tokens_sent == 3
-    async with served(Broken(EngineFault("logits are not finite"), events[0])) as channel:
+    async with served(FakeGenerationHandler(EngineFault("logits are not finite"), events[0])) as channel:
         assert status.from_rpc_error(await end_of(channel, 1), "router").tokens_sent is None
 
 
@@ -212,7 +186,7 @@ async def test_a_field_of_a_newer_version_is_refused_by_its_number(method: str, 
     if (place := places.get(type(where).__name__)) is not None:
         newer = bytes([place << 3 | 2, len(newer)]) + newer
     path = f"/{generation_service.SERVICE_NAME}/{method}"
-    async with served(Broken(EngineFault("it was not refused"))) as channel:
+    async with served(FakeGenerationHandler(EngineFault("it was not refused"))) as channel:
         call: Awaitable[object]
         if method == "Generate":
             call = channel.unary_stream(path, None, None)(newer).read()

@@ -9,7 +9,7 @@ import datetime
 import inspect
 import signal
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -32,7 +32,6 @@ from baton.errors import (
     TransferFailed,
     Unreachable,
 )
-from baton.messages.cluster import ClusterStatus
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -41,7 +40,6 @@ from baton.messages.generation import (
     GenerateRequest,
     ModelCard,
     Path,
-    TakeChunk,
 )
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
@@ -50,10 +48,8 @@ from baton.messages.node import (
     KVSource,
     Leg,
     LoadReport,
-    NodeDescription,
     RequestDelta,
     Role,
-    RouterMessage,
     StepFigures,
     StepReport,
     Submit,
@@ -64,6 +60,8 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files
+from baton.testing.fake_generation_handler import FINISHED, FakeGenerationHandler
+from baton.testing.fake_node_handler import FakeNodeHandler
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.generation_client import GenerationStub
@@ -80,69 +78,8 @@ from tests.support.reports import HeardStream
 from tests.support.router_parts import decode
 
 SECRET = "/home/somebody/secret.py"
-FINISHED = Finished("length", None, 3, 2, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p", "d", 1, "least loaded pair"))
 KEY = AttemptKey("r", 1, 2**63)
 SUBMIT = Submit(KEY, Leg.DECODE, (1, 2, 3), SamplingParams(), 0, "", KVSource("p", "p.1", "host:1"))
-
-
-class Handler:
-    """The public service as a test wants it. An error set is raised by everything."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.events: list[GenerateEvent] = [Accepted("r", 5, 3), Chunk(0, [7, 8], "ab", []), FINISHED]
-        self.endless = False
-        self.may_end = asyncio.Event()
-        self.may_end.set()
-        self.closed = asyncio.Event()
-        self.asked: list[object] = []
-        self.offered: Sequence[Chunk] = ()
-        """Chunks that need not be yielded where they are taken."""
-        self.num_refused = 0
-
-    def _maybe_raise(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    async def generate(
-        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        self.asked.append(request)
-        try:
-            self._maybe_raise()
-            for event in self.events:
-                yield event
-            for offered in self.offered:
-                if take is None or not take(offered):
-                    self.num_refused += 1
-                    yield offered
-            await self.may_end.wait()
-            index = 2
-            while self.endless:
-                yield Chunk(index, (1,) * 1000, "x" * 1000)
-                index += 1000
-        finally:
-            self.closed.set()
-
-    async def cancel(self, request_id: str) -> None:
-        self._maybe_raise()
-        self.asked.append(request_id)
-
-    async def tokenize(self, model: str, text: str) -> Sequence[int]:
-        self._maybe_raise()
-        return [len(text)]
-
-    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        self._maybe_raise()
-        return str(list(token_ids))
-
-    def list_models(self) -> Sequence[ModelCard]:
-        self._maybe_raise()
-        return [ModelCard("m", 64, 300)]
-
-    def status(self) -> ClusterStatus:
-        self._maybe_raise()
-        return ClusterStatus("c", "ok", "", ())
 
 
 SERVERS: dict[str, Callable[[tuple[str, ...], FaultBarrier], RpcServer]] = {
@@ -164,7 +101,7 @@ def server_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @asynccontextmanager
-async def served(handler: Handler, stall_s: float = 30.0) -> AsyncIterator[tuple[str, GenerationStub]]:
+async def served(handler: FakeGenerationHandler, stall_s: float = 30.0) -> AsyncIterator[tuple[str, GenerationStub]]:
     names = (generation_service.SERVICE_NAME, operator_service.SERVICE_NAME)
     server = SERVERS[SERVING["kind"]](names, FaultBarrier(stall_s))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
@@ -184,7 +121,7 @@ async def ask(stub: GenerationStub, request: GenerateRequest | None = None) -> l
 
 
 async def test_a_stream_arrives_as_it_was_sent() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     async with served(handler) as (_, stub):
         assert await ask(stub) == handler.events
         await asyncio.to_thread(stub.cancel, "r")
@@ -207,7 +144,7 @@ def every_error() -> list[BatonError]:
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
 async def test_an_error_keeps_its_class_its_words_and_its_field(error: BatonError) -> None:
-    async with served(Handler(error)) as (_, stub):
+    async with served(FakeGenerationHandler(error)) as (_, stub):
         for call in (lambda: list(stub.generate(GenerateRequest([1]), 30.0)), lambda: stub.cancel("r")):
             with pytest.raises(BatonError) as caught:
                 await asyncio.to_thread(call)
@@ -222,13 +159,13 @@ async def test_an_error_keeps_its_class_its_words_and_its_field(error: BatonErro
 @pytest.mark.parametrize("letter", ["x", "ü", "漢"])
 async def test_a_long_story_does_not_cost_the_error_its_class(letter: str) -> None:
     """Errors travel as metadata, of which HTTP/2 peers take little."""
-    async with served(Handler(EngineFault("first words " + letter * 50_000))) as (_, stub):
+    async with served(FakeGenerationHandler(EngineFault("first words " + letter * 50_000))) as (_, stub):
         with pytest.raises(EngineFault, match="first words"):
             await ask(stub)
 
 
 async def test_a_handler_that_breaks_gives_internal_and_keeps_its_secrets() -> None:
-    handler = Handler(RuntimeError(f"no such thing in {SECRET}"))
+    handler = FakeGenerationHandler(RuntimeError(f"no such thing in {SECRET}"))
     async with served(handler) as (address, stub):
         async with grpc.aio.insecure_channel(address) as channel:
             public = generation_pb2_grpc.GenerationStub(channel)
@@ -252,7 +189,7 @@ async def test_a_handler_that_breaks_gives_internal_and_keeps_its_secrets() -> N
 
 
 async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     async with served(handler) as (address, stub):
         async with grpc.aio.insecure_channel(address) as channel:
             service = f"/{generation_service.SERVICE_NAME}"
@@ -271,7 +208,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
 
 
 async def test_too_many_of_anything_are_refused_by_name_before_the_handler_hears_of_them() -> None:
-    pb, handler = generation_pb2, Handler()
+    pb, handler = generation_pb2, FakeGenerationHandler()
     params = pb.SamplingParams
     unknown_field = b"\xf8\x7f\x01"
     cases: list[tuple[str, bytes, str]] = [
@@ -309,7 +246,7 @@ async def test_too_many_of_anything_are_refused_by_name_before_the_handler_hears
 
 
 async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     handler.endless = True
     async with served(handler) as (_, stub):
         stream = stub.generate(GenerateRequest([1]), None)
@@ -320,7 +257,7 @@ async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
 
 async def test_a_client_that_leaves_without_having_read_closes_it_too() -> None:
     """The server is then in the middle of a write, which HTTP/2's flow control holds."""
-    handler = Handler()
+    handler = FakeGenerationHandler()
     handler.endless = True
     async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
@@ -338,7 +275,7 @@ async def rest_of(call: grpc.aio.UnaryStreamCall[object, object]) -> int:
 
 
 async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     handler.endless = True
     async with served(handler, stall_s=0.1) as (address, _), grpc.aio.insecure_channel(address) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
@@ -353,7 +290,7 @@ async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
 
 
 async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     handler.may_end.clear()
     async with served(handler, stall_s=0.5) as (address, _), grpc.aio.insecure_channel(address) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
@@ -364,7 +301,7 @@ async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
 
 
 async def test_what_is_taken_at_once_keeps_its_place_and_a_full_stream_takes_nothing() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     count, size = 400, 1000
     handler.offered = [Chunk(2 + size * number, [7] * size, "x" * size, []) for number in range(count)]
     async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
@@ -376,7 +313,7 @@ async def test_what_is_taken_at_once_keeps_its_place_and_a_full_stream_takes_not
 
 
 async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
-    handler = Handler()
+    handler = FakeGenerationHandler()
     handler.events = [Accepted("r", 5, 3), replace(FINISHED, path=Path("prefill-ü", "d", 1, "zwei\nZeilen"))]
     async with served(handler) as (_, stub):
         *_, end = await ask(stub)
@@ -385,7 +322,7 @@ async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
 
 
 async def test_nobody_there_is_unreachable() -> None:
-    async with served(Handler()) as (address, _):
+    async with served(FakeGenerationHandler()) as (address, _):
         pass
     stub = GenerationStub(address)
     with pytest.raises(Unreachable, match="does not answer"):
@@ -396,83 +333,11 @@ async def test_nobody_there_is_unreachable() -> None:
 # Nodes.
 
 
-class FakePort:
-    def __init__(
-        self, handler: NodeHandler, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]
-    ) -> None:
-        self.router_id = router_id
-        self.keeps = keeps
-        self.router_incarnation = router_incarnation
-        self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
-        self.refused: asyncio.Queue[tuple[AttemptKey, str]] = asyncio.Queue()
-        self.closed = asyncio.Event()
-        self.queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
-        self._handler = handler
-
-    def receive(self, message: RouterMessage) -> None:
-        if self._handler.receive_error is not None:
-            raise self._handler.receive_error
-        self.received.put_nowait(message)
-
-    def refuse(self, attempt: AttemptKey, error: str) -> None:
-        self.refused.put_nowait((attempt, error))
-
-    async def reports(self) -> AsyncIterator[StepReport]:
-        while (report := await self.queue.get()) is not None:
-            yield report
-
-    def close(self) -> None:
-        self.closed.set()
-        self.queue.put_nowait(None)
-
-
-class NodeHandler:
-    """A node as a test wants it."""
-
-    def __init__(self) -> None:
-        self.description = decode()
-        self.ports: asyncio.Queue[FakePort] = asyncio.Queue()
-        self.open_error: Exception | None = None
-        self.receive_error: Exception | None = None
-        self.drains = 0
-        self.roles: list[tuple[str, Role]] = []
-
-    def describe(self) -> NodeDescription:
-        return self.description
-
-    def report(self) -> NodeReport:
-        return NodeReport(self.description, LoadReport(running=3, total_blocks=8), {"capacity": 2})
-
-    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> FakePort:
-        if self.open_error is not None:
-            raise self.open_error
-        port = FakePort(self, router_id, router_incarnation, keeps)
-        self.ports.put_nowait(port)
-        return port
-
-    def drain(self) -> None:
-        self.drains += 1
-
-    def set_role(self, incarnation: str, role: Role) -> None:
-        self.roles.append((incarnation, role))
-
-    async def reset_prefix_cache(self, incarnation: str) -> int:
-        if incarnation == "busy":
-            raise CacheInUse("blocks are in use: 3 offered to decode nodes")
-        return 7
-
-    def trace(self, after: int) -> Sequence[TraceEvent]:
-        return [TraceEvent(after + 1, 10, "queued", KEY, 3, "x")]
-
-    def steps(self, after: int) -> Sequence[TraceStep]:
-        return [TraceStep(after + 1, 20, StepFigures(1.5, 2, 3, 4), True)]
-
-
 class Node:
     """A served node handler with one client."""
 
     def __init__(self) -> None:
-        self.handler = NodeHandler()
+        self.handler = FakeNodeHandler(decode())
         self.server = RpcServer((node_service.SERVICE_NAME,))
         self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}"
         NodeServicer(self.handler).add_to_server(self.server.server)
@@ -553,7 +418,7 @@ async def test_a_node_that_dies_is_lost_to_reader_and_writer(node: Node) -> None
 async def served_with(files: TlsFiles) -> RpcServer:
     """A node that shows this certificate and asks for one."""
     server = RpcServer((node_service.SERVICE_NAME,), FaultBarrier(), files.live(), asks_certificates=True)
-    NodeServicer(NodeHandler()).add_to_server(server.server)
+    NodeServicer(FakeNodeHandler(decode())).add_to_server(server.server)
     return server
 
 
@@ -598,7 +463,7 @@ async def test_a_node_is_known_by_its_certificate(tmp_path: Path) -> None:
         try:
             if story is None:
                 stream = await client.attach("router-1")
-                assert stream.welcome == NodeHandler().description
+                assert stream.welcome == FakeNodeHandler(decode()).description
                 await stream.close()
             else:
                 with pytest.raises(Unreachable, match=f"{address} does not answer.*(?i:{story})"):

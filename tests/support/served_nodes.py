@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.messages.ids import AttemptKey
@@ -14,13 +14,12 @@ from baton.messages.node import (
     NodeDescription,
     Outcome,
     RequestDelta,
-    Role,
     RouterMessage,
     StageTimings,
     StepReport,
     Submit,
 )
-from baton.messages.node_report import TraceEvent, TraceStep
+from baton.testing.fake_node_handler import FakeNodeHandler, FakeRouterPort
 from baton.wire.server.server import RpcServer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
@@ -30,12 +29,12 @@ def token_at(prompt: Sequence[int], index: int) -> int:
     return ord("a") + (sum(prompt) + index) % 26
 
 
-class FakePort:
-    """One router's end of the node."""
+class AnsweringPort(FakeRouterPort):
+    """A port that answers each leg with its tokens."""
 
-    def __init__(self, node: ServedNode) -> None:
+    def __init__(self, node: ServedNode, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> None:
+        super().__init__(node, router_id, router_incarnation, keeps)
         self._node = node
-        self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
 
     def receive(self, message: RouterMessage) -> None:
         self._node.received.put_nowait(message)
@@ -44,7 +43,7 @@ class FakePort:
 
     def refuse(self, attempt: AttemptKey, error: str) -> None:
         delta = RequestDelta(attempt, outcome=Outcome.ERROR, error=error)
-        self._reports.put_nowait(StepReport((delta,), LoadReport()))
+        self.queue.put_nowait(StepReport((delta,), LoadReport()))
 
     def answer(self, submit: Submit, stop: int | None = None) -> None:
         """Send the leg's tokens, up to output index `stop` and without an end if that is given."""
@@ -62,30 +61,26 @@ class FakePort:
             delta = RequestDelta(submit.attempt, index, (token_at(submit.prompt_token_ids, index),))
             if is_last:
                 delta = replace(delta, outcome=outcome, timings=StageTimings(queue_ms=1.0, kv_bytes=10))
-            self._reports.put_nowait(StepReport((delta,), LoadReport(total_blocks=4, free_blocks=4)))
-
-    async def reports(self) -> AsyncIterator[StepReport]:
-        while (report := await self._reports.get()) is not None:
-            yield report
+            self.queue.put_nowait(StepReport((delta,), LoadReport(total_blocks=4, free_blocks=4)))
 
     def close(self) -> None:
+        super().close()
         self._node.port_closed.set()
-        self._reports.put_nowait(None)
 
 
-class ServedNode:
+class ServedNode(FakeNodeHandler):
     """One incarnation behind its own server; `received` has what routers sent."""
 
     def __init__(self, description: NodeDescription) -> None:
+        self._server = RpcServer((SERVICE_NAME,))
+        bound = self._server.bind("127.0.0.1", 0)
+        super().__init__(replace(description, address=f"127.0.0.1:{bound}"))
         self.is_stuck = False
         """Takes work but does nothing on its own."""
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self.port_opened = asyncio.Event()
         self.port_closed = asyncio.Event()
-        self.port: FakePort | None = None
-        self._server = RpcServer((SERVICE_NAME,))
-        bound = self._server.bind("127.0.0.1", 0)
-        self.description = replace(description, address=f"127.0.0.1:{bound}")
+        self.port: AnsweringPort | None = None
         NodeServicer(self).add_to_server(self._server.server)
 
     async def start(self) -> None:
@@ -105,28 +100,7 @@ class ServedNode:
         assert isinstance(message, Abort), message
         return message
 
-    def describe(self) -> NodeDescription:
-        return self.description
-
-    def load(self) -> LoadReport:
-        return LoadReport()
-
-    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> FakePort:
-        self.port = FakePort(self)
+    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> AnsweringPort:
+        self.port = AnsweringPort(self, router_id, router_incarnation, keeps)
         self.port_opened.set()
         return self.port
-
-    def drain(self) -> None:
-        raise NotImplementedError
-
-    def set_role(self, incarnation: str, role: Role) -> None:
-        raise NotImplementedError
-
-    async def reset_prefix_cache(self, incarnation: str) -> int:
-        raise NotImplementedError
-
-    def trace(self, after: int) -> Sequence[TraceEvent]:
-        return ()
-
-    def steps(self, after: int) -> Sequence[TraceStep]:
-        return ()

@@ -1,0 +1,96 @@
+"""The fake of `GenerationHandler`: the router's operations for clients, as a gRPC service finds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from baton.messages.cluster import ClusterStatus
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    ModelCard,
+    Path,
+    TakeChunk,
+)
+
+FINISHED = Finished("length", None, 3, 2, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p", "d", 1, "least loaded pair"))
+
+
+class FakeGenerationHandler:
+    """Answers each request with the same events. While `error` is set, all operations raise it."""
+
+    def __init__(self, error: Exception | None = None, *events_before_error: GenerateEvent) -> None:
+        self.error = error
+        self.events_before_error = events_before_error
+        """Events that `generate` yields before it raises the error."""
+        self.events: list[GenerateEvent] = [Accepted("r", 5, 3), Chunk(0, [7, 8], "ab", []), FINISHED]
+        self.endless = False
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.closed = asyncio.Event()
+        self.asked: list[object] = []
+        self.offered: Sequence[Chunk] = ()
+        """Chunks that are yielded only if the caller does not take them directly."""
+        self.num_refused = 0
+
+    def _maybe_raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        self.asked.append(request)
+        try:
+            if self.error is not None:
+                for event in self.events_before_error:
+                    yield event
+                raise self.error
+            for event in self.events:
+                yield event
+            for offered in self.offered:
+                if take is None or not take(offered):
+                    self.num_refused += 1
+                    yield offered
+            await self.may_end.wait()
+            index = 2
+            while self.endless:
+                yield Chunk(index, (1,) * 1000, "x" * 1000)
+                index += 1000
+        finally:
+            self.closed.set()
+
+    def resume(
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None,
+        take: TakeChunk | None,
+        call: int,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        raise NotImplementedError("no test resumes a request here")
+
+    async def cancel(self, request_id: str) -> None:
+        self._maybe_raise()
+        self.asked.append(request_id)
+
+    async def tokenize(self, model: str, text: str) -> Sequence[int]:
+        self._maybe_raise()
+        return [len(text)]
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        self._maybe_raise()
+        return str(list(token_ids))
+
+    def list_models(self) -> Sequence[ModelCard]:
+        self._maybe_raise()
+        return [ModelCard("m", 64, 300)]
+
+    def status(self) -> ClusterStatus:
+        """What the operators' service is asked for, of the same handler."""
+        self._maybe_raise()
+        return ClusterStatus("c", "ok", "", ())

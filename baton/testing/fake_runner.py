@@ -122,8 +122,8 @@ class FakeRunner:
     ) -> None:
         """`windows`: one for each group of layers, at least 2 keys."""
         groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
-        self._layout = KVLayout(block_size, (LayerGeometry(1, 1, 1),) * len(groups), "float32", groups)
-        self._model = ModelInfo(
+        self.layout = KVLayout(block_size, (LayerGeometry(1, 1, 1),) * len(groups), "float32", groups)
+        self.model = ModelInfo(
             name=name,
             fingerprint=f"scripted-{vocab_size}",
             architecture="Scripted",
@@ -136,10 +136,10 @@ class FakeRunner:
             embedding_size=_EMBEDDING_SIZE,
         )
         self._slots = (ctypes.c_uint64 * (num_blocks * block_size))()
-        self._memory = KVMemory(
+        self.memory = KVMemory(
             base_address=ctypes.addressof(self._slots),
             num_blocks=num_blocks,
-            block_bytes=self._layout.block_bytes,
+            block_bytes=self.layout.block_bytes,
             kind="DRAM",
             device_id=0,
             owner=self._slots,
@@ -154,18 +154,6 @@ class FakeRunner:
         self.seconds_per_token = 0.0
 
     @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._layout
-
-    @property
-    def memory(self) -> KVMemory:
-        return self._memory
-
-    @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
 
@@ -177,13 +165,13 @@ class FakeRunner:
     def read_slots(self, block_ids: Sequence[int], num_tokens: int, group: int = 0) -> list[int]:
         """What the first `num_tokens` slots of these blocks hold, 0 where a group has none."""
         places = [self._slot(block_ids, position, group) for position in range(num_tokens)]
-        return [self._slots[place] if place >= self._layout.block_size else 0 for place in places]
+        return [self._slots[place] if place >= self.layout.block_size else 0 for place in places]
 
     def write_slots(self, block_ids: Sequence[int], slots: Sequence[int], start: int = 0, group: int = 0) -> None:
         """Overwrite the slots from position `start` on, as a transfer would; those in the null block are skipped."""
         for position, value in enumerate(slots, start):
             place = self._slot(block_ids, position, group)
-            if place >= self._layout.block_size:
+            if place >= self.layout.block_size:
                 self._slots[place] = value
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -198,7 +186,7 @@ class FakeRunner:
             error, self.raise_next = self.raise_next, None
             self._lose(scheduler_output)
             raise error
-        size = self._layout.block_size
+        size = self.layout.block_size
         for copy in scheduler_output.blocks_to_copy:
             for offset in range(size):
                 self._slots[copy.destination * size + offset] = self._slots[copy.source * size + offset]
@@ -221,9 +209,9 @@ class FakeRunner:
             else:
                 top = known.sampling_params.logprobs
                 if top is not None:
-                    likeliest = likeliest_tokens(last_slot, max(top, 1), self._model.vocab_size)
+                    likeliest = likeliest_tokens(last_slot, max(top, 1), self.model.vocab_size)
                     logprobs[request_id] = [TokenLogprobs(*likeliest[0], 1, likeliest[:top])]
-                token_id = _draw(last_slot, known.sampling_params.seed, self._model.vocab_size)
+                token_id = _draw(last_slot, known.sampling_params.seed, self.model.vocab_size)
                 known.token_ids.append(token_id)
                 sampled[request_id] = [token_id]
         return ModelRunnerOutput(
@@ -280,8 +268,8 @@ class FakeRunner:
 
     def _compute(self, request_id: str, known: _Known, num_tokens: int) -> int:
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
-        num_groups = len(self._layout.groups)
-        if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self._layout.block_size:
+        num_groups = len(self.layout.groups)
+        if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self.layout.block_size:
             raise RuntimeError(f"{request_id}: no token or no slot at position {stop - 1}")
         before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
         if num_groups > 1 and not self._sees_its_history(known, start):
@@ -295,7 +283,7 @@ class FakeRunner:
 
     def _sees_its_history(self, known: _Known, position: int) -> bool:
         """Whether all that a query at `position` sees in its groups' slots is right."""
-        for group, window in enumerate(self._layout.windows):
+        for group, window in enumerate(self.layout.windows):
             first = max(0, position - window + 1) if window else 0
             expected = prompt_slots(known.token_ids[:position], group)[first:]
             if self.read_slots(known.block_ids, position, group)[first:] != expected:
@@ -303,5 +291,5 @@ class FakeRunner:
         return True
 
     def _slot(self, block_ids: Sequence[int], position: int, group: int = 0) -> int:
-        block, offset = divmod(position, self._layout.block_size)
-        return block_ids[block * len(self._layout.groups) + group] * self._layout.block_size + offset
+        block, offset = divmod(position, self.layout.block_size)
+        return block_ids[block * len(self.layout.groups) + group] * self.layout.block_size + offset

@@ -305,13 +305,13 @@ class HandoffRig:
     ) -> None:
         self.clock = FakeClock(100.0)
         self.fabric = FakeTransferFabric()
-        self.make_backend = make_backend or self._memory_backend
+        self.make_backend = make_backend or self._fake_backend
         sender = LinkIdentity("c", "p0", "p0.first", LAYOUT)
         self.sender = SenderHalf(self.make_backend, sender, self.clock, make_memory(), digest_every)
         identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
         self.receiver = ReceiverHalf(self.make_backend, identity, make_memory(), digest_every, keeps_valid_blocks)
 
-    def _memory_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
+    def _fake_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
         return AnnouncingBackend(self.fabric, incarnation, memory, notes)
 
     async def __aenter__(self) -> HandoffRig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import escape
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 460, 120
 _LEFT, _TOP, _GAP = 62, 46, 34

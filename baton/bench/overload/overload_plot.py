@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
+
+from markupsafe import escape
 
 from baton.bench.overload.overload import TARGET_GOODPUT, WINDOW_S, OverloadReport
 

@@ -1,16 +1,12 @@
-"""HTML that can't be broken by what is written into it: every text is escaped, only `Markup` is taken as it is."""
+"""HTML and SVG elements as `markupsafe.Markup`: every other text that is put into them is escaped."""
 
 from __future__ import annotations
 
-import html
 from typing import TypeAlias
 
+from markupsafe import Markup
 
-class Markup(str):
-    """Text that is HTML already."""
-
-    __slots__ = ()
-
+__all__ = ["Child", "Markup", "join", "tag"]
 
 Child: TypeAlias = "str | None"
 _EMPTY = frozenset({"meta", "br", "line", "path", "rect"})
@@ -18,24 +14,24 @@ _EMPTY = frozenset({"meta", "br", "line", "path", "rect"})
 
 def tag(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
     """One element. An attribute `class_` is written `class`, `aria_label` `aria-label`; None and False are left out."""
-    written = "".join(
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html.escape(_text(value))}"')
-        for key, value in attributes.items()
-        if value is not None and value is not False
+    written = join(
+        *(
+            _attribute(key.rstrip("_").replace("_", "-"), value)
+            for key, value in attributes.items()
+            if value is not None and value is not False
+        )
     )
     if name in _EMPTY:
-        return Markup(f"<{name}{written}/>")
-    return Markup(f"<{name}{written}>{join(*children)}</{name}>")
+        return Markup("<{0}{1}/>").format(name, written)
+    return Markup("<{0}{1}>{2}</{0}>").format(name, written, join(*children))
 
 
 def join(*children: Child) -> Markup:
-    """One after the other; None is nothing."""
-    return Markup("".join(_escaped(child) for child in children if child is not None))
+    """Concatenates the children; None is left out."""
+    return Markup().join(child for child in children if child is not None)
 
 
-def _escaped(child: str) -> str:
-    return child if isinstance(child, Markup) else html.escape(child)
-
-
-def _text(value: str | float) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _attribute(name: str, value: str | float) -> Markup:
+    if value is True:
+        return Markup(" {}").format(name)
+    return Markup(' {}="{}"').format(name, f"{value:.6g}" if isinstance(value, float) else value)

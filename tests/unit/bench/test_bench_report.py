@@ -359,6 +359,19 @@ class TestPage:
         assert found.text == text
         assert found.attributes["data-tip"] == [text]
 
+    def test_text_is_escaped_and_markup_is_not(self) -> None:
+        attributes = {
+            "class_": "a<b",
+            "aria_label": "\"'",
+            "hidden": True,
+            "tabindex": 0.5,
+            "title": None,
+            "open": False,
+        }
+        assert tag("p", "1 < 2 & {0}", tag("br"), None, tag("b", "'"), **attributes) == (
+            '<p class="a&lt;b" aria-label="&#34;&#39;" hidden tabindex="0.5">1 &lt; 2 &amp; {0}<br/><b>&#39;</b></p>'
+        )
+
     def test_the_page_carries_its_conditions_and_every_figure(self) -> None:
         text = Tags(page(read(comparison(requests=60)))).text
         for told in ("AMD EPYC (Zen 5)", "torch 2.13.0", "--goodput ttft:250 tpot:100", "random input len 512"):

@@ -1,1 +1,1 @@
-"""Benchmarks: live harness, simulator, reports."""
+"""Benchmarks: load generator for live clusters, microbenchmarks, simulator, reports."""

@@ -1,4 +1,4 @@
-"""Ways to use so many nodes, live or simulated: `colocated:4`, `2p2d`, `conditional:2p2d`. Pure."""
+"""Arrangements: how a number of nodes is split into roles, as in `colocated:4`, `2p2d`, `conditional:2p2d`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _COLOCATED = re.compile(r"(?:colocated|c):?([1-9][0-9]*)\Z")
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A cluster's nodes."""
+    """How many nodes of a cluster have which role."""
 
     prefill: int
-    """0: every node does both."""
+    """Number of prefill nodes. 0: every node computes prompts and decodes."""
     decode: int
     is_conditional: bool = False
     """A decode node may compute a prompt itself, if the router finds that cheaper."""
 
     @staticmethod
     def parse(text: str) -> Arrangement:
-        """Raises InvalidRequest."""
+        """Reads `colocated:N`, `xPyD` or `conditional:xPyD`; raises InvalidRequest."""
         word = text.strip().lower()
         if found := _COLOCATED.match(word):
             return Arrangement(0, int(found[1]))
@@ -34,7 +34,7 @@ class Arrangement:
 
     @staticmethod
     def of_nodes(text: str, nodes: int) -> Arrangement:
-        """As `parse`, of so many nodes: then their number may be left out. Raises InvalidRequest."""
+        """Like `parse`, but the number of nodes is known and may be left out of the text. Raises InvalidRequest."""
         word = text.strip().lower()
         if word == "colocated":
             return Arrangement(0, nodes)
@@ -42,18 +42,18 @@ class Arrangement:
             return Arrangement.conditional(nodes)
         found = Arrangement.parse(word)
         if found.num_nodes != nodes:
-            raise InvalidRequest("--arrangement", f"{text!r} are {found.num_nodes} nodes, not {nodes}")
+            raise InvalidRequest("--arrangement", f"{text!r} has {found.num_nodes} nodes, not {nodes}")
         return found
 
     @staticmethod
     def conditional(nodes: int) -> Arrangement:
-        """Half of them for prompts, if the router finds that worth it."""
+        """Half of the nodes are prefill nodes, used if the router finds that cheaper."""
         prefill = max(1, nodes // 2)
         return Arrangement(prefill, nodes - prefill, is_conditional=True)
 
     @staticmethod
     def splits(nodes: int) -> list[Arrangement]:
-        """All of so many nodes: colocated first, then every split."""
+        """All arrangements of this many nodes that are not conditional: colocated first, then every split."""
         return [Arrangement(0, nodes), *(Arrangement(count, nodes - count) for count in range(1, nodes))]
 
     @property
@@ -66,7 +66,7 @@ class Arrangement:
 
     @property
     def is_disaggregated(self) -> bool:
-        """Every request goes over two nodes."""
+        """Whether every request uses two nodes."""
         return self.prefill > 0 and not self.is_conditional
 
     def __str__(self) -> str:
@@ -76,12 +76,12 @@ class Arrangement:
 
 
 def chosen(names: Sequence[str], nodes: int) -> list[Arrangement]:
-    """By name, of so many nodes; no name means all that there are. Raises InvalidRequest."""
+    """The named arrangements of this many nodes; without names, all possible ones. Raises InvalidRequest."""
     if nodes < 2:
-        raise InvalidRequest("--nodes", "two at least: one of each kind")
+        raise InvalidRequest("--nodes", "at least two are needed: one of each role")
     if not names:
         return [*Arrangement.splits(nodes), Arrangement.conditional(nodes)]
     found = [Arrangement.of_nodes(name, nodes) for name in names]
     if len(set(found)) < len(found):
-        raise InvalidRequest("--arrangement", "one is named twice")
+        raise InvalidRequest("--arrangement", "an arrangement is named twice")
     return found

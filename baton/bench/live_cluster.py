@@ -1,4 +1,4 @@
-"""A cluster of real processes for a benchmark: `baton up` in a run directory of its own."""
+"""Starts a cluster of real processes for a benchmark: `baton up` in a temporary run directory."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _ANY_PROMPT = str(1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class LiveCluster:
-    """Where a running cluster is reached."""
+    """Addresses of a running cluster, and what it says of its nodes."""
 
     grpc_address: str
     operator_address: str
     http_address: str = ""
 
     def nodes(self) -> Sequence[NodeStatus]:
-        """Prefill and decode nodes."""
+        """Lists prefill and decode nodes."""
         return [process for process in self.processes() if process.role != "router"]
 
     def processes(self) -> Sequence[NodeStatus]:
-        """Nodes and routers."""
+        """Lists nodes and routers."""
         client = OperatorClient(self.operator_address)
         try:
             return client.status().nodes
@@ -46,11 +46,11 @@ class LiveCluster:
             client.close()
 
     def describe(self, node: NodeStatus) -> NodeDescription:
-        """What the node is."""
+        """Asks the node for its description."""
         return asyncio.run(_describe(node.address))
 
     def trace(self, node: NodeStatus) -> Sequence[TraceEvent]:
-        """The node's latest events."""
+        """Asks the node for its latest trace events."""
         return asyncio.run(_trace(node.address))
 
 
@@ -72,13 +72,13 @@ async def _trace(address: str) -> Sequence[TraceEvent]:
 
 @contextmanager
 def live_cluster(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[LiveCluster]:
-    """Start `baton up` with these flags on free ports; everything has ended on exit. Raises ConfigError.
+    """Runs `baton up` with these flags on free ports; on exit all its processes have ended. Raises ConfigError.
 
-    `environment`: settings of its processes that `baton up` has no flags for.
+    `environment`: environment variables for settings that `baton up` has no flags for.
     """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as run_dir:
         ports = ("--grpc-port", "0", "--http-port", "0")
-        # What is measured is the way over both nodes, also where one alone would be cheaper.
+        # Benchmarks measure the way over both nodes, also where one node alone would be cheaper.
         words = (*ports, "--placement", "least-loaded", *flags)
         up = _baton("up", "--detach", "--run-dir", run_dir, "-o", "json", *words, environment=environment)
         if up.returncode:
@@ -97,7 +97,7 @@ def _baton(*arguments: str, environment: Mapping[str, str] | None = None) -> sub
 
 
 def arrangement_flags(arrangement: Arrangement) -> list[str]:
-    """How to say an arrangement to `baton up`."""
+    """The flags with which `baton up` starts an arrangement."""
     flags = ["--prefill", str(arrangement.prefill), "--decode", str(arrangement.decode), "--placement", "cost"]
     if arrangement.is_disaggregated:
         return [*flags, "--require-disaggregation", "on"]
@@ -105,5 +105,5 @@ def arrangement_flags(arrangement: Arrangement) -> list[str]:
 
 
 def model_flags(model_dir: Path, dtype: str) -> list[str]:
-    """How to name the model to `baton up`."""
+    """The flags that give `baton up` its model."""
     return ["--model", str(model_dir), "--dtype", dtype]

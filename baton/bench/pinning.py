@@ -1,4 +1,4 @@
-"""Processes on cores of their own."""
+"""Pins node processes to cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from baton.messages.cluster import NodeStatus
 
 
 def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int]) -> dict[str, int]:
-    """Give each node one core, in turn; returns which by name. Every arrangement then has the same cores."""
+    """Pins each node to one of the cores, in turn, so that every arrangement has the same cores.
+
+    Returns the core of each node, by the node's name.
+    """
     placed = {}
     for number, node in enumerate(sorted(nodes, key=lambda node: node.name)):
         core = cores[number % len(cores)]
@@ -21,7 +24,7 @@ def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int]) -> dict[str, in
 
 
 def _pin(pid: int, core: int) -> None:
-    """All threads; those that come later inherit it."""
+    """Pins all threads of a process; threads that start later inherit it."""
     pinned: set[str] = set()
     while True:
         tasks = {path.name for path in Path(f"/proc/{pid}/task").iterdir()}

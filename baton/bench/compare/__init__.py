@@ -1,1 +1,1 @@
-"""`baton bench compare`: arrangements of the same nodes on the same cores, under the same load."""
+"""`baton bench compare`: compares arrangements of the same nodes on the same cores, under the same load."""

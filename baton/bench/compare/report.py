@@ -1,4 +1,4 @@
-"""What a comparison says: the result file, and lines for a person. Pure."""
+"""The result file and the printed lines of a comparison."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, RateRun
 from baton.bench.compare.run import Comparison
-from baton.bench.compare.turns import CompareConfig, Measured, RateRun
 from baton.bench.results.result_file import Result, new_result
 from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
@@ -19,18 +19,18 @@ _P99_GAP = "p99_largest_gap_ms"
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of values that were measured in turn, pair by pair; those without a sense are left out."""
+    """Ratios of values that were measured in turn, pair by pair; undefined and infinite ratios are left out."""
     return [one / other for one, other in zip(mine, others, strict=False) if other > 0 and math.isfinite(one)]
 
 
-def best_disaggregated(measured: Sequence[Measured]) -> Measured | None:
-    """The split with the highest goodput."""
+def best_disaggregated(measured: Sequence[MeasuredArrangement]) -> MeasuredArrangement | None:
+    """The arrangement with the highest goodput among those with prefill and decode nodes."""
     found = [one for one in measured if one.arrangement.is_disaggregated and one.goodputs]
     return max(found, key=lambda one: median(one.goodputs), default=None)
 
 
 def compare_result(config: CompareConfig, comparison: Comparison, created: str) -> Result:
-    """The file's content."""
+    """The result file's content."""
     measured = comparison.measured
     workload = config.workload
     arrangements = [_arrangement(one, comparison.slo) for one in measured]
@@ -51,22 +51,22 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
         "p99_gap_ms": {str(one.arrangement): median(_gaps(one)) for one in measured if one.common},
         "common_rate": _median_or_none([one.rate for one in measured[0].common]) if measured else None,
     }
-    for name, found in _against(base, best).items():
+    for name, found in _ratios_to_colocated(base, best).items():
         result[name] = median(found) if found else None
         result[f"{name}_spread"] = asdict(Spread.of(found)) if found else None
     return result
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """What a reader must know of how it ended."""
+    """Says why the comparison ended early, if it did."""
     if comparison.failure is None:
         return []
     so_far = "" if comparison.measured and comparison.measured[0].common else "; goodputs are what was found until then"
     return [f"ended early: {comparison.failure}{so_far}"]
 
 
-def _against(base: Measured | None, best: Measured | None) -> dict[str, list[float]]:
-    """Disaggregated over colocated."""
+def _ratios_to_colocated(base: MeasuredArrangement | None, best: MeasuredArrangement | None) -> dict[str, list[float]]:
+    """Ratios of the best disaggregated arrangement to the colocated one."""
     if base is None or best is None:
         return {"goodput_ratio": [], "p99_gap_ratio": []}
     return {
@@ -75,10 +75,10 @@ def _against(base: Measured | None, best: Measured | None) -> dict[str, list[flo
     }
 
 
-def limited_by(one: Measured, slo: Slo) -> dict[str, Any] | None:
-    """At the lowest rate above its goodput that failed: the share of offered requests that kept each limit alone."""
+def limited_by(one: MeasuredArrangement, slo: Slo) -> dict[str, Any] | None:
+    """The share of offered requests that kept each limit alone, at the lowest rate above its goodput that failed."""
     above = median(one.goodputs) if one.goodputs else math.inf
-    broken = [run for run in one.runs if run.rate > above and run.summary["attainment"] < run.kept_from]
+    broken = [run for run in one.runs if run.rate > above and run.summary["attainment"] < run.target]
     if not broken:
         return None
     run = min(broken, key=lambda run: run.rate)
@@ -86,11 +86,11 @@ def limited_by(one: Measured, slo: Slo) -> dict[str, Any] | None:
         name: float(Slo(**{name: limit}).is_met(run.watched.run.outcomes).sum()) / max(1, run.summary["offered"])
         for name, limit in slo.to_json().items()
     }
-    busy = {name: sum(shares.values()) for name, shares in run.watched.busy().items()}
+    busy = {name: sum(shares.values()) for name, shares in run.watched.busy_shares().items()}
     return {"rate": run.rate, "attainment": run.summary["attainment"], "kept": kept, "busy": busy}
 
 
-def _gaps(one: Measured) -> list[float]:
+def _gaps(one: MeasuredArrangement) -> list[float]:
     return [float(run.summary[_P99_GAP]) for run in one.common]
 
 
@@ -98,7 +98,7 @@ def _median_or_none(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _arrangement(one: Measured, slo: Slo) -> dict[str, Any]:
+def _arrangement(one: MeasuredArrangement, slo: Slo) -> dict[str, Any]:
     return {
         "name": str(one.arrangement),
         "prefill": one.arrangement.prefill,
@@ -114,7 +114,7 @@ def _arrangement(one: Measured, slo: Slo) -> dict[str, Any]:
 
 def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
     outcomes = run.watched.run.outcomes
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "rate": run.rate,
         "repeat": run.repeat,
         "is_common": is_common,
@@ -122,16 +122,16 @@ def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
         **distributions(outcomes, run.summary),
         "ttft_parts": ttft_parts(outcomes),
         "generator": run.watched.run.load.to_json(),
-        "busy": run.watched.busy(),
+        "busy": run.watched.busy_shares(),
         "outcomes": outcomes.columns(0.0),
     }
     if is_common:
-        said["timeline"] = run.watched.timeline_rows()
-    return said
+        values["timeline"] = run.watched.timeline_rows()
+    return values
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """A line for each arrangement."""
+    """Table rows, one for each arrangement."""
     lines = []
     for one in comparison.measured:
         if not one.goodputs:
@@ -151,12 +151,12 @@ def rows(comparison: Comparison) -> list[list[str]]:
     return lines
 
 
-def _common(one: Measured, key: str) -> str:
+def _common(one: MeasuredArrangement, key: str) -> str:
     return f"{median(float(run.summary[key]) for run in one.common):.1f}" if one.common else "-"
 
 
 def verdict(result: Result) -> list[str]:
-    """What it comes to, in words."""
+    """The conclusions as sentences."""
     lines = list(result["notes"])
     base = next((one["name"] for one in result["arrangements"] if not one["prefill"]), "")
     if result["goodput_ratio"] is not None:
@@ -166,7 +166,7 @@ def verdict(result: Result) -> list[str]:
             f"times the goodput of {base}"
         )
     elif result["best_split"] is not None and result["goodput"].get(base) == 0:
-        lines.append(f"{base} kept the SLO at no rate that was tried, so there is no ratio of goodputs")
+        lines.append(f"{base} did not keep the SLO at any rate that was tried, so there is no ratio of goodputs")
     if result["p99_gap_ratio"] is not None:
         spread = result["p99_gap_ratio_spread"]
         lines.append(

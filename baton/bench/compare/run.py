@@ -1,7 +1,7 @@
-"""Starts every arrangement on the same cores, puts the same load on one after the other, and compares.
+"""Starts every arrangement on the same cores, puts the same load on each in turn, and compares them.
 
-All clusters run the whole time: one that has nothing to do sleeps, so who is measured has the cores to itself, and
-taking turns costs nothing. What the machine does meanwhile hits all of them alike.
+All clusters run the whole time. A cluster without requests sleeps, so the measured one has the cores to itself, and
+switching between clusters costs nothing. Disturbances of the machine affect all of them alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.turns import CompareConfig, Measured, Note, Turns, default_slo
+from baton.bench.compare.interleaved import CompareConfig, InterleavedRuns, MeasuredArrangement, Report, default_slo
 from baton.bench.live_cluster import LiveCluster, arrangement_flags, live_cluster, model_flags
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
@@ -25,42 +25,42 @@ from baton.clock import SystemClock
 from baton.errors import BatonError
 
 _STOP_S = 30.0
-"""Of the time that there is: for stopping everything, and for writing the result."""
+"""Part of the time budget that is kept for stopping everything and writing the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came of it."""
+    """All measurements of a comparison."""
 
     slo: Slo
     undisturbed: Summary
-    """Single requests on the first arrangement."""
-    measured: Sequence[Measured]
+    """Summary of single requests on the first arrangement."""
+    measured: Sequence[MeasuredArrangement]
     failure: BatonError | None = None
-    """What ended it early: Cancelled by Ctrl-C, or an arrangement went away. What was measured before is there."""
+    """What ended it early: Cancelled by Ctrl-C, or an arrangement went away. Earlier measurements are kept."""
 
 
-def compare(config: CompareConfig, say: Note) -> Comparison:
-    """Measure; raises BatonError before there is anything to keep."""
+def compare(config: CompareConfig, report: Report) -> Comparison:
+    """Measures all arrangements; raises BatonError if that fails before anything was measured."""
     clock = SystemClock()
     deadline_s = clock.monotonic() + config.budget_s - _STOP_S
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         measured, targets, clusters = [], [], []
         for arrangement in config.arrangements:
-            say(f"starting {arrangement}")
+            report(f"starting {arrangement}")
             cluster = stack.enter_context(_cluster(config, arrangement))
             clusters.append(FoundCluster(cluster.grpc_address, cluster.nodes()))
-            measured.append(Measured(arrangement, pin_nodes(clusters[-1].nodes, cores)))
+            measured.append(MeasuredArrangement(arrangement, pin_nodes(clusters[-1].nodes, cores)))
             targets.append(probe(Target("baton", cluster.grpc_address, connections=2)).target)
-        turns = Turns(
-            *(config, measured, targets, say, deadline_s, clock),
+        runs = InterleavedRuns(
+            *(config, measured, targets, report, deadline_s, clock),
             lambda number, plan: run_watched(clusters[number], plan),
         )
-        undisturbed = turns.calibrate()
+        undisturbed = runs.calibrate()
         slo = config.slo or default_slo(undisturbed, config.ttft_factor)
-        say(f"SLO {', '.join(f'{name} {value:.1f}' for name, value in slo.to_json().items())}")
-        failure = turns.search_all(slo, undisturbed)
+        report(f"SLO {', '.join(f'{name} {value:.1f}' for name, value in slo.to_json().items())}")
+        failure = runs.search_all(slo, undisturbed)
     return Comparison(slo, undisturbed, measured, failure)
 
 

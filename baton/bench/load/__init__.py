@@ -1,1 +1,1 @@
-"""`baton bench serve`: a load generator against a Baton or an OpenAI endpoint, from several processes."""
+"""`baton bench serve`: a load generator of several processes for a Baton router or an OpenAI endpoint."""

@@ -1,4 +1,4 @@
-"""What a load generator needs of an endpoint."""
+"""The interface through which a load generator sends requests to an endpoint."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from baton.bench.workloads import WorkloadRequest
 from baton.security.tls_files import TlsFiles
 
 UNREACHABLE = "unreachable"
-"""How errors begin that mean nobody is there: not even a connection. One that breaks may be made again."""
+"""Prefix of errors that mean that no connection could be made. A connection that breaks later has other errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go, and how they are spelled."""
+    """Where requests are sent, and with which fields."""
 
     backend: str
     """baton (gRPC), openai (completions) or openai-chat."""
     address: str
     """HOST:PORT."""
     path: str = ""
-    """Of the HTTP endpoint."""
+    """Path of the HTTP endpoint."""
     is_tls: bool = False
     model: str = ""
     vocab_size: int = 0
@@ -32,17 +32,17 @@ class Target:
     temperature: float = 0.0
     ignore_eos: bool = True
     connections: int = 8
-    """That gRPC streams of one process share."""
+    """Number of connections that the gRPC streams of one process share."""
     tokenizer: str = ""
-    """Model directory whose tokenizer makes text of prompts."""
+    """Model directory whose tokenizer turns prompts into text."""
     request_id_prefix: str = "bench"
     ttft_slo_ms: float | None = None
-    """Told to a Baton router with each request: it refuses at once what it could not begin in time."""
+    """Sent with each request to a Baton router, which refuses at once what it could not start in time."""
     tls_ca: str = ""
-    """The authority that its certificate comes from. Empty: those that this machine knows."""
+    """File of the certificate authority to trust. Empty: the authorities that this machine trusts."""
 
     def tls(self) -> ssl.SSLContext | None:
-        """What connections are made with; None: clear text. Raises ConfigError for an authority that is none."""
+        """The TLS context of connections; None: clear text. Raises ConfigError if `tls_ca` holds no authority."""
         if not self.is_tls:
             return None
         if self.tls_ca:
@@ -51,13 +51,13 @@ class Target:
 
     @property
     def key_header(self) -> dict[str, str]:
-        """That shows the key, if there is one."""
+        """The header with the API key, if there is a key."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an endpoint says of a request at its end."""
+    """What an endpoint reports about a request when the request ends."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -68,40 +68,40 @@ class Usage:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     retry_after_s: float | None = None
-    """When to come again, as a refusal said; None where it did not, and for everything else."""
+    """Seconds after which to retry, as a refusal said; None for everything else."""
 
 
 class Listener(Protocol):
-    """Who waits for an answer."""
+    """Receives the answer to one request."""
 
     def on_tokens(self, count: int) -> None:
-        """A message brought so many tokens."""
+        """A message with `count` tokens has arrived."""
         ...
 
     def on_end(self, error: str | None, usage: Usage | None) -> None:
-        """Called once."""
+        """The answer is complete or has failed. Called once."""
         ...
 
 
 Cancel = Callable[[], None]
-"""Nobody waits for the answer any more: the endpoint is told, the listener hears nothing more. Not after its end."""
+"""Cancels a request at the endpoint; its listener is not called any more. Must not be called after `on_end`."""
 
 
 class Endpoint(Protocol):
-    """A way to send requests. Belongs to one event loop."""
+    """Sends requests to a server. Belongs to one event loop."""
 
     async def open(self) -> None:
-        """Connect; raises Unreachable."""
+        """Connects; raises Unreachable."""
         ...
 
     def prepare(self, request: WorkloadRequest) -> bytes:
-        """The request as it goes over the wire: what can be done before it is due."""
+        """Encodes the request, so that nothing is left to compute when it is due."""
         ...
 
     def send(self, message: bytes, listener: Listener) -> Cancel:
-        """Send what was prepared."""
+        """Sends a message that `prepare` returned."""
         ...
 
     def close(self) -> None:
-        """Streams that are open hear nothing more."""
+        """Closes all connections; listeners of open requests are not called any more."""
         ...

@@ -1,8 +1,10 @@
-"""Sends a share of a workload when it is due, and writes down what came. One event loop, callbacks, no tasks a request.
+"""Sends a share of a workload at its arrival times, and records the outcome of each request.
 
-Open loop: a request is sent at its time, whatever became of those before; if the generator is late the request's
-latency counts from when it was planned all the same. Closed loop (all requests are due at once, and only so many may
-be open): a request is planned when its place becomes free.
+It is one event loop with callbacks; there is no task per request.
+
+Open loop: a request is sent at its arrival time, whatever became of those before it. If the generator is late, the
+request's latency counts from the planned time all the same. Closed loop (all requests are due at once, and their
+concurrency is limited): a request's planned time is when one before it has ended.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads import WorkloadRequest
 
 Session = list[WorkloadRequest]
-"""Requests that follow one another; most are alone."""
-_GIVE_UP_AFTER = 20
-"""So many requests in a row that found nobody there end the run."""
-_SENDS_IN_A_ROW = 8
-"""Of requests that are late, before answers are read again."""
+"""Requests that follow one another; most sessions are one request."""
+_MAX_UNREACHABLE_IN_A_ROW = 20
+"""The run ends after this many requests in a row that could not connect."""
+_MAX_LATE_SENDS_IN_A_ROW = 8
+"""The event loop reads answers after this many late requests were sent in a row."""
 
 
 def sessions(requests: Iterable[WorkloadRequest]) -> Iterator[Session]:
-    """Turns of one session together, in the order of the workload."""
+    """Groups a workload's requests by session, in the order of the workload."""
     session: Session = []
     for request in requests:
         if session and (request.session is None or request.session != session[0].session):
@@ -37,20 +39,20 @@ def sessions(requests: Iterable[WorkloadRequest]) -> Iterator[Session]:
 
 
 def share_of(all_sessions: Iterable[Session], process: int, processes: int) -> Iterator[Session]:
-    """What one of several processes sends: every so-manieth session."""
+    """The sessions that one of several processes sends: every `processes`-th one."""
     return (session for number, session in enumerate(all_sessions) if number % processes == process)
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a generator is."""
+    """What a generator has sent and received so far."""
 
     sent: int = 0
     completed: int = 0
     failed: int = 0
     tokens: int = 0
     is_unreachable: bool = False
-    """Nobody has been there for many requests: the run was ended."""
+    """Many requests in a row could not connect, so the run was ended."""
 
     @property
     def open(self) -> int:
@@ -58,42 +60,42 @@ class Progress:
 
 
 class Generator:
-    """One run of one share."""
+    """Sends one share of a workload, once."""
 
     def __init__(self, endpoint: Endpoint, max_open: int | None, request_timeout_s: float | None = None) -> None:
-        """`max_open`: sessions under way at once; None: any number."""
+        """`max_open`: largest number of concurrent sessions; None: no limit."""
         self._endpoint = endpoint
         self._max_open = max_open
         self._timeout_s = request_timeout_s
         self._loop = asyncio.get_running_loop()
         self._begin_s = 0.0
-        self._open: set[_Open] = set()
+        self._open: set[_OpenRequest] = set()
         self._num_sessions = 0
         self._freed_s: deque[float] = deque()
-        """Since when each free place has been so, longest first."""
+        """When each free place became free, longest ago first."""
         self._changed = asyncio.Event()
         self._stopped = False
-        self._lost_in_a_row = 0
+        self._unreachable_in_a_row = 0
         self.outcomes = Outcomes()
-        """Times are seconds from the run's begin."""
+        """Times are seconds from the run's start."""
         self.progress = Progress()
 
     async def run(self, share: Iterable[Session], begin_s: float) -> None:
-        """Send everything and hear every answer; `begin_s` is the workload's begin on the loop's clock."""
+        """Sends everything and waits for every answer; `begin_s` is the workload's start on the loop's clock."""
         self._begin_s = begin_s
         self._freed_s.extend([begin_s] * (self._max_open or 0))
         burst = 0
         for session in share:
             message = self._endpoint.prepare(session[0])
             due_s = begin_s + session[0].arrival_s
-            is_late = await self._reach(due_s)
+            is_late = await self._wait_until(due_s)
             if self._max_open is not None:
-                free_s = await self._free_place(self._max_open)
+                free_s = await self._wait_for_free_place(self._max_open)
                 due_s = max(due_s, free_s) if session[0].arrival_s <= 0 else due_s
             if self._stopped:
                 break
             burst = burst + 1 if is_late else 0
-            if burst >= _SENDS_IN_A_ROW:
+            if burst >= _MAX_LATE_SENDS_IN_A_ROW:
                 burst = 0
                 await asyncio.sleep(0)
             self._num_sessions += 1
@@ -107,12 +109,12 @@ class Generator:
         return self._loop.time()
 
     def stop(self) -> None:
-        """End the run now: what is open is forgotten, not failed."""
+        """Ends the run now: open requests are dropped and not counted as failed."""
         self._stopped = True
         self._changed.set()
 
-    async def _reach(self, due_s: float) -> bool:
-        """Wait until then; True if it was over already."""
+    async def _wait_until(self, due_s: float) -> bool:
+        """Returns True if that time was past already."""
         left = due_s - self._loop.time()
         if left <= 0:
             return True
@@ -124,30 +126,31 @@ class Generator:
             left = due_s - self._loop.time()
         return False
 
-    async def _free_place(self, max_open: int) -> float:
-        """Wait for one; returns since when it has been free."""
+    async def _wait_for_free_place(self, max_open: int) -> float:
+        """Waits until fewer than `max_open` sessions run; returns when the place became free."""
         while self._num_sessions >= max_open and not self._stopped:
             self._changed.clear()
             await self._changed.wait()
-        return self._freed_s.popleft() if self._freed_s else self._begin_s  # none: the run was stopped
+        # There is no free place only when the run was stopped.
+        return self._freed_s.popleft() if self._freed_s else self._begin_s
 
     def _send(self, session: Session, turn: int, message: bytes, planned_s: float) -> None:
-        opened = _Open(self, session, turn, planned_s, self._loop.time())
+        opened = _OpenRequest(self, session, turn, planned_s, self._loop.time())
         self._open.add(opened)
         self.progress.sent += 1
         if self._timeout_s is not None:
             opened.timer = self._loop.call_later(self._timeout_s, opened.on_timeout)
         opened.cancel = self._endpoint.send(message, opened)
 
-    def ended(self, opened: _Open, error: str | None, usage: Usage | None) -> None:
-        """One of them is over."""
+    def on_request_end(self, opened: _OpenRequest, error: str | None, usage: Usage | None) -> None:
+        """Records the request's outcome and sends the next turn of its session."""
         self._open.discard(opened)
         if self._stopped:
             return
         now = self._loop.time()
         request = opened.session[opened.turn]
         if error is None and not opened.num_messages:
-            error = "no token came"
+            error = "no token arrived"
         self.outcomes.append(self._outcome(opened, request, now, error, usage))
         self._count(opened, error)
         following = opened.turn + 1
@@ -166,7 +169,7 @@ class Generator:
             self._send(session, turn, self._endpoint.prepare(session[turn]), due_s)
 
     def _outcome(
-        self, opened: _Open, request: WorkloadRequest, now: float, error: str | None, usage: Usage | None
+        self, opened: _OpenRequest, request: WorkloadRequest, now: float, error: str | None, usage: Usage | None
     ) -> Outcome:
         begin_s = self._begin_s
         usage = usage or Usage()
@@ -189,24 +192,24 @@ class Generator:
             usage.retry_after_s,
         )
 
-    def _count(self, opened: _Open, error: str | None) -> None:
+    def _count(self, opened: _OpenRequest, error: str | None) -> None:
         progress = self.progress
         if error is None:
             progress.completed += 1
-            self._lost_in_a_row = 0
+            self._unreachable_in_a_row = 0
             return
         progress.failed += 1
         if not error.startswith(UNREACHABLE):
-            self._lost_in_a_row = 0
+            self._unreachable_in_a_row = 0
             return
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= _GIVE_UP_AFTER:
+        self._unreachable_in_a_row += 1
+        if self._unreachable_in_a_row >= _MAX_UNREACHABLE_IN_A_ROW:
             progress.is_unreachable = True
             self.stop()
 
 
-class _Open:
-    """A request under way; see `baton.bench.load.endpoint.Listener`."""
+class _OpenRequest:
+    """A request that was sent and has not ended; see `baton.bench.load.endpoint.Listener`."""
 
     __slots__ = (
         *("_generator", "_is_over", "cancel", "first_s", "gaps", "latest_s", "num_messages", "num_tokens", "planned_s"),
@@ -250,4 +253,4 @@ class _Open:
         self._is_over = True
         if self.timer is not None:
             self.timer.cancel()
-        self._generator.ended(self, error, usage)
+        self._generator.on_request_end(self, error, usage)

@@ -1,9 +1,9 @@
 """One process of the load generator: `python -m baton.bench.load.generator_process`.
 
-Over stdin come a line of JSON (what to send, and which share of it), then `go`, then maybe `stop`. Over stdout go
-`ready`, lines of JSON (how far it is), and at the end a line that says how many bytes of outcomes follow. Stdin's end
-is the parent's: then this process ends too. Ctrl-C is for the parent alone, which then says stop. No clock is compared
-with another process's: times count from `go`.
+The parent writes to stdin: a line of JSON (what to send, and which share of it), then `go`, then maybe `stop`. This
+process writes lines of JSON to stdout: `ready`, its progress, and at the end how many bytes of outcomes follow. When
+stdin ends, the parent has ended, and this process ends too. Ctrl-C reaches only the parent, which then writes `stop`.
+Clocks of different processes are not compared: times count from `go`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from baton.errors import BatonError
 
 _PROGRESS_S = 0.25
 _LEAD_S = 0.05
-"""From `go` to the workload's begin: time for every process to hear it."""
+"""From `go` to the workload's start: time for every process to read it."""
 
 
 def endpoint_of(target: Target) -> Endpoint:
-    """The way to a target."""
+    """Makes the endpoint of a target's backend."""
     if target.backend == "baton":
         return GrpcEndpoint(target)
     from baton.bench.load.http_endpoint import HttpEndpoint
@@ -40,12 +40,12 @@ def endpoint_of(target: Target) -> Endpoint:
 
 
 def main() -> int:
-    """Run to the end; returns the exit code."""
+    """Runs to the end; returns the exit code."""
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     try:
         return asyncio.run(_run(order))
     except (BatonError, OSError) as error:
-        _say({"error": str(error), "kind": type(error).__name__})
+        _write_line({"error": str(error), "kind": type(error).__name__})
         return 1
 
 
@@ -57,42 +57,42 @@ async def _run(order: dict[str, Any]) -> int:
     endpoint = endpoint_of(target)
     await endpoint.open()
     await _warm_up(endpoint, order["num_warmups"] if process == 0 else 0)
-    _say({"ready": True})
-    words = _Words()
-    word = await words.next()
-    if not word:
+    _write_line({"ready": True})
+    commands = _Commands()
+    command = await commands.next()
+    if not command:
         endpoint.close()
         return 1
     generator = Generator(endpoint, order["max_open"], order["request_timeout_s"])
-    if word == "stop":
-        generator.stop()  # before it began
-    watching = asyncio.create_task(_obey(words, generator))
+    if command == "stop":
+        generator.stop()  # before it has sent anything
+    obeying = asyncio.create_task(_obey(commands, generator))
     meter = _CpuMeter()
-    telling = asyncio.create_task(_tell(generator, meter))
+    reporting = asyncio.create_task(_report_progress(generator, meter))
     gc.freeze()
     try:
         await generator.run(share, asyncio.get_running_loop().time() + _LEAD_S)
     finally:
-        watching.cancel()
-        telling.cancel()
+        obeying.cancel()
+        reporting.cancel()
         endpoint.close()
     data = generator.outcomes.to_bytes()
     meter.tick()
-    _say({"bytes": len(data), "cpu_share": meter.share, "cpu_peak": meter.peak, **asdict(generator.progress)})
+    _write_line({"bytes": len(data), "cpu_share": meter.share, "cpu_peak": meter.peak, **asdict(generator.progress)})
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
     return 0
 
 
 async def _warm_up(endpoint: Endpoint, count: int) -> None:
-    """A few requests that nobody counts, one after the other."""
+    """Sends a few requests that are not counted, one after the other."""
     for number in range(count):
         request = WorkloadRequest(-1 - number, 0.0, 64, 8, (unique_piece(64, 77, number),))
         await Generator(endpoint, None, 60.0).run([[request]], asyncio.get_running_loop().time())
 
 
-class _Words:
-    """Lines that the parent says."""
+class _Commands:
+    """Lines that the parent writes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -100,7 +100,7 @@ class _Words:
         threading.Thread(target=self._read, name="parent", daemon=True).start()
 
     async def next(self) -> str:
-        """Empty once the parent is gone."""
+        """The next line; empty once the parent has ended."""
         return await self._queue.get()
 
     def _read(self) -> None:
@@ -109,27 +109,27 @@ class _Words:
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, line.strip())
             self._loop.call_soon_threadsafe(self._queue.put_nowait, "")
         except RuntimeError:
-            return  # the loop is over: nobody is left to be told
+            return  # the event loop is closed: nobody waits for commands
 
 
-async def _obey(words: _Words, generator: Generator) -> None:
+async def _obey(commands: _Commands, generator: Generator) -> None:
     while True:
-        word = await words.next()
-        if word == "stop":
+        command = await commands.next()
+        if command == "stop":
             generator.stop()
-        elif not word:
+        elif not command:
             os._exit(1)
 
 
-async def _tell(generator: Generator, meter: _CpuMeter) -> None:
+async def _report_progress(generator: Generator, meter: _CpuMeter) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_S)
         meter.tick()
-        _say(asdict(generator.progress))
+        _write_line(asdict(generator.progress))
 
 
 class _CpuMeter:
-    """This process's share of a core."""
+    """Measures this process's share of a core."""
 
     def __init__(self) -> None:
         self._begin = self._since = time.perf_counter()
@@ -147,7 +147,7 @@ class _CpuMeter:
             self._since, self._cpu = now, cpu
 
 
-def _say(values: dict[str, Any]) -> None:
+def _write_line(values: dict[str, Any]) -> None:
     sys.stdout.buffer.write(json.dumps(values).encode() + b"\n")
     sys.stdout.buffer.flush()
 

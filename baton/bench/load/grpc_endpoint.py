@@ -1,4 +1,4 @@
-"""A Baton router by gRPC, over as few system calls as possible."""
+"""Sends requests to a Baton router by gRPC, with as few system calls as possible."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class GrpcEndpoint:
         self._headers = call_headers(_GENERATE, target.address, target.key_header.items(), is_tls=self._tls is not None)
         self._connections: list[Http2Client] = []
         self._opening: dict[int, asyncio.Task[Http2Client]] = {}
-        """Those that were lost and are wanted again, by number."""
+        """Connections that were lost and are being made again, by number."""
         self._waiting: set[asyncio.Task[None]] = set()
-        """Requests that wait for one of them."""
+        """Requests that wait for one of these connections."""
         self._sent = 0
 
     async def open(self) -> None:
@@ -62,7 +62,7 @@ class GrpcEndpoint:
         number = self._sent % len(self._connections)
         connection = self._connections[number]
         if not connection.closed.done():
-            answer.ask(connection, message)
+            answer.start_call(connection, message)
             return answer.cancel
         task = asyncio.get_running_loop().create_task(self._reconnect_and_send(number, message, answer))
         self._waiting.add(task)
@@ -85,38 +85,38 @@ class GrpcEndpoint:
         try:
             connection = await asyncio.shield(opening)
         except OSError as error:
-            answer.end(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}")
+            answer.fail(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}")
             return
         finally:
             if self._opening.get(number) is opening and opening.done():
                 del self._opening[number]
         self._connections[number] = connection
-        answer.ask(connection, message)
+        answer.start_call(connection, message)
 
 
 class _Answer:
-    """One stream."""
+    """Receives the stream of one call."""
 
-    __slots__ = ("_asked", "_headers", "_is_cancelled", "_listener", "_usage")
+    __slots__ = ("_call", "_headers", "_is_cancelled", "_listener", "_usage")
 
     def __init__(self, headers: bytes, listener: Listener) -> None:
         self._headers = headers
         self._listener = listener
         self._usage: Usage | None = None
-        self._asked: tuple[Http2Client, int] | None = None
+        self._call: tuple[Http2Client, int] | None = None
         self._is_cancelled = False
 
-    def ask(self, connection: Http2Client, message: bytes) -> None:
+    def start_call(self, connection: Http2Client, message: bytes) -> None:
         if self._is_cancelled:
             return
         call = connection.call(self._headers, self)
         connection.send(call, message, is_last=True)
-        self._asked = connection, call
+        self._call = connection, call
 
     def cancel(self) -> None:
         self._is_cancelled = True
-        if self._asked is not None:
-            connection, stream = self._asked
+        if self._call is not None:
+            connection, stream = self._call
             connection.cancel(stream)
 
     def on_messages(self, messages: Sequence[bytes]) -> None:
@@ -129,24 +129,24 @@ class _Answer:
                 self._usage = _usage(event.usage, event.timings)
 
     def on_end(self, end: CallEnd) -> None:
-        usage, about = self._usage, dict(end.trailers)
+        usage, trailers = self._usage, dict(end.trailers)
         if end.error or usage is None:
-            pushback = about.get(_PUSHBACK, "")
+            pushback = trailers.get(_PUSHBACK, "")
             if pushback.isdecimal():
                 self._usage = replace(usage or Usage(), retry_after_s=int(pushback) / 1e3)
-            self.end(end.error or "the stream ended without an answer")
+            self.fail(end.error or "the stream ended without an answer")
             return
-        prefill, decode = (about.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
+        prefill, decode = (trailers.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
         self._listener.on_end(None, replace(usage, prefill_node=prefill, decode_node=decode))
 
-    def end(self, error: str) -> None:
-        """It failed."""
+    def fail(self, error: str) -> None:
+        """Ends the request with this error, unless it was cancelled."""
         if not self._is_cancelled:
             self._listener.on_end(error, self._usage)
 
 
 def _usage(usage: Any, timings: Any) -> Usage:
-    """From Protocol Buffers."""
+    """Converts the final event's usage and timings."""
     return Usage(
         usage.prompt_tokens,
         usage.completion_tokens,

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint by HTTP/1.1 and server-sent events, with connections that are used again."""
+"""Sends requests to an OpenAI endpoint by HTTP/1.1; answers are server-sent events. Connections are reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.text.tokenizer import Tokenizer
 
 _MAX_HEAD = 1 << 16
 _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "time", "day", "way", "year")
-"""Each about a token in every tokenizer: what prompts of a chat are made of without the model's own."""
+"""Each is about one token in every tokenizer: prompts of a chat are made of them if no tokenizer is given."""
 
 
 class HttpEndpoint:
@@ -104,7 +104,7 @@ class HttpEndpoint:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """A connection that has one request at a time."""
 
     def __init__(self, on_idle: Callable[[_Connection], None], on_lost: Callable[[_Connection], None]) -> None:
         self._on_idle = on_idle
@@ -133,12 +133,12 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         answer = self._answer
         if answer is None:
-            self.abort()  # nobody asked
+            self.abort()  # the server sent something without a request
             return
         try:
             is_over = answer.feed(data)
         except ValueError as error:
-            answer.end(f"not an answer in HTTP: {error}")
+            answer.end(f"the answer is not HTTP: {error}")
             self.abort()
             return
         if is_over:
@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Answer:
-    """Takes one answer's bytes: a head, and a body in chunks, of a known length, or up to the connection's end."""
+    """Parses one answer: a head, and a body in chunks, of a known length, or up to the connection's end (RFC 9112)."""
 
     def __init__(self, listener: Listener, is_chat: bool) -> None:
         self._listener = listener
@@ -167,53 +167,53 @@ class _Answer:
         self._status = 0
         self._is_chunked = False
         self._left: int | None = None
-        """Bytes of the body, or of this chunk with its line end."""
+        """Bytes left of the body, or of this chunk with its line end."""
         self._line = b""
         self._body = b""
-        """Of an error."""
+        """Body of an error."""
         self._error: str | None = None
         self._usage: Usage | None = None
         self._is_done = False
         self.is_ended = False
         self.keeps_connection = True
         self.connection: _Connection | None = None
-        """Where it comes from; None: there is none yet."""
+        """The connection it comes from; None: not connected yet."""
 
     def feed(self, data: bytes) -> bool:
-        """True once the answer is complete; raises ValueError."""
+        """Returns True once the answer is complete; raises ValueError."""
         data = self._rest + data
         if not self._status:
             head, found, rest = data.partition(b"\r\n\r\n")
             if not found:
                 if len(data) > _MAX_HEAD:
-                    raise ValueError("the head has no end")
+                    raise ValueError(f"the head is longer than {_MAX_HEAD} bytes")
                 self._rest = data
                 return False
-            self._take_head(head)
+            self._parse_head(head)
             data = rest
         self._rest = b""
-        return self._take_chunks(data) if self._is_chunked else self._take_plain(data)
+        return self._feed_chunks(data) if self._is_chunked else self._feed_plain(data)
 
     def cancel(self) -> None:
-        """HTTP/1.1 has no other way to say so than to leave."""
+        """Closes the connection: HTTP/1.1 has no other way to cancel a request."""
         if not self.is_ended:
             self.is_ended = True
             if self.connection is not None:
                 self.connection.abort()
 
     def end(self, error: str | None) -> None:
-        """Tell the listener, once."""
+        """Calls the listener, once."""
         if self.is_ended:
             return
         self.is_ended = True
         if self._status and self._status != 200:
-            error = _story(self._status, self._body)
+            error = _error_detail(self._status, self._body)
         error = self._error or error
         if error is None and not self._is_done:
             error = "the stream ended without [DONE]"
         self._listener.on_end(error, self._usage)
 
-    def _take_head(self, head: bytes) -> None:
+    def _parse_head(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         words = first.split(" ")
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdecimal():
@@ -229,15 +229,15 @@ class _Answer:
             self._is_chunked or self._left is not None
         )
 
-    def _take_plain(self, data: bytes) -> bool:
+    def _feed_plain(self, data: bytes) -> bool:
         if self._left is None:
-            self._take_body(data)
+            self._feed_body(data)
             return self._is_done
-        self._take_body(data[: self._left])
+        self._feed_body(data[: self._left])
         self._left -= min(self._left, len(data))
         return self._left == 0
 
-    def _take_chunks(self, data: bytes) -> bool:
+    def _feed_chunks(self, data: bytes) -> bool:
         at = 0
         while True:
             if self._left is None:
@@ -256,20 +256,20 @@ class _Answer:
             if len(data) - at < self._left:
                 self._rest = data[at:]
                 return False
-            self._take_body(data[at : at + self._left - 2])
+            self._feed_body(data[at : at + self._left - 2])
             at += self._left
             self._left = None
 
-    def _take_body(self, data: bytes) -> None:
+    def _feed_body(self, data: bytes) -> None:
         if self._status != 200:
             self._body += data[: 4096 - len(self._body)]
             return
         *lines, self._line = (self._line + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                self._take_event(line[5:].strip())
+                self._on_event(line[5:].strip())
 
-    def _take_event(self, data: bytes) -> None:
+    def _on_event(self, data: bytes) -> None:
         if data == b"[DONE]":
             self._is_done = True
             return
@@ -292,12 +292,12 @@ class _Answer:
                 self._listener.on_tokens(1)
 
 
-def _story(status: int, body: bytes) -> str:
+def _error_detail(status: int, body: bytes) -> str:
     try:
-        told = _message(json.loads(body)["error"])
+        detail = _message(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
-        told = body.decode("utf-8", "replace")[:200].strip()
-    return f"HTTP {status}: {told}"
+        detail = body.decode("utf-8", "replace")[:200].strip()
+    return f"HTTP {status}: {detail}"
 
 
 def _message(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""How busy a generator itself is, and whether that is what was measured."""
+"""How busy the load generator itself was, and whether it was the bottleneck of a measurement."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from baton.bench.results.outcome import Outcomes
 
 _LATE_MS = 10.0
 _LATE_SHARE = 0.1
-"""Of the median time to first token: lateness below it changes no conclusion."""
+"""Share of the median time to first token: lateness below it changes no conclusion."""
 _BUSY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    """Of all processes of a generator."""
+    """Lateness and CPU use over all processes of a generator."""
 
     processes: int
     lag_p99_ms: float
-    """Between when a request was planned and when it was sent."""
+    """From a request's planned time until it was sent."""
     cpu_share: float
-    """Of a core, the busiest process over the whole run..."""
+    """Share of a core that the busiest process used over the whole run."""
     cpu_peak: float
-    """... and in its busiest second."""
+    """Share of a core that the busiest process used in its busiest second."""
     tolerated_ms: float = _LATE_MS
     """Lateness that does not matter beside what was measured."""
 
@@ -39,7 +39,7 @@ class GeneratorLoad:
             lag_p99_ms=float(np.percentile(lags_ms, 99)) if len(lags_ms) else 0.0,
             cpu_share=max(cpu_shares, default=0.0),
             cpu_peak=max(cpu_peaks, default=0.0),
-            # What the lateness itself made of the first tokens' times is no excuse for it.
+            # Lateness makes first tokens later; that part must not raise the limit.
             tolerated_ms=max(_LATE_MS, _LATE_SHARE * float(np.median(ttfts_ms - lags_ms[outcomes.is_complete])))
             if len(ttfts_ms)
             else _LATE_MS,
@@ -47,11 +47,11 @@ class GeneratorLoad:
 
     @property
     def bottleneck(self) -> str:
-        """Empty, or why this run says more of the generator than of what it was to measure."""
+        """Why this run measured the generator more than the endpoint; empty if it did not."""
         if self.lag_p99_ms >= self.tolerated_ms:
             return f"requests were sent up to {self.lag_p99_ms:.0f} ms late (P99)"
         if self.cpu_peak >= _BUSY:
-            return f"a generator process had {self.cpu_peak:.0%} of a core"
+            return f"a generator process used {self.cpu_peak:.0%} of a core"
         return ""
 
     def to_json(self) -> dict[str, Any]:

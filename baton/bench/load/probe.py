@@ -1,4 +1,4 @@
-"""Asks an endpoint what it serves, before any load."""
+"""Asks an endpoint which model it serves, before any load is sent."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from baton.text.tokenizer import Tokenizer
 
 _TIMEOUT_S = 10.0
 _UNKNOWN_VOCAB = 256
-"""Ids that every vocabulary has: OpenAI's API does not tell its size."""
+"""Token ids below it are in every vocabulary. OpenAI's API does not say a vocabulary's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What was found."""
+    """What an endpoint serves."""
 
     target: Target
-    """With a model and the size of its vocabulary."""
+    """The target, completed with a model and the size of its vocabulary."""
     max_model_len: int | None
 
 
 def probe(target: Target) -> Served:
-    """Raises Unreachable when nobody answers, BatonError for an answer that is none."""
+    """Asks the target for its models; raises Unreachable, ConfigError, or BatonError for an unusable answer."""
     if target.backend == "baton":
         return _probe_grpc(target)
     return _probe_http(target)
@@ -37,7 +37,7 @@ def probe(target: Target) -> Served:
 
 def _probe_grpc(target: Target) -> Served:
     if target.is_tls and not target.tls_ca:
-        raise ConfigError("gRPC with TLS needs the authority to believe: name it with --tls-ca")
+        raise ConfigError("gRPC with TLS needs the certificate authority to trust: name its file with --tls-ca")
     access = Access(target.api_key, Path(target.tls_ca) if target.is_tls else None)
     with GenerationClient(target.address, access=access) as client:
         models = client.list_models()
@@ -77,12 +77,12 @@ def _model_card(target: Target) -> dict[str, Any]:
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"{target.address} can't be reached: {error}") from None
     if response.status != 200:
-        raise BatonError(f"{target.address}: GET /v1/models says {response.status}: {body[:200]!r}")
+        raise BatonError(f"{target.address}: GET /v1/models was answered with {response.status}: {body[:200]!r}")
     try:
         cards = json.loads(body)["data"]
         found = next((card for card in cards if not target.model or card["id"] == target.model), None)
     except (ValueError, KeyError, TypeError):
-        raise BatonError(f"{target.address} is no OpenAI endpoint: {body[:80]!r}") from None
+        raise BatonError(f"{target.address} is not an OpenAI endpoint: GET /v1/models gave {body[:80]!r}") from None
     if not isinstance(found, dict):
         raise BatonError(f"{target.address} serves {', '.join(str(card['id']) for card in cards) or 'no model'}")
     return found

@@ -1,4 +1,4 @@
-"""What a run of `baton bench serve` has to say: the result file, and lines for a person. Pure."""
+"""The result file and the printed lines of a run of `baton bench serve`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS = {
 def serve_result(
     plan: LoadPlan, run: LoadRun, slo: Slo | None, percentiles: Sequence[float], label: str, created: str
 ) -> Result:
-    """The file's content: the schema of all kinds, and vLLM's keys on top of it."""
+    """The result file's content: the schema of all benchmarks, and vLLM's keys beside it."""
     summary = summarize(run.outcomes, run.duration_s, slo, percentiles, offered=run.offered)
     workload = plan.workload
     rate = "inf" if workload.request_rate == float("inf") else workload.request_rate
@@ -81,12 +81,12 @@ def rows(summary: Summary, percentiles: Sequence[float]) -> list[tuple[str, str]
 
 
 def remarks(run: LoadRun, summary: Summary, slo: Slo | None) -> list[str]:
-    """What a reader must know beside the numbers."""
+    """Warnings that a reader needs beside the numbers."""
     lines = []
     if run.was_interrupted:
         lines.append(f"interrupted: {len(run.outcomes)} of {run.offered} requests that were sent had ended")
     if run.is_unreachable:
-        lines.append("the endpoint went away: the run was ended, these are the results until then")
+        lines.append("the endpoint went away: the run was ended; these are the results until then")
     if run.load.bottleneck and len(run.outcomes):
         lines.append(
             f"the generator was the bottleneck: {run.load.bottleneck}; use more --processes, or another machine"

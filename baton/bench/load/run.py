@@ -1,4 +1,4 @@
-"""Runs a load from several processes, and puts together what they wrote down."""
+"""Runs a load from several generator processes, and merges their outcomes."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, Unreachable
 
 _MODULE = "baton.bench.load.generator_process"
-_MOST_LINE = 1 << 20
+_MAX_LINE = 1 << 20
 _STOP_S = 20.0
-"""So long a generator may take to hand over what it has."""
+"""A generator process that has not ended this long after it was told to stop is killed."""
 
 OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to send, and how."""
+    """What to send, to which target, from how many processes."""
 
     target: Target
-    """As `probe` completed it."""
+    """The target as `probe` completed it."""
     workload: WorkloadSpec
     processes: int = 1
     max_concurrency: int | None = None
     request_timeout_s: float | None = None
     num_warmups: int = 0
     delay_s: float = 0.0
-    """Seconds that its processes wait once they are ready."""
+    """Seconds to wait once all processes are ready."""
     limit_s: float | None = None
-    """Seconds from the workload's begin after which the run ends, with what came until then."""
+    """Seconds from the workload's start after which the run ends, with the outcomes until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What came of it."""
+    """The outcomes of a load."""
 
     outcomes: Outcomes
-    """In seconds from the workload's begin."""
+    """Times are seconds from the workload's start."""
     duration_s: float
     offered: int
     """Requests that were sent, ended or not."""
     load: GeneratorLoad
     was_interrupted: bool
     is_unreachable: bool
-    """Nobody was there any more: the run was ended."""
+    """No connection could be made any more, so the run was ended."""
     began_s: float = 0.0
-    """The workload's begin, about, on this process's monotonic clock: for what this process saw itself meanwhile."""
+    """About the workload's start on this process's monotonic clock, for comparison with what this process saw."""
 
 
 def run_load(plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> LoadRun:
-    """Run it; Ctrl-C ends it early, with what came until then. Raises BatonError and Unreachable."""
+    """Runs the load; Ctrl-C ends it early, with the outcomes until then. Raises BatonError and Unreachable."""
     return asyncio.run(_run_alone(_Run(plan, on_progress)))
 
 
@@ -75,9 +75,9 @@ async def _run_alone(run: _Run) -> LoadRun:
 
 @contextmanager
 def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C does this instead."""
+    """Ctrl-C calls `act` instead of raising KeyboardInterrupt."""
     loop = asyncio.get_running_loop()
-    with suppress(ValueError, RuntimeError):  # only a main thread hears signals
+    with suppress(ValueError, RuntimeError):  # only the main thread receives signals
         loop.add_signal_handler(signal.SIGINT, act)
     try:
         yield
@@ -86,8 +86,8 @@ def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-async def run_beside(plans: Sequence[LoadPlan]) -> list[LoadRun]:
-    """Several loads at once, each from its `delay_s` on; Ctrl-C ends them. Raises BatonError and Unreachable."""
+async def run_concurrently(plans: Sequence[LoadPlan]) -> list[LoadRun]:
+    """Runs several loads at once, each after its `delay_s`; Ctrl-C ends them. Raises BatonError and Unreachable."""
     runs = [_Run(plan, lambda _: None) for plan in plans]
     tasks = [asyncio.create_task(run.run()) for run in runs]
 
@@ -105,7 +105,7 @@ async def run_beside(plans: Sequence[LoadPlan]) -> list[LoadRun]:
 
 
 def shares(max_concurrency: int | None, processes: int) -> list[int | None]:
-    """How many requests each process may have open; as many processes as have any."""
+    """How many requests each process may have open. Processes that would get none are left out."""
     if max_concurrency is None:
         return [None] * processes
     whole, more = divmod(max_concurrency, processes)
@@ -113,7 +113,7 @@ def shares(max_concurrency: int | None, processes: int) -> list[int | None]:
 
 
 def with_own_ids(target: Target) -> Target:
-    """With request ids that no other run has: a router refuses one that is live, be it another generator's."""
+    """Gives the target request ids that no other run has: a router refuses an id that is already in use."""
     return replace(target, request_id_prefix=f"{target.request_id_prefix}-{secrets.token_hex(4)}")
 
 
@@ -130,24 +130,24 @@ class _Run:
         try:
             open_shares = shares(self._plan.max_concurrency, self._plan.processes)
             for number, share in enumerate(open_shares):
-                self._children.append(await _Child.start(self._order(number, len(open_shares), share)))
+                self._children.append(await _Child.start(self._instructions(number, len(open_shares), share)))
             if self._was_interrupted:
-                self._stop()  # those that came after Ctrl-C have not heard of it
+                self._stop()  # children that were started after Ctrl-C have not been stopped yet
             await asyncio.gather(*(child.ready() for child in self._children))
             if self._plan.delay_s:
                 await asyncio.sleep(self._plan.delay_s)
             for child in self._children:
-                child.say("go")
+                child.write_line("go")
             self._began_s = time.monotonic()
             if self._plan.limit_s is not None:
                 loop.call_later(self._plan.limit_s, self._stop)
-            await asyncio.gather(*(child.finish(self._progressed) for child in self._children))
+            await asyncio.gather(*(child.receive_outcomes(self._on_child_progress) for child in self._children))
             return self._result()
         finally:
             for child in self._children:
                 await child.end()
 
-    def _order(self, number: int, processes: int, max_open: int | None) -> dict[str, Any]:
+    def _instructions(self, number: int, processes: int, max_open: int | None) -> dict[str, Any]:
         plan = self._plan
         return {
             "target": asdict(plan.target),
@@ -160,7 +160,7 @@ class _Run:
         }
 
     def interrupt(self) -> None:
-        """End it early, with what came until then; the second time at once."""
+        """Ends the run early, with the outcomes until then; a second call kills the processes."""
         if self._was_interrupted:
             for child in self._children:
                 child.kill()
@@ -169,9 +169,9 @@ class _Run:
 
     def _stop(self) -> None:
         for child in self._children:
-            child.say("stop")
+            child.write_line("stop")
 
-    def _progressed(self) -> None:
+    def _on_child_progress(self) -> None:
         total = Progress()
         for child in self._children:
             one = child.progress
@@ -211,46 +211,47 @@ class _Child:
         self.cpu_share = self.cpu_peak = 0.0
 
     @classmethod
-    async def start(cls, order: dict[str, Any]) -> _Child:
+    async def start(cls, instructions: dict[str, Any]) -> _Child:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", _MODULE), stdin=PIPE, stdout=PIPE, limit=_MOST_LINE, start_new_session=True
+            *(sys.executable, "-P", "-m", _MODULE), stdin=PIPE, stdout=PIPE, limit=_MAX_LINE, start_new_session=True
         )
         child = cls(process)
-        child.say(json.dumps(order))
+        child.write_line(json.dumps(instructions))
         return child
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         if self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(line.encode() + b"\n")
 
     async def ready(self) -> None:
-        """Raises what kept it from being so."""
-        await self._words()
+        """Waits until the process is ready; raises the error that kept it from becoming so."""
+        await self._read_line()
 
-    async def finish(self, on_progress: Callable[[], None]) -> None:
-        """Hear it to its end."""
+    async def receive_outcomes(self, on_progress: Callable[[], None]) -> None:
+        """Follows the process's progress until it has sent its outcomes."""
         while True:
-            words = await self._words()
-            if "bytes" in words:
+            values = await self._read_line()
+            if "bytes" in values:
                 break
-            self.progress = Progress(**words)
+            self.progress = Progress(**values)
             on_progress()
         assert self._process.stdout is not None
-        self.cpu_share, self.cpu_peak = words.pop("cpu_share"), words.pop("cpu_peak")
-        size = words.pop("bytes")
-        self.progress = Progress(**words)
+        self.cpu_share, self.cpu_peak = values.pop("cpu_share"), values.pop("cpu_peak")
+        size = values.pop("bytes")
+        self.progress = Progress(**values)
         on_progress()
         self.outcomes = Outcomes.from_bytes(await self._process.stdout.readexactly(size))
 
-    async def _words(self) -> dict[str, Any]:
+    async def _read_line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
-            raise BatonError(f"a generator process ended with {await self._process.wait()}")
-        words: dict[str, Any] = json.loads(line)
-        if "error" in words:
-            raise (Unreachable if words["kind"] == "Unreachable" else BatonError)(words["error"])
-        return words
+            status = await self._process.wait()
+            raise BatonError(f"a process of the load generator ended with status {status}; its error is printed above")
+        values: dict[str, Any] = json.loads(line)
+        if "error" in values:
+            raise (Unreachable if values["kind"] == "Unreachable" else BatonError)(values["error"])
+        return values
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):

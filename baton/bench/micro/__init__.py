@@ -1,1 +1,1 @@
-"""Benchmarks of one part each: engine, scheduler, hand-off, router; and what stands in for the parts around it."""
+"""Microbenchmarks of one part each (engine, scheduler, hand-off, router), with stand-ins for the parts around it."""

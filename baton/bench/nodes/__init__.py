@@ -1,1 +1,1 @@
-"""`baton bench nodes`: a load on a cluster, and what each of its nodes was doing meanwhile."""
+"""`baton bench nodes`: puts a load on a cluster and shows what each of its nodes was doing meanwhile."""

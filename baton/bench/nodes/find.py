@@ -1,4 +1,4 @@
-"""Finds a running cluster: by a router's operator port, or in the registry that its hosts share."""
+"""Finds a running cluster by a router's operator port, or in the registry that its hosts share."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from baton.security.access import default_access
 
 @dataclass(frozen=True, slots=True)
 class FoundCluster:
-    """Where it is."""
+    """A running cluster that a load can be put on."""
 
     grpc_address: str
-    """Of a router that serves."""
+    """Address of a router."""
     nodes: Sequence[NodeStatus]
 
 
 def find_by_operator(grpc_address: str, operator_address: str) -> FoundCluster:
-    """As a router sees it; raises Unreachable."""
+    """The cluster as a router sees it; raises Unreachable."""
     with closing(OperatorClient(operator_address)) as client:
         return FoundCluster(grpc_address, [node for node in client.status().nodes if node.role != "router"])
 
 
 def find_in_registry(url: str, cluster: str) -> FoundCluster:
-    """The first router that the registry has and that answers, and all nodes, on whatever hosts; raises Unreachable."""
+    """The first router of the registry that answers, and all nodes on all hosts; raises Unreachable."""
     routers = asyncio.run(_routers(with_authority(url, default_access.get().tls_ca), cluster))
     for grpc_address, operator_address in routers:
         try:
             return find_by_operator(grpc_address, operator_address)
         except BatonError:
             continue
-    raise Unreachable(f"no router of cluster {cluster!r} answers: the registry has {len(routers)}")
+    raise Unreachable(f"no router of cluster {cluster!r} answers; the registry lists {len(routers)}")
 
 
 async def _routers(url: str, cluster: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A load on a cluster that this process starts or finds, with its nodes watched."""
+"""Runs a load on a cluster and watches the nodes meanwhile."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from baton.bench.results.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class NodesRun:
-    """What came of it."""
+    """The outcomes of a load, and what the nodes did meanwhile."""
 
     run: LoadRun
     samples: Mapping[str, NodeSamples]
     timelines: Mapping[str, NodeTimeline]
     impossible_spans: int
 
-    def busy(self) -> dict[str, dict[str, float]]:
-        """Of each node, the share of the run that went into each kind of step."""
+    def busy_shares(self) -> dict[str, dict[str, float]]:
+        """For each node, the share of the run that went into each kind of step."""
         began_s = self.run.began_s
-        return {name: one.busy(began_s, began_s + self.run.duration_s) for name, one in self.timelines.items()}
+        return {name: one.busy_shares(began_s, began_s + self.run.duration_s) for name, one in self.timelines.items()}
 
     def timeline_rows(self) -> dict[str, list[list[Any]]]:
-        """For a result file, with times from the workload's begin on."""
+        """The timelines of a result file; times count from the workload's start."""
         return {name: one.rows(self.run.began_s) for name, one in self.timelines.items()}
 
 
 @contextmanager
-def started(arrangement: Arrangement, model_dir: Path, dtype: str) -> Iterator[FoundCluster]:
-    """The arrangement on this machine, every node on a core of its own while there are enough."""
+def pinned_cluster(arrangement: Arrangement, model_dir: Path, dtype: str) -> Iterator[FoundCluster]:
+    """Starts the arrangement on this machine, and pins each node to its own core while there are enough."""
     words = ["--model", str(model_dir), "--dtype", dtype, "--threads", "1", *arrangement_flags(arrangement)]
     with live_cluster(*words) as cluster:
         nodes = cluster.nodes()
@@ -52,7 +52,7 @@ def started(arrangement: Arrangement, model_dir: Path, dtype: str) -> Iterator[F
 
 
 def run_watched(cluster: FoundCluster, plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> NodesRun:
-    """Run the load; raises BatonError and Unreachable."""
+    """Runs the load; raises BatonError and Unreachable."""
     with NodeWatch(cluster.nodes) as watch:
         run = run_load(plan, on_progress)
     return NodesRun(run, watch.samples, watch.timelines, impossible_spans(run.outcomes))
@@ -61,7 +61,7 @@ def run_watched(cluster: FoundCluster, plan: LoadPlan, on_progress: OnProgress =
 def nodes_result(
     plan: LoadPlan, ran: NodesRun, slo: Slo | None, percentiles: Sequence[float], label: str, created: str
 ) -> Result:
-    """The file's content: that of `baton bench serve`, with the nodes."""
+    """The result file's content: that of `baton bench serve`, with the nodes' metrics and timelines."""
     result = serve_result(plan, ran.run, slo, percentiles, label, created)
     measured = result["arrangements"][0]["rates"][0]
     measured["node_metrics"] = {name: one.to_json(ran.run.began_s) for name, one in ran.samples.items()}

@@ -1,7 +1,6 @@
-"""What nodes say of themselves during a run.
+"""What nodes report about their load during a run.
 
-A sample's time is the harness's own, from when it had the answer: there is nothing to compare between the clocks of
-processes or hosts.
+A sample's time is when this process received it, so clocks of processes or hosts are never compared.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from baton.bench.results.outcome import Outcomes
 from baton.messages.node_report import NodeReport
 
 _TOLERANCE_S = 0.002
-"""Spans come rounded, and a first token may leave the node while its step is still being timed."""
+"""Durations are rounded, and a first token may leave the node while its step is still being timed."""
 
 
 @dataclass(slots=True)
@@ -23,21 +22,21 @@ class NodeSamples:
 
     role: str
     incarnations: list[str] = field(default_factory=list)
-    """More than one: it was started again during the run."""
+    """More than one: the node was restarted during the run."""
     seconds: list[float] = field(default_factory=list)
-    """Of each sample, on the harness's clock."""
+    """Time of each sample, on this process's clock."""
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     waiting_for_remote_kvs: list[int] = field(default_factory=list)
     kv_usage: list[float] = field(default_factory=list)
     leased_blocks: list[int] = field(default_factory=list)
-    ended: dict[str, int] = field(default_factory=dict)
-    """Transfers of its latest incarnation by outcome."""
+    ended_transfers: dict[str, int] = field(default_factory=dict)
+    """Ended transfers of the latest incarnation, by outcome."""
     misses: int = 0
-    """How often it did not answer."""
+    """How often the node did not answer."""
 
     def add(self, seconds: float, report: NodeReport) -> None:
-        """Take one in."""
+        """Adds a report that was received at `seconds`."""
         incarnation, load = report.node.incarnation, report.load
         if incarnation not in self.incarnations:
             self.incarnations.append(incarnation)
@@ -47,12 +46,12 @@ class NodeSamples:
         self.waiting_for_remote_kvs.append(load.waiting_for_remote_kvs)
         self.kv_usage.append(load.kv_usage)
         self.leased_blocks.append(load.leased_blocks)
-        self.ended = {}
+        self.ended_transfers = {}
         for ended in report.handoff.ended:
-            self.ended[ended.outcome] = self.ended.get(ended.outcome, 0) + ended.count
+            self.ended_transfers[ended.outcome] = self.ended_transfers.get(ended.outcome, 0) + ended.count
 
     def to_json(self, began_s: float) -> dict[str, Any]:
-        """With times from `began_s` on."""
+        """The samples of a result file; times count from `began_s`."""
         return {
             "role": self.role,
             "incarnations": self.incarnations,
@@ -62,13 +61,13 @@ class NodeSamples:
             "waiting_for_remote_kvs": self.waiting_for_remote_kvs,
             "kv_usage": [round(usage, 4) for usage in self.kv_usage],
             "leased_blocks": self.leased_blocks,
-            "transfers_ended": self.ended,
+            "transfers_ended": self.ended_transfers,
             "misses": self.misses,
         }
 
 
 def peak_rows(nodes: Mapping[str, NodeSamples]) -> list[list[str]]:
-    """For a table: name, role, and the most of each."""
+    """Table rows: name, role, and the maximum of each figure."""
     return [
         [
             name,
@@ -86,9 +85,9 @@ def peak_rows(nodes: Mapping[str, NodeSamples]) -> list[list[str]]:
 
 
 def impossible_spans(outcomes: Outcomes) -> int:
-    """Requests whose spans in the cluster are longer than the client's own wait for the first token.
+    """Counts requests whose time in the cluster is longer than the client's own wait for the first token.
 
-    None are, as long as each span is measured on one clock. A difference of two hosts' clocks would show here.
+    There are none as long as each duration is measured on one clock. A difference of two hosts' clocks shows here.
     """
     complete = outcomes.is_complete
     inside_s = (outcomes.queue_s + outcomes.prefill_s)[complete]

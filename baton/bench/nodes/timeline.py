@@ -1,8 +1,8 @@
-"""What one node computed and moved during a run, step by step.
+"""The timeline of a node during a run: its engine steps and its KV transfers.
 
-A node says with its own clock what it did, and what that clock shows now. So a step has an age when the answer comes,
-and its place on the harness's clock is that much before the answer: off by the answer's way at most, of which the
-fastest one of a run is taken. Clocks of two nodes are never compared.
+A node reports times on its own clock, and what that clock shows when it answers. So the age of each step at the answer
+is known, and a step's time on this process's clock is the answer's arrival minus that age. The error is at most the
+answer's time on the wire; the fastest answer of a run sets the offset. Clocks of two nodes are never compared.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import StepFigures
 from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
 
-_MOST_ROWS = 4000
-"""More can't be told apart in a picture."""
-_NEIGHBOURS_S = 0.002
-"""Decode steps with no more between them are one stretch, where there are too many."""
+_MAX_ROWS = 4000
+"""A plot can't show more."""
+_MERGE_GAP_S = 0.002
+"""Decode steps that are closer than this are merged if there are too many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """One engine step, on the harness's clock."""
+    """One engine step, on this process's clock."""
 
     ended_s: float
     figures: StepFigures
     goes_on: bool
-    """There was more to compute when it had ended."""
+    """Whether there was more to compute when the step had ended."""
 
     @property
     def began_s(self) -> float:
@@ -47,8 +47,8 @@ class NodeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One read of KV, on the harness's clock."""
+class KvRead:
+    """One read of KV blocks, on this process's clock."""
 
     began_s: float
     ended_s: float
@@ -56,7 +56,7 @@ class Move:
 
 
 class Interval(NamedTuple):
-    """A step or a move, for a picture; `size`: its tokens or bytes."""
+    """A step or a read, for a plot; `size`: its tokens or bytes."""
 
     begin_s: float
     end_s: float
@@ -65,50 +65,50 @@ class Interval(NamedTuple):
 
 
 class NodeTimeline:
-    """Grows with each answer of a node. All times in seconds."""
+    """Collects a node's answers and places their steps and reads on this process's clock. Times are seconds."""
 
     def __init__(self) -> None:
         self.after = 0
-        """The last event that is known..."""
+        """Sequence number of the last known event."""
         self.steps_after = 0
-        """... and the last step."""
-        self._behind_s = float("inf")
-        """How far the node's clock is behind the harness's, at most."""
+        """Sequence number of the last known step."""
+        self._offset_s = float("inf")
+        """This process's clock minus the node's: an upper bound, lowered by each faster answer."""
         self._new_steps: list[TraceStep] = []
         self._new_events: list[TraceEvent] = []
         self._steps: list[NodeStep] = []
-        self._moves: list[Move] = []
+        self._reads: list[KvRead] = []
 
     def skip(self, trace: NodeTrace) -> None:
-        """That was before the run."""
+        """Drops an answer from before the run."""
         self.after = trace.events[-1].seq if trace.events else self.after
         self.steps_after = trace.steps[-1].seq if trace.steps else self.steps_after
 
     def add(self, received_s: float, trace: NodeTrace) -> None:
-        """An answer, and when it was here."""
-        self._behind_s = min(self._behind_s, received_s - trace.monotonic_ns / 1e9)
+        """Adds an answer that arrived at `received_s`."""
+        self._offset_s = min(self._offset_s, received_s - trace.monotonic_ns / 1e9)
         self._new_steps += trace.steps
         self._new_events += trace.events
         self.skip(trace)
 
     def restart(self) -> None:
-        """What comes now is another incarnation's, maybe of another host: its numbers begin anew."""
-        self._settle()
+        """The node was restarted, maybe on another host: sequence numbers and clock start anew."""
+        self._convert_new()
         self.after = self.steps_after = 0
-        self._behind_s = float("inf")
+        self._offset_s = float("inf")
 
     @property
     def steps(self) -> Sequence[NodeStep]:
-        self._settle()
+        self._convert_new()
         return self._steps
 
     @property
-    def moves(self) -> Sequence[Move]:
-        self._settle()
-        return self._moves
+    def reads(self) -> Sequence[KvRead]:
+        self._convert_new()
+        return self._reads
 
-    def busy(self, began_s: float, ended_s: float) -> dict[str, float]:
-        """The share of that time that went into each kind of step."""
+    def busy_shares(self, began_s: float, ended_s: float) -> dict[str, float]:
+        """The share of the time from `began_s` to `ended_s` that went into each kind of step."""
         shares: dict[str, float] = {}
         for step in self.steps:
             inside_s = min(step.ended_s, ended_s) - max(step.began_s, began_s)
@@ -117,44 +117,44 @@ class NodeTimeline:
         return shares
 
     def rows(self, origin_s: float) -> list[list[Any]]:
-        """For a result file: [start_s, end_s, kind, tokens or bytes], with times from `origin_s` on."""
+        """The rows of a result file: [start_s, end_s, kind, tokens or bytes]; times count from `origin_s`."""
         steps = [Interval(step.began_s, step.ended_s, step.kind, step.tokens) for step in self.steps]
-        moves = [Interval(move.began_s, move.ended_s, "transfer", move.num_bytes) for move in self.moves]
-        if len(steps) > _MOST_ROWS:
-            steps = stretches(steps)
+        reads = [Interval(read.began_s, read.ended_s, "transfer", read.num_bytes) for read in self.reads]
+        if len(steps) > _MAX_ROWS:
+            steps = merge_decode_steps(steps)
         return [
             [round(one.begin_s - origin_s, 6), round(one.end_s - origin_s, 6), one.kind, one.size]
-            for one in sorted([*steps, *moves])
+            for one in sorted([*steps, *reads])
         ]
 
-    def _settle(self) -> None:
-        """Give what was heard its place on the harness's clock."""
+    def _convert_new(self) -> None:
+        """Converts the times of new answers to this process's clock."""
         self._steps += [
-            NodeStep(one.monotonic_ns / 1e9 + self._behind_s, one.figures, one.goes_on) for one in self._new_steps
+            NodeStep(one.monotonic_ns / 1e9 + self._offset_s, one.figures, one.goes_on) for one in self._new_steps
         ]
-        self._moves += moves_of(self._new_events, self._behind_s)
+        self._reads += reads_of(self._new_events, self._offset_s)
         self._new_steps, self._new_events = [], []
 
 
-def moves_of(events: Iterable[TraceEvent], behind_s: float) -> list[Move]:
-    """Reads, from their begin to their end; those of one attempt end in their order."""
-    begun: defaultdict[AttemptKey, deque[float]] = defaultdict(deque)
-    moves = []
+def reads_of(events: Iterable[TraceEvent], offset_s: float) -> list[KvRead]:
+    """Pairs the start and end events of reads; reads of one attempt end in the order in which they started."""
+    started_s: defaultdict[AttemptKey, deque[float]] = defaultdict(deque)
+    reads = []
     for event in events:
-        when_s = event.monotonic_ns / 1e9 + behind_s
+        when_s = event.monotonic_ns / 1e9 + offset_s
         if event.name == "read_started":
-            begun[event.attempt].append(when_s)
-        elif event.name == "read_done" and begun[event.attempt]:
-            moves.append(Move(begun[event.attempt].popleft(), when_s, event.value))
-    return moves
+            started_s[event.attempt].append(when_s)
+        elif event.name == "read_done" and started_s[event.attempt]:
+            reads.append(KvRead(started_s[event.attempt].popleft(), when_s, event.value))
+    return reads
 
 
-def stretches(steps: Sequence[Interval]) -> list[Interval]:
-    """Steps that only decode, together while one follows the other at once."""
+def merge_decode_steps(steps: Sequence[Interval]) -> list[Interval]:
+    """Merges steps that only decode with the step right before them."""
     joined: list[Interval] = []
     for step in steps:
         before = joined[-1] if joined else None
-        if before and before.kind == step.kind == "decode" and step.begin_s - before.end_s <= _NEIGHBOURS_S:
+        if before and before.kind == step.kind == "decode" and step.begin_s - before.end_s <= _MERGE_GAP_S:
             joined[-1] = before._replace(end_s=step.end_s, size=before.size + step.size)
         else:
             joined.append(step)

@@ -1,1 +1,1 @@
-"""A cluster that is offered ten times its capacity: what is promised then, and the plot of what it did."""
+"""`baton bench overload`: a cluster is offered ten times its capacity; what is checked, and a plot of the run."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from baton.bench.live_cluster import LiveCluster, live_cluster
 from baton.bench.load.endpoint import Target
 from baton.bench.load.probe import probe
-from baton.bench.load.run import LoadPlan, LoadRun, run_beside, run_load
+from baton.bench.load.run import LoadPlan, LoadRun, run_concurrently, run_load
 from baton.bench.results.outcome import Outcomes
 from baton.bench.results.result_file import machine, versions
 from baton.bench.results.slo import Slo
@@ -247,7 +247,7 @@ def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity:
         workload = _workload(config, rate, round(rate * length_s), number)
         delay_s = 0.0 if name == PROBE else config.before_s
         plans.append(LoadPlan(targets[name], workload, delay_s=delay_s))
-    runs = dict(zip(rates, asyncio.run(run_beside(plans)), strict=True))
+    runs = dict(zip(rates, asyncio.run(run_concurrently(plans)), strict=True))
     begun_s = runs[GREEDY].began_s
     return measured(config, capacity, offered, {name: _shifted(one, begun_s) for name, one in runs.items()})
 

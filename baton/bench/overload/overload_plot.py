@@ -1,4 +1,4 @@
-"""An overload as a picture: goodput and latency over time, as an SVG that stands alone."""
+"""Plots a run of `baton bench overload`: goodput and latency over time, as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from baton.bench.overload.overload import TARGET_GOODPUT, WINDOW_S, OverloadRepo
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 760, 180, 60, 40, 60
 
 
-def drawn(report: OverloadReport) -> str:
-    """Two panels over one axis of time."""
+def render_svg(report: OverloadReport) -> str:
+    """Draws two panels with the same time axis."""
     config = report.config
     begin, end = -config.before_s, config.overload_s + config.after_s
     parts = [

@@ -1,1 +1,1 @@
-"""What was measured: outcomes, summaries, objectives and goodput, and the file that a run leaves."""
+"""What was measured: outcomes of requests, summaries, SLOs and goodput, and the result file."""

@@ -1,4 +1,4 @@
-"""Times between tokens, counted in a histogram: hundreds of millions of them in 200 kB, and several can be added up."""
+"""Gaps between tokens, counted in a histogram: 200 kB hold hundreds of millions of gaps, and histograms add up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_S, _MOST_S = 1e-6, 1e5
+_MIN_S, _MAX_S = 1e-6, 1e5
 _STEP = 1.001
-"""Each bin is a thousandth wider than the one before, so a percentile is right to half of that."""
-_BINS = math.ceil(math.log(_MOST_S / _LEAST_S) / math.log(_STEP)) + 1
+"""Each bin is 0.1 % wider than the one before, so a percentile is exact to 0.05 %."""
+_BINS = math.ceil(math.log(_MAX_S / _MIN_S) / math.log(_STEP)) + 1
 _BUFFERED = 4096
 
 
 class Gaps:
-    """Mean and deviation are exact, percentiles to 0.05 %."""
+    """A histogram of gaps. Mean and standard deviation are exact, percentiles to 0.05 %."""
 
     def __init__(self) -> None:
         self._counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
@@ -25,57 +25,57 @@ class Gaps:
         self._sum = 0.0
         self._squares = 0.0
         self._num = 0
-        self._most = 0.0
+        self._largest = 0.0
 
     def __len__(self) -> int:
         return self._num + len(self._buffer)
 
     def add(self, gaps_s: Sequence[float] | NDArray[np.float64]) -> None:
-        """Count these, in seconds."""
+        """Adds gaps in seconds."""
         self._buffer.extend(gaps_s)
         if len(self._buffer) >= _BUFFERED:
             self._flush()
 
     def merge(self, other: Gaps) -> None:
-        """Count another's too."""
+        """Adds all gaps of another histogram."""
         other._flush()
         self._counts += other._counts
         self._sum += other._sum
         self._squares += other._squares
         self._num += other._num
-        self._most = max(self._most, other._most)
+        self._largest = max(self._largest, other._largest)
 
     def mean(self) -> float:
-        """Seconds; 0 of none."""
+        """Mean in seconds; 0 without gaps."""
         self._flush()
         return self._sum / self._num if self._num else 0.0
 
     def std(self) -> float:
-        """Standard deviation of them all, seconds."""
+        """Standard deviation in seconds."""
         mean = self.mean()
         return math.sqrt(max(0.0, self._squares / self._num - mean * mean)) if self._num else 0.0
 
     def largest(self) -> float:
         self._flush()
-        return self._most
+        return self._largest
 
     def percentile(self, percent: float) -> float:
-        """Seconds; of two neighbours the nearer one."""
+        """A percentile in seconds, by nearest rank; 0 without gaps."""
         self._flush()
         if not self._num:
             return 0.0
         rank = round(percent / 100 * (self._num - 1))
         bin_index = int(np.searchsorted(np.cumsum(self._counts), rank, side="right"))
-        return min(_middle(bin_index), self._most)
+        return min(_middle(bin_index), self._largest)
 
     def histogram(self, bins_per_decade: int = 20) -> dict[str, list[float]]:
-        """For plots: `edges_s`, one more than `counts`."""
+        """A coarser histogram for plots: `edges_s` has one value more than `counts`."""
         self._flush()
         used = np.flatnonzero(self._counts)
         if not len(used):
             return {"edges_s": [], "counts": []}
-        # The first bin's middle is no gap at all, which no logarithmic axis has a place for.
-        middles = np.maximum([_middle(int(at)) for at in used], _LEAST_S * _STEP)
+        # The first bin's middle is 0, which a logarithmic axis can't show.
+        middles = np.maximum([_middle(int(at)) for at in used], _MIN_S * _STEP)
         first = math.floor(math.log10(middles[0]) * bins_per_decade)
         last = math.floor(math.log10(middles[-1]) * bins_per_decade) + 1
         edges = [10 ** (at / bins_per_decade) for at in range(first, last + 1)]
@@ -83,18 +83,23 @@ class Gaps:
         return {"edges_s": edges, "counts": [float(count) for count in counts]}
 
     def to_bytes(self) -> bytes:
-        """What another process's `from_bytes` reads."""
+        """Encodes the histogram for `from_bytes` in another process."""
         self._flush()
         used = np.flatnonzero(self._counts)
-        head = np.array([self._sum, self._squares, self._num, self._most, len(used)], np.float64)
+        head = np.array([self._sum, self._squares, self._num, self._largest, len(used)], np.float64)
         return head.tobytes() + used.astype(np.int64).tobytes() + self._counts[used].tobytes()
 
     @staticmethod
     def from_bytes(data: bytes) -> Gaps:
-        """Raises ValueError."""
+        """Decodes what `to_bytes` returned; raises ValueError."""
         gaps = Gaps()
         head = np.frombuffer(data, np.float64, 5)
-        gaps._sum, gaps._squares, gaps._num, gaps._most = float(head[0]), float(head[1]), int(head[2]), float(head[3])
+        gaps._sum, gaps._squares, gaps._num, gaps._largest = (
+            float(head[0]),
+            float(head[1]),
+            int(head[2]),
+            float(head[3]),
+        )
         used = np.frombuffer(data, np.int64, int(head[4]), offset=40)
         gaps._counts[used] = np.frombuffer(data, np.int64, int(head[4]), offset=40 + 8 * int(head[4]))
         return gaps
@@ -104,14 +109,14 @@ class Gaps:
             return
         values = np.frombuffer(self._buffer)
         self._buffer = array("d")
-        bins = np.log(np.clip(values, _LEAST_S, _MOST_S) / _LEAST_S) / math.log(_STEP)
+        bins = np.log(np.clip(values, _MIN_S, _MAX_S) / _MIN_S) / math.log(_STEP)
         counts = np.bincount(bins.astype(np.int64))
         self._counts[: len(counts)] += counts
         self._sum += float(values.sum())
         self._squares += float(np.square(values).sum())
         self._num += len(values)
-        self._most = max(self._most, float(values.max()))
+        self._largest = max(self._largest, float(values.max()))
 
 
 def _middle(bin_index: int) -> float:
-    return float(_LEAST_S * _STEP ** (bin_index + 0.5)) if bin_index else 0.0
+    return float(_MIN_S * _STEP ** (bin_index + 0.5)) if bin_index else 0.0

@@ -1,4 +1,4 @@
-"""What this machine is, as Linux tells it. Whatever it does not tell is zero or empty."""
+"""Hardware of this machine, read from Linux. What can't be read is zero or empty."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def pinned_threads(threads: int) -> None:
-    """Make this process compute as a node does; call it before anything loads torch."""
+def set_compute_threads(threads: int) -> None:
+    """Makes this process compute with as many threads as a node does; call it before anything loads torch."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
 
 

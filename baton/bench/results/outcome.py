@@ -1,7 +1,7 @@
-"""What became of requests: one of them as a value, many of them as columns.
+"""Outcomes of requests: one as a value, many as columns.
 
-All times are seconds on one monotonic clock: the client's, or the simulator's virtual one. Times of another process are
-never among them.
+All times are seconds on one monotonic clock: the client's, or the simulator's virtual clock. Times of other processes
+are never mixed in.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Column = NDArray[np.float64]
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. Made once a request: not frozen, since that would take several times as long; treat it as if."""
+    """The outcome of one request. Treat it as frozen; it is not, because frozen dataclasses are slow to make."""
 
     index: int
     planned_s: float
-    """When it was to be sent. Latencies count from here, so a late generator hides nothing."""
+    """When the request was due. Latencies count from here, so that a late generator hides no latency."""
     sent_s: float
     first_token_s: float | None
-    """None: no token came."""
+    """None: no token arrived."""
     finished_s: float
     input_length: int
     """Tokens of the prompt."""
     output_length: int
-    """Tokens that came."""
+    """Tokens that arrived."""
     gaps: Sequence[float] = ()
-    """Seconds between the messages that brought tokens, one less than there were messages."""
+    """Seconds between messages with tokens; one less than there were messages."""
     cached_tokens: int = 0
     attempts: int = 1
     error: str | None = None
-    """One line; None: it ended as it should."""
+    """One line; None: the request succeeded."""
     prefill_node: str = ""
     decode_node: str = ""
     queue_s: float = 0.0
-    """What the cluster says of it: spans, each measured on one clock, so they add up with times of other clocks."""
+    """Durations as the cluster reported them, each measured on one clock, so they can be added to others."""
     prefill_s: float = 0.0
     retry_after_s: float | None = None
-    """When to come again, as a refusal said; None where it did not, and for everything else."""
+    """Seconds after which to retry, as a refusal said; None for everything else."""
 
 
 class Outcomes:
-    """Many of them: some 90 bytes each, whatever their lengths."""
+    """Many outcomes as columns: about 90 bytes each, whatever their lengths."""
 
     def __init__(self) -> None:
         self._index = array("q")
@@ -72,15 +72,15 @@ class Outcomes:
         self._nodes = array("i")
         self._names: dict[str, int] = {"": 0}
         self.gaps = Gaps()
-        """Of all of them that did not fail."""
+        """Gaps between tokens of all requests that did not fail."""
         self.errors: dict[str, int] = {}
-        """How often each one came."""
+        """How often each error occurred."""
 
     def __len__(self) -> int:
         return len(self._index)
 
     def append(self, outcome: Outcome) -> None:
-        """Take one in."""
+        """Adds one outcome."""
         self._index.append(outcome.index)
         self._planned.append(outcome.planned_s)
         self._sent.append(outcome.sent_s)
@@ -104,7 +104,7 @@ class Outcomes:
             self.errors[error] = self.errors.get(error, 0) + 1
 
     def extend(self, other: Outcomes) -> None:
-        """Take all of another's in."""
+        """Adds all outcomes of another."""
         for mine, theirs in zip(self._plain(), other._plain(), strict=True):
             mine.extend(theirs)
         number = {theirs: self._name(name) for name, theirs in other._names.items()}
@@ -124,7 +124,7 @@ class Outcomes:
     def _name(self, name: str) -> int:
         return self._names.setdefault(name, len(self._names))
 
-    # Columns, in the order in which outcomes were taken in.
+    # Columns, in the order in which outcomes were added.
 
     @property
     def index(self) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ class Outcomes:
 
     @property
     def first_token_s(self) -> Column:
-        """NaN where no token came."""
+        """NaN where no token arrived."""
         return np.array(self._first)
 
     @property
@@ -177,15 +177,15 @@ class Outcomes:
 
     @property
     def retry_after_s(self) -> Column:
-        """NaN where nothing was said of it."""
+        """NaN where the endpoint gave no time."""
         return np.array(self._retry_after, dtype=np.float64)
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:
-        """Where nothing failed and a token came."""
-        is_sound: NDArray[np.bool_] = np.array(self._error, dtype=np.int64) == 0
-        is_sound &= ~np.isnan(self.first_token_s)
-        return is_sound
+        """Where the request succeeded and a token arrived."""
+        is_complete: NDArray[np.bool_] = np.array(self._error, dtype=np.int64) == 0
+        is_complete &= ~np.isnan(self.first_token_s)
+        return is_complete
 
     @property
     def ttft_s(self) -> Column:
@@ -197,22 +197,22 @@ class Outcomes:
 
     @property
     def tpot_s(self) -> Column:
-        """Time per output token behind the first; 0 for a single token, as in vLLM."""
+        """Time per output token after the first; 0 for a single token, as in vLLM."""
         behind = self.output_length - 1
         return np.where(behind > 0, (self.finished_s - self.first_token_s) / np.maximum(behind, 1), 0.0)
 
     def error_texts(self) -> Iterator[str | None]:
-        """What went wrong, of each."""
+        """The error of each request; None where it succeeded."""
         names = list(self._names)
         return (names[number] if number else None for number in self._error)
 
     def node_names(self) -> Iterator[tuple[str, str]]:
-        """Prefill and decode node of each."""
+        """Prefill and decode node of each request."""
         names = list(self._names)
         return ((names[self._nodes[at]], names[self._nodes[at + 1]]) for at in range(0, len(self._nodes), 2))
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` reads in another process: numpy's own format, nothing that could run."""
+        """Encodes all outcomes for `from_bytes` in another process, in numpy's format without pickle."""
         file = BytesIO()
         columns: dict[str, Any] = {f"column{at}": np.array(column) for at, column in enumerate(self._plain())}
         names = np.frombuffer(json.dumps([list(self._names), self.errors]).encode(), np.uint8)
@@ -223,7 +223,7 @@ class Outcomes:
 
     @staticmethod
     def from_bytes(data: bytes) -> Outcomes:
-        """Raises ValueError."""
+        """Decodes what `to_bytes` returned; raises ValueError."""
         outcomes = Outcomes()
         with np.load(BytesIO(data), allow_pickle=False) as file:
             for number, column in enumerate(outcomes._plain()):
@@ -236,7 +236,7 @@ class Outcomes:
         return outcomes
 
     def columns(self, origin_s: float) -> dict[str, list[Any]]:
-        """For a result file: JSON values by column; times from `origin_s` on, rounded to microseconds."""
+        """The columns of a result file, as JSON values; times count from `origin_s` and are rounded to microseconds."""
         nodes = list(self.node_names())
         return {
             "index": self.index.tolist(),

@@ -1,4 +1,4 @@
-"""A run's result file: JSON of one schema, whoever measured or simulated it, read by reports and by people.
+"""The result file of a benchmark: JSON of one schema for all commands, measured or simulated.
 
 {schema: "baton.bench/1", kind: serve | compare | nodes | simulate | validate, created, machine, versions, command,
  seed, workload: {...},
@@ -7,7 +7,7 @@
                           attainment_by_scale?: [[times the SLO, share], ...], outcomes?: {column: [...]},
                           timeline?: {node: [[start_s, end_s, kind, tokens], ...]}, ttft_parts?: {queue: ms, ...},
                           generator?: {...}, node_metrics?: {node: {...}}}]}],
- ...what else the kind has}
+ ... fields of the kind}
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PACKAGES = ("baton-serve", "torch", "transformers", "nixl", "grpcio", "numpy")
 def new_result(
     kind: str, workload: Mapping[str, Any], arrangements: Sequence[Mapping[str, Any]], seed: int, created: str
 ) -> Result:
-    """A result with this machine's names in it. `created`: ISO 8601."""
+    """Makes a result that names this machine, its versions and the command. `created`: ISO 8601."""
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -51,7 +51,7 @@ def new_result(
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line that may be shown to anybody: without --api-key's value and passwords in URLs."""
+    """The command line without the value of --api-key and without passwords in URLs."""
     shown = []
     for before, word in zip(("", *words), words, strict=False):
         if before == "--api-key":
@@ -63,7 +63,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """What this machine is."""
+    """Describes this machine."""
     return {
         "processor": processor(),
         "usable_cores": usable_cores(),
@@ -73,7 +73,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that matter."""
+    """Versions of Python and of the packages that matter."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def without_outcomes(result: Result) -> Result:
-    """For printing: what is one line a request is left out."""
+    """The result for printing: columns with one value per request are left out."""
     arrangements = [
         one | {"rates": [{key: value for key, value in rate.items() if key != "outcomes"} for rate in one["rates"]]}
         for one in result["arrangements"]
@@ -93,16 +93,16 @@ def without_outcomes(result: Result) -> Result:
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Strict JSON; raises OSError."""
+    """Writes strict JSON; raises OSError."""
     write_text(json.dumps(result, allow_nan=False) + "\n", path)
 
 
 def write_text(text: str, path: Path) -> None:
-    """All of it or nothing: a reader never sees half a file. Raises OSError."""
+    """Writes the file atomically: a reader never sees half of it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        # A name in a result may hold half a surrogate pair, which JSON can say and UTF-8 can't.
+        # A name in a result may hold half a surrogate pair, which JSON can express and UTF-8 can't.
         partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(path)
     finally:
@@ -110,7 +110,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Raises InvalidRequest for what is no result file, and OSError."""
+    """Reads a result file; raises InvalidRequest for anything else, and OSError."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -118,8 +118,8 @@ def read_result(path: Path) -> Result:
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
         raise InvalidRequest(str(path), f"not a result of `baton bench` ({SCHEMA})")
     if result.get("kind") not in KINDS:
-        raise InvalidRequest(str(path), f"kind is {result.get('kind')!r}")
+        raise InvalidRequest(str(path), f"kind is {result.get('kind')!r}, which is not one of {', '.join(KINDS)}")
     arrangements = result.get("arrangements")
     if not isinstance(arrangements, list) or not all(isinstance(one, dict) and "rates" in one for one in arrangements):
-        raise InvalidRequest(str(path), "arrangements are missing")
+        raise InvalidRequest(str(path), "the field arrangements is missing or is not a list of objects with rates")
     return result

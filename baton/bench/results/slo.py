@@ -1,4 +1,4 @@
-"""Service levels: what a request must keep to count as good."""
+"""Service level objectives (SLOs): the latency limits that a request must keep to count as good."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Milliseconds; None: it does not matter."""
+    """Limits in milliseconds; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -24,7 +24,7 @@ class Slo:
 
     @staticmethod
     def parse(words: Sequence[str]) -> Slo:
-        """Of `ttft:250 tpot:100`, as `--goodput` says it; raises InvalidRequest."""
+        """Reads the values of `--goodput`, as in `ttft:250 tpot:100`; raises InvalidRequest."""
         limits: dict[str, float] = {}
         for word in words:
             name, colon, value = word.partition(":")
@@ -33,16 +33,16 @@ class Slo:
             try:
                 limits[name] = float(value)
             except ValueError:
-                raise InvalidRequest("--goodput", f"{value!r} is no number of milliseconds") from None
+                raise InvalidRequest("--goodput", f"{value!r} is not a number of milliseconds") from None
             if not 0 < limits[name] < float("inf"):
-                raise InvalidRequest("--goodput", f"{word!r} can't be met")
+                raise InvalidRequest("--goodput", f"{word!r} is not a positive, finite number of milliseconds")
         return Slo(limits.get("ttft"), limits.get("tpot"), limits.get("e2el"))
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.ttft_ms, self.tpot_ms, self.e2el_ms))
 
     def scaled(self, scale: float) -> Slo:
-        """All limits times this."""
+        """The SLO with all limits multiplied by `scale`."""
         return Slo(*(None if ms is None else ms * scale for ms in (self.ttft_ms, self.tpot_ms, self.e2el_ms)))
 
     def to_json(self) -> dict[str, float]:
@@ -50,7 +50,7 @@ class Slo:
         return {name: value for name, value in values.items() if value is not None}
 
     def is_met(self, outcomes: Outcomes) -> NDArray[np.bool_]:
-        """Which requests kept all limits; one that failed kept none."""
+        """Which requests kept all limits; a failed request kept none."""
         good = outcomes.is_complete
         times = ((self.ttft_ms, outcomes.ttft_s), (self.tpot_ms, outcomes.tpot_s), (self.e2el_ms, outcomes.e2el_s))
         for limit_ms, seconds in times:

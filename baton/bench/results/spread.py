@@ -1,4 +1,4 @@
-"""A measurement repeated: its median, and where nine of ten repetitions lie."""
+"""The spread of a repeated measurement: median, tenth and ninetieth percentile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, tenth and ninetieth percentile."""
+    """Median, tenth and ninetieth percentile of repetitions."""
 
     median: float
     p10: float
@@ -17,7 +17,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float], scale: float = 1.0) -> Spread:
-        """Of at least one value, each times `scale`."""
+        """The spread of at least one value, each multiplied by `scale`."""
         ordered = sorted(value * scale for value in values)
         last = len(ordered) - 1
         return Spread(median(ordered), ordered[round(last * 0.1)], ordered[round(last * 0.9)])

@@ -1,8 +1,8 @@
-"""A run in numbers, by the names and the definitions of `vllm bench serve`.
+"""Summarizes a run with the names and the definitions of `vllm bench serve`.
 
-Two things differ, and on purpose. Latencies count from when a request was planned, not from when the generator found
-the time to send it: else a generator that is held up would make the system look fast. And attainment is over requests
-that were offered, failed ones included.
+Two things differ on purpose. Latencies count from a request's planned time, not from when the generator sent it:
+otherwise a late generator would make the system look fast (coordinated omission). And attainment is a share of all
+offered requests, failed ones included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def summarize(
     percentiles: Sequence[float] = (99.0,),
     offered: int | None = None,
 ) -> Summary:
-    """Of requests that ran for so long. `offered`: how many there were, if some of them have no outcome."""
+    """Summarizes a run of `duration_s`. `offered`: how many requests were sent, if some of them have no outcome."""
     complete = outcomes.is_complete
     completed = int(complete.sum())
     num_offered = len(outcomes) if offered is None else offered
@@ -66,13 +66,14 @@ def summarize(
 
 
 SLO_SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
-"""Times the service level for which a report shows attainment."""
+"""Multiples of the SLO for which a report shows attainment."""
 
 
 def distributions(outcomes: Outcomes, summary: Summary) -> dict[str, Any]:
-    """What a report draws of single requests and tokens: some kilobytes, however many there were.
+    """Histograms of requests and tokens for a report: a few kilobytes, however many there were.
 
-    TTFT and ITL as `edges_s` and `counts`; under a service level also [scale, attainment of so many times all limits].
+    TTFT and ITL have `edges_s` and `counts`. With an SLO there are also pairs of a scale and the attainment with all
+    limits multiplied by it.
     """
     first_tokens = Gaps()
     first_tokens.add(outcomes.ttft_s[outcomes.is_complete])
@@ -89,9 +90,9 @@ def distributions(outcomes: Outcomes, summary: Summary) -> dict[str, Any]:
 
 
 def ttft_parts(outcomes: Outcomes) -> dict[str, float] | None:
-    """Where the mean time to first token went, milliseconds: queue, prefill, and the rest (generator, wire, router).
+    """The mean time to first token in parts, in milliseconds: queue, prefill, and the rest (generator, wire, router).
 
-    None where nobody said.
+    None if the endpoint reported no durations.
     """
     complete = outcomes.is_complete
     queue_s, prefill_s = outcomes.queue_s[complete], outcomes.prefill_s[complete]

@@ -1,1 +1,1 @@
-"""The cluster in virtual time: the real scheduler, block pool, placement and flights; computing is a formula."""
+"""A simulated cluster in virtual time: real scheduler, block pool, placement and flights; step times are a formula."""

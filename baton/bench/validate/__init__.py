@@ -1,1 +1,1 @@
-"""`baton bench validate`: the simulator against real processes under the same requests, at the same times."""
+"""`baton bench validate`: compares the simulator with real processes that get the same requests at the same times."""

@@ -171,7 +171,7 @@ def _live(pair: LoadPair) -> dict[str, Any]:
         **distributions(outcomes, summary),
         "ttft_parts": ttft_parts(outcomes),
         "generator": max((run.load for run in runs), key=lambda load: load.lag_p99_ms).to_json(),
-        "busy": first.busy(),
+        "busy": first.busy_shares(),
         "timeline": first.timeline_rows(),
     }
 

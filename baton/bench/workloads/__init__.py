@@ -1,4 +1,4 @@
-"""What a benchmark asks for, and when: seeded, lazy, without I/O except for the readers of traces."""
+"""The requests of a benchmark and their arrival times: seeded, made lazily; only the readers of traces do I/O."""
 
 from baton.bench.workloads.arrivals import Arrivals, GammaArrivals, RampArrivals, SteadyArrivals, UnpacedArrivals
 from baton.bench.workloads.request import Piece, WorkloadRequest, piece_tokens, unique_piece

@@ -1,4 +1,4 @@
-"""When requests arrive, as `vllm bench serve` has it: the gaps between them are gamma distributed."""
+"""Arrival times of requests, as in `vllm bench serve`: the gaps between them are gamma distributed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Times = NDArray[np.float64]
 
 
 class Arrivals(Protocol):
-    """A way of arriving."""
+    """Draws the arrival times of a workload."""
 
     @property
     def rate(self) -> float:
-        """Requests per second, on average; infinity: whenever a place is free."""
+        """Average requests per second; infinity: all are due at once."""
         ...
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
-        """Seconds from the begin, not falling."""
+        """Seconds from the workload's start, in rising order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UnpacedArrivals:
-    """All at once: who limits how many are open has a closed loop."""
+    """All requests are due at once; with a limited concurrency the load is a closed loop."""
 
     @property
     def rate(self) -> float:
@@ -38,7 +38,7 @@ class UnpacedArrivals:
 
 @dataclass(frozen=True, slots=True)
 class SteadyArrivals:
-    """One after the other at equal distances."""
+    """Equal gaps between requests."""
 
     rate: float
 
@@ -48,9 +48,9 @@ class SteadyArrivals:
 
 @dataclass(frozen=True, slots=True)
 class GammaArrivals:
-    """Gaps of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less comes in bursts, more evenly.
+    """Gamma-distributed gaps of shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less is burstier.
 
-    As in vLLM the last one arrives at count / rate exactly: chance places requests, it does not change the load.
+    As in vLLM the last request arrives at count / rate exactly, so the seed does not change the load.
     """
 
     rate: float

@@ -1,6 +1,6 @@
 """Azure's LLM inference traces (Patel et al., ISCA 2024): CSV lines TIMESTAMP,ContextTokens,GeneratedTokens.
 
-Prompts share nothing, as far as the trace tells.
+The trace does not say which prompts share a prefix, so none do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from baton.bench.workloads.trace import TraceFormat, TraceLine, whole_number
 
 _FIELDS = 3
 _SECONDS_FROM = len("2023-11-16 18:17:")
-"""Where a timestamp's seconds begin; they have seven digits behind the point, one more than `datetime` reads."""
+"""Index of a timestamp's seconds; they have seven decimals, one more than `datetime` reads."""
 
 
 def _parse(text: str) -> TraceLine:

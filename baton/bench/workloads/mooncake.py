@@ -1,6 +1,7 @@
 """Mooncake's traces (Qin et al., FAST 2025): JSON lines {timestamp, input_length, output_length, hash_ids}.
 
-Timestamps are milliseconds. A hash id names 512 tokens together with all before them, the last one maybe fewer.
+Timestamps are milliseconds. A hash id names a block of 512 tokens (the last block may be shorter) together with all
+tokens before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Conversations: each prompt is all that was said before and something new.
+"""Conversations: each prompt is the whole conversation so far and a new question.
 
-What the assistant said is named like everything else, so a conversation is the same tokens in every run, whatever the
-model answers. So of its own answers a node's prefix cache finds none again: what is measured is no better than life.
+The assistant's answers in prompts are synthetic tokens too, so a conversation is the same in every run, whatever the
+model answers. Therefore a node's prefix cache never finds its own answers again, and what is measured is not better
+than in production.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import numpy as np
 from baton.bench.workloads.arrivals import Arrivals
 from baton.bench.workloads.request import Piece, WorkloadRequest, unique_piece
 
-_SAID, _ANSWERED = 1, 2
+_QUESTION, _ANSWER = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn:
-    """Sessions arrive; their turns follow each other with a pause between answer and question."""
+    """Sessions of several turns, with a pause between an answer and the next question."""
 
     arrivals: Arrivals
-    """Of first turns."""
+    """Arrivals of the first turns."""
     sessions: int
     turns: int
     first_length: int
-    """Tokens of the first question (with the system prompt)..."""
+    """Tokens of the first question, with the system prompt."""
     turn_length: int
-    """... and of each later one."""
+    """Tokens of each later question."""
     output_length: int
     think_s: float = 0.0
-    """Mean of an exponential distribution."""
+    """Mean pause before a later question; pauses are exponentially distributed."""
     seed: int = 0
 
     def __len__(self) -> int:
         return self.sessions * self.turns
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """In the order of the sessions' arrival, each with all of its turns."""
+        """Yields the sessions in the order of their arrival, each with all of its turns."""
         times = self.arrivals.times(self.sessions, np.random.default_rng((self.seed, 1)))
         rng = np.random.default_rng((self.seed, 2))
         for session in range(self.sessions):
@@ -47,7 +48,7 @@ class MultiTurn:
             pieces: list[Piece] = []
             for turn in range(self.turns):
                 length = self.turn_length if turn else self.first_length
-                pieces.append(unique_piece(length, self.seed, _SAID, session, turn))
+                pieces.append(unique_piece(length, self.seed, _QUESTION, session, turn))
                 yield WorkloadRequest(
                     session * self.turns + turn,
                     float(times[session]),
@@ -58,7 +59,7 @@ class MultiTurn:
                     turn,
                     float(pauses[turn]) if turn else 0.0,
                 )
-                pieces.append(unique_piece(self.output_length, self.seed, _ANSWERED, session, turn))
+                pieces.append(unique_piece(self.output_length, self.seed, _ANSWER, session, turn))
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Lengths drawn at random; prompts share nothing."""
+"""Prompts and outputs of random lengths; no prompts share a prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RandomLengths:
     input_length: int
     output_length: int
     range_ratio: float = 0.0
-    """0 (always these lengths) to below 1."""
+    """From 0 (always these lengths) to below 1."""
 
     def shapes(self, count: int, seed: int) -> Iterator[Shape]:
         rng = np.random.default_rng((seed, 2))
@@ -42,7 +42,7 @@ class RandomLengths:
 
 @dataclass(frozen=True, slots=True)
 class LognormalLengths:
-    """Lengths whose logarithms are normal, cut to [1, max]."""
+    """Lognormal lengths, clipped to [1, max]."""
 
     input_median: float
     input_sigma: float
@@ -72,8 +72,10 @@ class LognormalLengths:
 
 
 def sharegpt_like() -> LognormalLengths:
-    """Means as DistServe has them for ShareGPT on OPT-13B (Zhong et al., OSDI 2024, figure 7: 755.5 and 200.3 tokens),
-    within its 2,048 tokens of context. That lengths are lognormal, and how wide, is our reading of its histograms.
+    """Lengths like ShareGPT's.
+
+    The means are DistServe's for ShareGPT on OPT-13B (Zhong et al., OSDI 2024, figure 7: 755.5 and 200.3 tokens),
+    within its 2,048 tokens of context. The lognormal shape and its sigma are our reading of DistServe's histograms.
     """
-    # These medians have those means after the cut.
+    # These medians have those means after clipping.
     return LognormalLengths(623.2, 1.0, 148.5, 1.0, 1536, 512, "sharegpt-like")

@@ -1,8 +1,8 @@
 """One request of a workload, and what its prompt is made of.
 
-A prompt is a row of pieces. A piece is a name and a length: the same name always stands for the same tokens, and a
-shorter piece for the first tokens of a longer one of that name. So whoever wants tokens makes them late, whoever wants
-block keys alone (the simulator) makes none, and prompts share what the trace says they share.
+A prompt is a sequence of pieces. A piece has a name and a length: the same name always stands for the same tokens, and
+a shorter piece for the first tokens of a longer one of that name. So tokens are made only when they are needed, the
+simulator, which needs only block keys, makes none, and prompts share what the trace says they share.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from baton.values import value
 
 _MASK = (1 << 64) - 1
 _UNIQUE = 1 << 63
-"""Set in the names of pieces that no trace has: a trace's hash ids are below it."""
+"""Bit in the names of pieces that are from no trace: a trace's hash ids are below it."""
 
 
 class Piece(NamedTuple):
-    """So many tokens under a name."""
+    """A named part of a prompt."""
 
     hash_id: int
-    """0 to 2^64 - 1."""
+    """The name, 0 to 2^64 - 1."""
     length: int
-    """Tokens, at least one."""
+    """Number of tokens, at least one."""
 
 
 @value(frozen=True, slots=True)
 class WorkloadRequest:
-    """What one client asks for."""
+    """One request of a workload."""
 
     index: int
-    """Its place in the workload, from 0."""
+    """Position in the workload, from 0."""
     arrival_s: float
-    """Seconds after the workload's begin. A later turn of a session arrives when the one before it has ended and
+    """Seconds after the workload's start. A later turn of a session arrives when the one before it has ended and
     `think_s` have passed, but not before this.
     """
     input_length: int
@@ -46,12 +46,12 @@ class WorkloadRequest:
     pieces: Sequence[Piece]
     """The prompt, in order; their lengths add up to `input_length`."""
     session: int | None = None
-    """Requests of one session come one after the other, in the order of their turns."""
+    """Requests of one session are sent one after the other, in the order of their turns."""
     turn: int = 0
     think_s: float = 0.0
 
     def block_ids(self) -> Sequence[Piece]:
-        """The prompt by names, for those who need no tokens."""
+        """The prompt as pieces, for callers that need no tokens."""
         return self.pieces
 
     def token_ids(self, vocab_size: int) -> list[int]:
@@ -62,7 +62,7 @@ class WorkloadRequest:
 
 
 def unique_piece(length: int, *names: int) -> Piece:
-    """A piece named by numbers (the seed, the request's index ...): other numbers, other tokens."""
+    """A piece whose name is a hash of numbers (the seed, the request's index ...): other numbers, other tokens."""
     state = 0
     for name in names:
         state = _mixed((state ^ name) & _MASK)
@@ -70,7 +70,7 @@ def unique_piece(length: int, *names: int) -> Piece:
 
 
 def piece_tokens(piece: Piece, vocab_size: int) -> NDArray[np.int64]:
-    """Its tokens: SplitMix64 over their positions, seeded by the name (Steele et al., OOPSLA 2014)."""
+    """The piece's token ids: SplitMix64 over their positions, seeded by the name (Steele et al., OOPSLA 2014)."""
     seed = np.uint64(_mixed(piece.hash_id & _MASK))
     z = seed + np.arange(1, piece.length + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Prompts that begin with one of a few prefixes: system prompts, documents, examples."""
+"""Prompts that start with one of a few prefixes, as with system prompts, documents or examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUFFIX = 2
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Each prompt is a prefix, drawn at random, and a rest of its own (vLLM's `prefix_repetition`)."""
+    """Each prompt is a prefix, drawn at random, and a unique suffix (vLLM's `prefix_repetition`)."""
 
     num_prefixes: int
     prefix_length: int

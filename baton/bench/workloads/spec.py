@@ -1,4 +1,4 @@
-"""A workload in words that fit a command line and a JSON object, so that every process can make it again."""
+"""A workload as plain values that fit a command line and a JSON object, so that every process can build it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRACES = {"mooncake": MOONCAKE, "azure": AZURE}
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """What `baton bench serve` and its siblings are asked for; names are vLLM's flags where it has them."""
+    """The workload flags of `baton bench` commands; names are those of vLLM's flags where vLLM has them."""
 
     dataset: str = "random"
     dataset_path: str = ""
@@ -30,9 +30,9 @@ class WorkloadSpec:
     """None: 1,000, or the whole trace."""
     request_rate: float = float("inf")
     burstiness: float = 1.0
-    """Of the gaps' gamma distribution; infinity: equal gaps."""
+    """Shape of the gaps' gamma distribution; infinity: equal gaps."""
     ramp_up_strategy: str = ""
-    """linear, exponential, or nothing."""
+    """linear, exponential, or empty."""
     ramp_up_start_rps: float = 0.0
     ramp_up_end_rps: float = 0.0
     random_input_len: int = 1024
@@ -53,13 +53,13 @@ class WorkloadSpec:
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Strict JSON: infinity is a word."""
+        """The values as strict JSON: infinity becomes `inf`."""
         values = asdict(self)
         return {name: "inf" if value == float("inf") else value for name, value in values.items()}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> WorkloadSpec:
-        """What `to_json` gave; what this version does not know is left out."""
+        """The inverse of `to_json`; fields that this version does not know are left out."""
         known = {field.name for field in fields(WorkloadSpec)}
         fitting: dict[str, Any] = {
             name: float("inf") if value == "inf" else value for name, value in values.items() if name in known
@@ -67,12 +67,12 @@ class WorkloadSpec:
         return WorkloadSpec(**fitting)
 
     def build(self) -> Workload:
-        """The requests; raises InvalidRequest."""
+        """Makes the workload; raises InvalidRequest."""
         self._check_positive()
         if self.is_trace:
             return self._trace()
         if self.dataset not in DATASETS:
-            raise InvalidRequest("--dataset-name", f"{self.dataset!r} is none of {', '.join(DATASETS)}")
+            raise InvalidRequest("--dataset-name", f"{self.dataset!r} is not one of {', '.join(DATASETS)}")
         if self.dataset == "multi_turn":
             return MultiTurn(
                 self._arrivals(),
@@ -88,7 +88,7 @@ class WorkloadSpec:
 
     @property
     def is_trace(self) -> bool:
-        """Whether its arrivals are somebody's real ones."""
+        """Whether its arrivals come from a recorded trace."""
         return self.dataset in _TRACES
 
     def _check_positive(self) -> None:
@@ -124,9 +124,9 @@ class WorkloadSpec:
 
     def _trace(self) -> Trace:
         if not self.dataset_path:
-            raise InvalidRequest("--dataset-path", f"{self.dataset} is a trace: where is its file?")
+            raise InvalidRequest("--dataset-path", f"the dataset {self.dataset} is a trace and needs its file")
         if self.request_rate != float("inf") or self.ramp_up_strategy:
-            raise InvalidRequest("--request-rate", "a trace has its own arrivals: --time-scale changes them")
+            raise InvalidRequest("--request-rate", "a trace has its own arrivals; use --time-scale to change them")
         scale = TraceScale(
             self.time_scale, self.length_scale, self.output_scale, self.max_input_len, self.max_output_len
         )

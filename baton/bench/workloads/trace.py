@@ -1,4 +1,4 @@
-"""Traces: requests that somebody really had, replayed faster or slower, shorter or longer."""
+"""Recorded traces of requests, replayed at another speed or with other lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 
 
 class BrokenTraceLine(InvalidRequest):
-    """A line of a trace that says nothing sensible; the story names file, line and fault."""
+    """A line of a trace can't be used; the message names file, line and fault."""
 
     def __init__(self, path: Path, line: int, reason: str) -> None:
         super().__init__(f"{path}:{line}", reason)
@@ -26,22 +26,22 @@ class TraceLine(NamedTuple):
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()
-    """Names of its blocks; the last one may be partial. Empty: it shares nothing."""
+    """Names of the prompt's blocks; the last block may be partial. Empty: the prompt shares nothing."""
 
 
 Parse = Callable[[str], TraceLine]
-"""Of one line; raises ValueError with the reason."""
+"""Parses one line; raises ValueError with the reason."""
 
 
 class TraceFormat(NamedTuple):
-    """How a trace is written."""
+    """The file format of a trace."""
 
     name: str
     parse: Parse
     header: str | None
-    """Of its first line; None: there is no header."""
+    """The first line; None: there is no header."""
     block_tokens: int
-    """Tokens behind each hash id."""
+    """Tokens that each hash id stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +49,41 @@ class TraceScale:
     """How a trace is changed before it is replayed."""
 
     time: float = 1.0
-    """Times are divided by this: 2 is twice as fast."""
+    """Times are divided by it: 2 is twice as fast."""
     length: float = 1.0
-    """Lengths of prompts and blocks are multiplied by this, so that what was shared still is."""
+    """Lengths of prompts and of blocks are multiplied by it, so that shared prefixes stay shared."""
     output: float = 1.0
-    """Lengths of outputs are multiplied by this."""
+    """Lengths of outputs are multiplied by it."""
     max_input: int | None = None
-    """Longer prompts are cut."""
+    """Longer prompts are truncated."""
     max_output: int | None = None
 
 
 @dataclass(slots=True)
 class Trace:
-    """A file with a trace; see `baton.bench.workloads.mooncake` and `azure`."""
+    """A trace file as a workload; see `baton.bench.workloads.mooncake` and `azure`."""
 
     path: Path
     format: TraceFormat
     scale: TraceScale = TraceScale()
     limit: int | None = None
-    """Only so many requests from its begin."""
+    """Only this many requests from the trace's start."""
     seed: int = 0
-    """Of prompts whose blocks have no names."""
+    """Seed for the tokens of prompts whose blocks have no names."""
     skip_broken: bool = False
-    """Leave out broken lines instead of raising."""
+    """Skip broken lines instead of raising."""
     num_skipped: int = 0
-    """Of the latest reading."""
+    """Broken lines that the latest iteration skipped."""
     _count: int | None = None
 
     def __len__(self) -> int:
-        """Reads the trace if nobody has yet; raises BrokenTraceLine."""
+        """Reads the whole trace on the first call; raises BrokenTraceLine."""
         if self._count is None:
             self._count = sum(1 for _ in self)
         return self._count
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Raises BrokenTraceLine and OSError."""
+        """Reads the file; raises BrokenTraceLine and OSError."""
         self.num_skipped = 0
         with self.path.open(encoding="utf-8", errors="replace") as file:
             first_s: float | None = None
@@ -109,7 +109,7 @@ class Trace:
         }
 
     def scaled(self, time: float) -> Trace:
-        """The same trace at other times: `time` times as fast as now."""
+        """The same trace, `time` times as fast."""
         return replace(self, scale=replace(self.scale, time=self.scale.time * time))
 
     def _lines(self, file: TextIO) -> Iterator[TraceLine]:
@@ -125,7 +125,7 @@ class Trace:
                     continue
                 line = self.format.parse(words)
                 if line.timestamp_s < latest:
-                    raise ValueError("it is earlier than the line before")
+                    raise ValueError("its timestamp is earlier than that of the line before")
             except ValueError as error:
                 if not self.skip_broken:
                     raise BrokenTraceLine(self.path, number, str(error)) from None
@@ -156,7 +156,7 @@ class Trace:
 
 
 def whole_number(value: object, name: str, least: int) -> int:
-    """A field's value; raises ValueError."""
+    """Checks that a field's value is an integer from `least` to below 2^48; raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} is not a whole number")
     if not least <= value < 1 << 48:

@@ -1,4 +1,4 @@
-"""A workload: requests in the order of their arrival, the same ones each time they are asked for."""
+"""A workload: requests in the order of their arrival, the same ones in every iteration."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from baton.bench.workloads.request import Piece, WorkloadRequest
 
 
 class Workload(Protocol):
-    """Where requests come from."""
+    """An iterable of requests."""
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of requests."""
         ...
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """From the first one on, made one at a time."""
+        """Makes the requests one at a time, always the same ones."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For the result file: what it is, by JSON values."""
+        """The workload's parameters for the result file, as JSON values."""
         ...
 
 
@@ -36,10 +36,10 @@ class Shape(NamedTuple):
 
 
 class Lengths(Protocol):
-    """What is asked, without when."""
+    """Prompts and output lengths of requests, without their arrivals."""
 
     def shapes(self, count: int, seed: int) -> Iterator[Shape]:
-        """So many requests."""
+        """Yields `count` requests."""
         ...
 
     def describe(self) -> dict[str, Any]: ...
@@ -47,7 +47,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Requests of some lengths at some arrivals."""
+    """A workload that combines lengths with arrivals."""
 
     lengths: Lengths
     arrivals: Arrivals

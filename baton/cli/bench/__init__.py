@@ -1,1 +1,1 @@
-"""`baton bench`: the command lines of the benchmarks; what they measure with is `baton.bench`."""
+"""`baton bench`: the command lines of the benchmarks in `baton.bench`."""

@@ -1,4 +1,4 @@
-"""`baton bench`: the group, `handoff` and `scheduler`."""
+"""`baton bench`: the command group, and the commands `handoff` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from baton.config import bundled_model_dir
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the commands."""
+    """Adds the command group to the application."""
     group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
 
     @group.callback()
     def bench() -> None:
         """Measure this machine with real processes."""
-        # As for Ctrl-C: the processes that it started end with it.
+        # SIGTERM ends the processes that the benchmark started, as Ctrl-C does.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     group.command("handoff")(handoff)
@@ -54,20 +54,20 @@ def handoff(
         str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")
     ] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    requests: Annotated[int, typer.Option(help="Requests to take the medians of.", min=1)] = 20,
+    requests: Annotated[int, typer.Option(help="Number of requests; medians over them are shown.", min=1)] = 20,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.", min=4)] = 16,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.", min=64)] = 512,
-    threads: Annotated[int, typer.Option(help="Threads of each node and of the engine alone.", min=1)] = 1,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=4)] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a chunk of a prompt.", min=64)] = 512,
+    threads: Annotated[int, typer.Option(help="Threads of each node, and of the single engine.", min=1)] = 1,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Measure a hand-off beside one engine alone and bare NIXL reads."""
+    """Measure a hand-off between two nodes, and compare it with a single engine and with bare NIXL reads."""
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
     from baton.bench.micro.shapes import shape_dir
-    from baton.bench.results.host import pinned_threads
+    from baton.bench.results.host import set_compute_threads
 
-    pinned_threads(threads)
+    set_compute_threads(threads)
     with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
         from baton.bench.micro import handoff as bench
 
@@ -94,10 +94,10 @@ def handoff(
 
 def scheduler(
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=64)] = 1024,
-    rounds: Annotated[int, typer.Option(help="Rounds of 32 steps to take the medians of.", min=1)] = 7,
+    rounds: Annotated[int, typer.Option(help="Rounds of 32 steps; medians over them are shown.", min=1)] = 7,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Measure what deciding and committing a step costs, in microseconds, without any model."""
+    """Measure the time to schedule and commit a step, in microseconds, without a model."""
     from baton.bench.micro.scheduler import SchedulerBenchConfig, run
 
     values = asdict(run(SchedulerBenchConfig(prompt_tokens=prompt_tokens, rounds=rounds)))

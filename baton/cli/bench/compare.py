@@ -17,13 +17,13 @@ from baton.config import bundled_model_dir
 from baton.errors import Cancelled, ExitCode
 
 if TYPE_CHECKING:
+    from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import Comparison
-    from baton.bench.compare.turns import CompareConfig
 
 _QUICK_BUDGET_S = 470.0
-"""Of 8 minutes."""
+"""Leaves half a minute of the 8 minutes that --quick promises."""
 _QUICK_RUN_S = 30.0
-"""At most: each of its runs has its share of the time."""
+"""Upper limit: each run gets its share of the time."""
 _QUICK_TRIES = 5
 
 
@@ -40,38 +40,42 @@ def compare(
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 512,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 64,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly.", min=0.01)] = 1.0,
+    burstiness: Annotated[
+        float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even.", min=0.01)
+    ] = 1.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
-            help="ttft:MS tpot:MS e2el:MS. Default: of single requests twice the TPOT, --ttft-factor times the TTFT.",
+            help="Limits ttft:MS tpot:MS e2el:MS. Default: --ttft-factor times the TTFT and twice the TPOT of single "
+            "requests.",
             metavar="SLO ...",
         ),
     ] = None,
     ttft_factor: Annotated[float, typer.Option(help="See --goodput.", min=1)] = 5.0,
-    attainment: Annotated[float, typer.Option(help="Share of requests that must keep it.", min=0.01, max=1)] = 0.9,
-    repeats: Annotated[int, typer.Option(help="Searches of each arrangement, in turn.", min=1)] = 3,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must keep the SLO.", min=0.01, max=1)] = 0.9,
+    repeats: Annotated[int, typer.Option(help="Searches for each arrangement's goodput.", min=1)] = 3,
     run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.", min=1)] = 15.0,
     tries: Annotated[int, typer.Option(help="Rates that a search may try.", min=2)] = 8,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: an answer within 8 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: a result within 8 minutes.")] = False,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
-    seed: Annotated[int, typer.Option(help="Of the load.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Find out whether disaggregation is worth it: the same nodes, cores and load in several arrangements.
+    """Compare disaggregated with colocated arrangements on the same cores, under the same load.
 
-    Colocated nodes each do both; in 1p1d one computes prompts and one generates; conditional lets the router choose.
-    All of them are started on the same cores and loaded in turn. Goodput is the highest rate of which enough requests
-    keep the SLO, found by bisection. Run it on an otherwise idle machine with a core for every node.
+    Colocated nodes each compute prompts and decode; in 1p1d one node computes prompts and the other decodes; with
+    conditional the router chooses for each request. All arrangements are started on the same cores and loaded in turn.
+    Goodput is the highest rate at which enough requests keep the SLO, found by bisection. Run it on an otherwise idle
+    machine with a core for every node.
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
     from baton.bench.arrangement import chosen
+    from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import compare as run_comparison
-    from baton.bench.compare.turns import CompareConfig
     from baton.bench.micro.shapes import shape_dir
     from baton.bench.workloads.spec import WorkloadSpec
 

@@ -22,24 +22,24 @@ def engine(
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
-    steps: Annotated[int, typer.Option(help="Decode steps of each batch to take the medians of.", min=6)] = 48,
+    steps: Annotated[int, typer.Option(help="Decode steps at each batch size; medians are shown.", min=6)] = 48,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Measure the engine against what this machine could do at best.
+    """Measure the engine, and compare it with the limits of this machine's memory and arithmetic.
 
-    FLOOR is the time to read all weights, and the keys and values of every context, once at the memory's rate, which
-    plain reads with the same threads measure before and after each round. SHARE is floor over step: 1 is perfect.
-    Prefill is held against the best plain product of torch or Baton over several shapes, measured before and after
-    each prompt. Run it on an otherwise idle machine.
+    FLOOR is the time to read all weights, and the keys and values of every context, once at memory bandwidth; plain
+    reads with the same threads measure the bandwidth before and after each round. SHARE is floor divided by step: 1 is
+    the optimum. Prefill is compared with the best matrix product of torch or Baton over several shapes, measured
+    before and after each prompt. Run it on an otherwise idle machine.
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
     from baton.bench.micro.shapes import shape_dir
-    from baton.bench.results.host import pinned_threads, usable_cores
+    from baton.bench.results.host import set_compute_threads, usable_cores
 
     count = threads or usable_cores()
-    pinned_threads(count)
+    set_compute_threads(count)
     with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
         from baton.bench.micro.engine import EngineBenchConfig, run
 
@@ -110,7 +110,7 @@ def _print(report: EngineReport) -> None:
     )
     say()
     if report.bit_exact_cost_by is None:
-        say("bit-exact rule: not measured, there is no memory for a second engine")
+        say("bit-exact rule: not measured, because there is not enough memory for a second engine")
     else:
         by = report.bit_exact_cost_by
         say(

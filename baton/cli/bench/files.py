@@ -1,4 +1,4 @@
-"""What commands of `baton bench` leave behind: the result for programs, its report for people."""
+"""Writes the files of `baton bench` commands: the result as JSON, and its report as HTML."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ReportOption = Annotated[
 
 
 def write_files(result: Mapping[str, Any], result_file: Path | None, report: Path | None) -> None:
-    """Write those that are wanted, and say where; raises OSError."""
+    """Writes the files whose path is given, and says where they are; raises OSError."""
     from baton.bench.report.write import write_report
     from baton.bench.results.result_file import write_result
 
-    sys.stdout.flush()  # what was measured is told also where a file can't be written
+    sys.stdout.flush()  # the printed results come first, even if a file can't be written
     if result_file is not None:
         write_result(result_file, dict(result))
         note(f"written to {result_file}")

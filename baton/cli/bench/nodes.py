@@ -28,40 +28,50 @@ _COLUMNS = ("NODE", "ROLE", "RUN", "WAIT", "WAIT REMOTE KV", "KV%", "LEASED", "S
 
 def nodes(
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
-    start: Annotated[str, typer.Option(help="Start this here: colocated, conditional or like 1p1d.")] = "",
-    num_nodes: Annotated[int, typer.Option("--nodes", help="Nodes of what is started.", min=2)] = 2,
-    model: Annotated[Path | None, typer.Option(help="Its model directory. Default: the bundled model.")] = None,
+    start: Annotated[
+        str, typer.Option(help="Start a cluster here: colocated, conditional or an arrangement like 1p1d.")
+    ] = "",
+    num_nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster of --start.", min=2)] = 2,
+    model: Annotated[Path | None, typer.Option(help="Model directory for --start. Default: the bundled model.")] = None,
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     run_dir: RunDirOption = None,
-    registry: Annotated[str, typer.Option(help="Redis of a running cluster, on whatever hosts.", metavar="URL")] = "",
-    cluster: Annotated[str, typer.Option(help="Its name in the registry.")] = DEFAULT_CLUSTER,
-    dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
+    registry: Annotated[
+        str, typer.Option(help="Redis of a running cluster, on one or several hosts.", metavar="URL")
+    ] = "",
+    cluster: Annotated[str, typer.Option(help="The cluster's name in the registry.")] = DEFAULT_CLUSTER,
+    dataset_name: Annotated[Dataset, typer.Option(help="Kind of workload.")] = Dataset.RANDOM,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Requests. Default: 1000; of a trace, all.", min=1)] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Number of requests. Default: 1000, or the whole trace.", min=1)
+    ] = None,
     request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly.", min=0.01)] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once. Default: any.", min=1)] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even.", min=0.01)
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Largest number of open requests. Default: no limit.", min=1)
+    ] = None,
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 512,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 64,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
-    time_scale: Annotated[float, typer.Option(help="Replay a trace so many times as fast.", min=1e-6)] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="Prompts and shared blocks so many times as long.", min=1e-6)] = 1,
-    output_scale: Annotated[float, typer.Option(help="Outputs so many times as long.", min=1e-6)] = 1.0,
+    time_scale: Annotated[float, typer.Option(help="Replay a trace this many times as fast.", min=1e-6)] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Factor of prompt and shared block lengths.", min=1e-6)] = 1,
+    output_scale: Annotated[float, typer.Option(help="Factor of output lengths.", min=1e-6)] = 1.0,
     goodput: Annotated[
-        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
+        list[str] | None, typer.Option(help="Limits of a good request: ttft:MS tpot:MS e2el:MS.", metavar="SLO ...")
     ] = None,
     processes: Annotated[int, typer.Option(help="Generator processes.", min=1)] = 1,
-    num_warmups: Annotated[int, typer.Option(help="Requests ahead of the run that are not counted.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    num_warmups: Annotated[int, typer.Option(help="Requests before the run that are not counted.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the workload.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Put a load on a cluster and watch each of its nodes meanwhile, on this machine or on several hosts.
+    """Put a load on a cluster, on this machine or on several hosts, and watch each of its nodes.
 
-    The cluster is started here (--start), or is the one of a run directory or of a registry. Latencies are measured by
-    the generator's clock alone, samples of nodes by this command's; no node's clock is read.
+    The cluster is started here (--start), or found by a run directory or a registry. Latencies are measured on the
+    generator's clock alone, and samples of nodes are placed on this command's; clocks of nodes are not compared.
     """
     from baton.bench.load.endpoint import Target
     from baton.bench.load.probe import probe
@@ -106,22 +116,25 @@ def nodes(
         print_yaml(without_outcomes(result))
     else:
         print_rows(rows(result, (99.0,)))
-        say("\nThe most of each node during the run:")
+        say("\nThe maximum of each node during the run:")
         print_table(_COLUMNS, peak_rows(ran.samples))
     for line in remarks(ran.run, result, slo):
         note(line)
     if ran.impossible_spans:
-        note(f"{ran.impossible_spans} requests took longer inside than their client waited: do hosts' clocks differ?")
+        note(
+            f"{ran.impossible_spans} requests took longer in the cluster than their client waited: a duration was "
+            "measured across the clocks of two hosts"
+        )
     write_files(result, result_filename, report)
     raise_exit(ran.run, result)
 
 
 def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:
-    """Raises a usage error for flags that don't go together."""
+    """Raises a usage error for flags that exclude each other."""
     if shape and model is not None:
         raise ClientUsageError("--model and --shape exclude each other")
     if (shape or model is not None) and not start:
-        raise ClientUsageError("--model and --shape are for what --start starts")
+        raise ClientUsageError("--model and --shape need --start")
     if sum(map(bool, (start, registry, run_dir))) > 1:
         raise ClientUsageError("--start, --registry and --run-dir exclude each other")
 
@@ -140,16 +153,16 @@ def _cluster(
     from baton.bench.arrangement import chosen
     from baton.bench.micro.shapes import shape_dir
     from baton.bench.nodes.find import find_by_operator, find_in_registry
-    from baton.bench.nodes.run import started
+    from baton.bench.nodes.run import pinned_cluster
 
     if start:
-        # What is started here is in clear text, and for everybody on this machine.
+        # A cluster that is started here has no TLS and no keys.
         default_access.set(Access())
         with usage_errors():
             (arrangement,) = chosen([start], num_nodes)
         with (
             shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir,
-            started(arrangement, model_dir, dtype) as found,
+            pinned_cluster(arrangement, model_dir, dtype) as found,
         ):
             yield found
     elif registry:

@@ -16,28 +16,33 @@ if TYPE_CHECKING:
 
 
 class Front(enum.StrEnum):
-    """Ways into the router."""
+    """The router's port that clients use."""
 
     GRPC = "grpc"
     HTTP = "http"
 
 
 def overload(
-    front: Annotated[Front, typer.Option(help="The clients' way in.")] = Front.GRPC,
-    factor: Annotated[float, typer.Option(help="So many times the capacity is offered.", min=1)] = 10.0,
+    front: Annotated[Front, typer.Option(help="Protocol of the clients.")] = Front.GRPC,
+    factor: Annotated[float, typer.Option(help="Offered load as a multiple of the capacity.", min=1)] = 10.0,
     duration: Annotated[float, typer.Option(help="Seconds of the overload.", min=20)] = 120.0,
-    after: Annotated[float, typer.Option(help="Seconds that are watched afterwards.", min=10)] = 60.0,
-    step_ms: Annotated[float, typer.Option(help="Of a simulated node: less is more capacity.", min=1)] = 40.0,
-    ttft: Annotated[float, typer.Option(help="Milliseconds to the first token that are good.", min=1)] = 2000.0,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    after: Annotated[float, typer.Option(help="Seconds to watch after the overload.", min=10)] = 60.0,
+    step_ms: Annotated[
+        float, typer.Option(help="Step time of a simulated node; a shorter one gives more capacity.", min=1)
+    ] = 40.0,
+    ttft: Annotated[
+        float, typer.Option(help="Longest time to first token of a good request, milliseconds.", min=1)
+    ] = 2000.0,
+    seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write overload.json and overload.svg to this folder.")] = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Offer ten times what a cluster can serve, and see what it still serves, how it refuses, and how soon it is well.
+    """Offer a cluster ten times its capacity, and measure what it serves, how it refuses, and how soon it recovers.
 
-    The cluster is started here, with simulated nodes of a small capacity, which is measured first. Two tenants offer
-    the load in an open loop: the greedy one nine tenths of it, with a quota of half of what runs at once. A probe of a
-    tenth of the capacity runs from before until well after. Exits with 1 where a promise is not kept.
+    The cluster is started here, with simulated nodes of a small capacity, which is measured first. Two tenants send
+    the load in an open loop. The greedy one sends nine tenths of it, and has a quota of half of the requests that may
+    run at once. A probe with a tenth of the capacity runs before, during and after the overload. Exits with 1 if a
+    check fails.
     """
     from baton.bench.overload.overload import OverloadConfig, run
 
@@ -51,7 +56,7 @@ def overload(
         seed=seed,
     )
     if output is Format.TEXT:
-        note(f"measuring for {config.before_s + duration + after + config.capacity_s:.0f} s and some")
+        note(f"this takes a little longer than {config.before_s + duration + after + config.capacity_s:.0f} s")
     report = run(config)
     if output is Format.JSON:
         print_json(report.to_json())
@@ -83,8 +88,8 @@ def _print(report: OverloadReport) -> None:
     print_table(
         ["TENANT", "OFFERED/S", "COMPLETED/S", "GOOD/S"],
         [
-            [name, f"{told['offered']:.1f}", f"{told['completed']:.2f}", f"{told['good']:.2f}"]
-            for name, told in report.tenants.items()
+            [name, f"{rates['offered']:.1f}", f"{rates['completed']:.2f}", f"{rates['good']:.2f}"]
+            for name, rates in report.tenants.items()
         ],
     )
     for error, count in report.failed.items():
@@ -97,9 +102,9 @@ def _print(report: OverloadReport) -> None:
 def _write(report: OverloadReport, folder: Path) -> None:
     import json
 
-    from baton.bench.overload.overload_plot import drawn
+    from baton.bench.overload.overload_plot import render_svg
     from baton.bench.results.result_file import write_text
 
     write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")
-    write_text(drawn(report), folder / "overload.svg")
+    write_text(render_svg(report), folder / "overload.svg")
     note(f"written to {folder / 'overload.json'} and {folder / 'overload.svg'}")

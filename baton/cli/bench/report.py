@@ -13,7 +13,7 @@ from baton.cli.output import note, print_json, say
 
 
 class ReportFormat(enum.StrEnum):
-    """-o of the report."""
+    """Values of `baton bench report -o`."""
 
     HTML = "html"
     JSON = "json"
@@ -23,7 +23,11 @@ class ReportFormat(enum.StrEnum):
 def report(
     result: Annotated[
         Path,
-        typer.Argument(help="What serve, compare or simulate has saved.", metavar="RESULT.json", show_default=False),
+        typer.Argument(
+            help="Result file of serve, compare, nodes, validate or simulate.",
+            metavar="RESULT.json",
+            show_default=False,
+        ),
     ],
     output: Annotated[ReportFormat, typer.Option("-o", "--output", help="Output format.")] = ReportFormat.HTML,
     out: Annotated[
@@ -33,9 +37,9 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Make a page of a result: one HTML file with plots and tables, which needs no network.
+    """Render a result file as one HTML file with plots and tables, which needs no network.
 
-    json and csv have the same figures for programs, by the keys of `vllm bench serve`.
+    json and csv contain the same figures for programs, with the keys of `vllm bench serve`.
     """
     from baton.bench.report.measured import read
     from baton.bench.report.page import page

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Front(enum.StrEnum):
-    """Ways into the router."""
+    """The router's port that clients use."""
 
     GRPC = "grpc"
     HTTP = "http"
@@ -26,21 +26,25 @@ class Front(enum.StrEnum):
 def router(
     streams: Annotated[list[int] | None, typer.Option(help="Open streams; may be repeated. Default: 1000.")] = None,
     nodes: Annotated[int, typer.Option(help="Simulated nodes.", min=2)] = 64,
-    front: Annotated[Front, typer.Option(help="The clients' way in.")] = Front.GRPC,
+    front: Annotated[Front, typer.Option(help="Protocol of the clients.")] = Front.GRPC,
     connections: Annotated[int, typer.Option(help="Connections that gRPC streams share.", min=1)] = 8,
-    tokens_per_s: Annotated[float, typer.Option(help="Rate for the added latency.", min=1)] = 25_000.0,
-    requests_per_s: Annotated[float, typer.Option(help="Likewise, in the mixed load.", min=1)] = 500.0,
-    rounds: Annotated[int, typer.Option(help="Rounds to take the medians of.", min=1)] = 5,
-    round_s: Annotated[float, typer.Option(help="Seconds of each.", min=0.1)] = 2.0,
-    model: Annotated[Path | None, typer.Option(help="Whose tokenizer is used. Default: the bundled model.")] = None,
+    tokens_per_s: Annotated[
+        float, typer.Option(help="Tokens per second of the loads half and mixed.", min=1)
+    ] = 25_000.0,
+    requests_per_s: Annotated[float, typer.Option(help="Requests per second of the load mixed.", min=1)] = 500.0,
+    rounds: Annotated[int, typer.Option(help="Rounds of each load; medians over them are shown.", min=1)] = 5,
+    round_s: Annotated[float, typer.Option(help="Seconds of each round.", min=0.1)] = 2.0,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory of the tokenizer. Default: the bundled model.")
+    ] = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Measure what one router core sustains: simulated nodes, real processes, real text.
+    """Measure what a router sustains on one core, with simulated nodes, real processes and real text.
 
-    The router has a core to itself; nodes and clients, one process, have another. P50 and P99 are of a token's way from
-    its node's report to its client, all of their work included; what the router adds is told beside it. CPU is the
-    share of each one's core: where LOAD is near 1, nodes and clients are the bottleneck. Run it on an otherwise idle
-    machine of two cores or more.
+    The router has a core to itself; nodes and clients are one process on another core. P50 and P99 are the time from a
+    node's report of a token until its client has it, with the work of node and client; the latency that the router
+    adds is shown separately. CPU is the share of each process's core: if LOAD is near 1, nodes and clients are the
+    bottleneck. Run it on an otherwise idle machine with at least two cores.
     """
     from baton.bench.micro.router import RouterBenchConfig, run
 

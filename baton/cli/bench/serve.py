@@ -31,7 +31,7 @@ _WIDTH = 60
 
 
 class Backend(enum.StrEnum):
-    """Ways to spell a request."""
+    """Protocols of the endpoint."""
 
     BATON = "baton"
     OPENAI = "openai"
@@ -39,7 +39,7 @@ class Backend(enum.StrEnum):
 
 
 class Dataset(enum.StrEnum):
-    """What is asked."""
+    """Kinds of workloads."""
 
     RANDOM = "random"
     SHAREGPT_LIKE = "sharegpt-like"
@@ -50,7 +50,7 @@ class Dataset(enum.StrEnum):
 
 
 class RampUp(enum.StrEnum):
-    """How a rate changes."""
+    """How the request rate changes over a run."""
 
     LINEAR = "linear"
     EXPONENTIAL = "exponential"
@@ -65,65 +65,80 @@ def serve(
     endpoint: Annotated[str, typer.Option(help="Path of the HTTP endpoint. Default: the backend's.")] = "",
     run_dir: RunDirOption = None,
     model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that is served.")] = "",
-    tokenizer: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer writes prompts.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Token ids are below this. Default: asked, or 256.", min=0)] = 0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model directory whose tokenizer turns prompts into text.")
+    ] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="Token ids are below this. Default: the model's, or 256 if it is unknown.", min=0)
+    ] = 0,
     api_key: Annotated[
-        str, typer.Option(help="Bearer token. Default: $BATON_API_KEY, of OpenAI's HTTP $OPENAI_API_KEY.")
+        str, typer.Option(help="Bearer token. Default: $BATON_API_KEY, or $OPENAI_API_KEY with an openai backend.")
     ] = "",
-    dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
+    dataset_name: Annotated[Dataset, typer.Option(help="Kind of workload.")] = Dataset.RANDOM,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Requests. Default: 1000; of a trace, all.", min=1)] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Number of requests. Default: 1000, or the whole trace.", min=1)
+    ] = None,
     request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
-    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly; inf: equal gaps.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once. Default: any.", min=1)] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even; inf: equal gaps.")
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Largest number of open requests. Default: no limit.", min=1)
+    ] = None,
     ramp_up_strategy: Annotated[RampUp | None, typer.Option(help="How the rate changes over the run.")] = None,
-    ramp_up_start_rps: Annotated[float, typer.Option(help="Rate at the begin.", min=0)] = 0.0,
-    ramp_up_end_rps: Annotated[float, typer.Option(help="Rate at the end.", min=0)] = 0.0,
+    ramp_up_start_rps: Annotated[float, typer.Option(help="Rate at the start of the run.", min=0)] = 0.0,
+    ramp_up_end_rps: Annotated[float, typer.Option(help="Rate at the end of the run.", min=0)] = 0.0,
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 1024,
     random_output_len: Annotated[
         int,
-        typer.Option(
-            "--random-output-len", "--prefix-repetition-output-len", help="Tokens to generate, of either kind.", min=1
-        ),
+        typer.Option("--random-output-len", "--prefix-repetition-output-len", help="Tokens to generate.", min=1),
     ] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.", min=1)] = 10,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Number of different prefixes.", min=1)] = 10,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of each prefix.", min=1)] = 256,
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens behind it.", min=1)] = 256,
+    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens after the prefix.", min=1)] = 256,
     turns: Annotated[int, typer.Option(help="Turns of a conversation.", min=1)] = 4,
     turn_len: Annotated[int, typer.Option(help="Tokens of a later turn's question.", min=1)] = 128,
     think_s: Annotated[float, typer.Option(help="Mean pause between answer and question.", min=0)] = 0.0,
-    time_scale: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
-    length_scale: Annotated[float, typer.Option(help="Prompts and shared blocks so many times as long.")] = 1.0,
-    output_scale: Annotated[float, typer.Option(help="Outputs so many times as long.")] = 1.0,
-    max_input_len: Annotated[int | None, typer.Option(help="Cut a trace's longer prompts.", min=1)] = None,
-    max_output_len: Annotated[int | None, typer.Option(help="Cut a trace's longer outputs.", min=1)] = None,
-    skip_broken_lines: Annotated[bool, typer.Option(help="Leave out a trace's broken lines.")] = False,
-    ignore_eos: Annotated[bool, typer.Option(help="Generate the full length.")] = True,
-    temperature: Annotated[float, typer.Option(help="Of sampling.", min=0, max=2)] = 0.0,
+    time_scale: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Factor of prompt and shared block lengths.")] = 1.0,
+    output_scale: Annotated[float, typer.Option(help="Factor of output lengths.")] = 1.0,
+    max_input_len: Annotated[int | None, typer.Option(help="Truncate longer prompts of a trace.", min=1)] = None,
+    max_output_len: Annotated[int | None, typer.Option(help="Limit longer outputs of a trace.", min=1)] = None,
+    skip_broken_lines: Annotated[bool, typer.Option(help="Skip broken lines of a trace.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate the full output length.")] = True,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0, max=2)] = 0.0,
     goodput: Annotated[
-        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
+        list[str] | None, typer.Option(help="Limits of a good request: ttft:MS tpot:MS e2el:MS.", metavar="SLO ...")
     ] = None,
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, with commas.")] = "99",
-    num_warmups: Annotated[int, typer.Option(help="Requests ahead of the run that are not counted.", min=0)] = 0,
-    request_timeout_s: Annotated[float, typer.Option(help="A request without its end by then failed.", min=1)] = 3600,
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, separated by commas.")] = "99",
+    num_warmups: Annotated[int, typer.Option(help="Requests before the run that are not counted.", min=0)] = 0,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="Seconds after which a request is cancelled and counted as failed.", min=1)
+    ] = 3600,
     processes: Annotated[
         int | None, typer.Option(help="Generator processes. Default: 1; 2 from 1000/s.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
-    label: Annotated[str, typer.Option(help="What the result is called.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the workload.", min=0)] = 0,
+    label: Annotated[str, typer.Option(help="Name of the measurement in the result.")] = "",
     save_result: Annotated[bool, typer.Option(help="Write the result to a file.")] = False,
-    save_detailed: Annotated[bool, typer.Option(help="As --save-result, whose file has every request.")] = False,
-    result_dir: Annotated[Path, typer.Option(help="Where to.")] = Path(),
-    result_filename: Annotated[str, typer.Option(help="Its name. Default: of backend, rate, model and time.")] = "",
+    save_detailed: Annotated[
+        bool, typer.Option(help="Same as --save-result, whose file always has every request.")
+    ] = False,
+    result_dir: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path(),
+    result_filename: Annotated[
+        str, typer.Option(help="Name of the result file. Default: made of backend, rate, model and time.")
+    ] = "",
     report: ReportOption = None,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", "--no-progress", help="No progress bar.")] = False,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Put a load on an endpoint and measure it, with the flags and the keys of `vllm bench serve`.
+    """Put a load on an endpoint and measure latency and throughput, with the flags and keys of `vllm bench serve`.
 
-    Requests are sent when they are planned, whatever became of those before (open loop), and latencies count from
-    then; with --max-concurrency and no rate, when a place is free (closed loop). Ctrl-C keeps what there is.
+    Requests are sent at their planned times, whatever became of those before (open loop), and latencies count from
+    these times. With --max-concurrency and no rate, a request is sent when one before it has ended (closed loop).
+    Ctrl-C ends the run early; the results until then are kept.
     """
     from baton.bench.load.endpoint import Target
     from baton.bench.load.run import LoadPlan, run_load
@@ -159,7 +174,7 @@ def serve(
             seed=seed,
         )
         total = count_requests(workload)
-    address, url_path, is_tls = _where(backend, base_url, host, port, endpoint, run_dir)
+    address, url_path, is_tls = _locate_endpoint(backend, base_url, host, port, endpoint, run_dir)
     target = Target(
         backend=backend.value,
         address=address,
@@ -174,7 +189,7 @@ def serve(
         tls_ca=str(default_access.get().tls_ca or ""),
     )
     plan = LoadPlan(
-        _served(target, workload),
+        _probed(target, workload),
         workload,
         processes or (2 if 1000 <= request_rate < float("inf") else 1),
         max_concurrency,
@@ -216,17 +231,17 @@ def _finish(
 
 
 def raise_exit(run: LoadRun, result: dict[str, Any]) -> None:
-    """With what a run's end means to a script."""
+    """Exits with an error if the run was interrupted, lost its endpoint, or had no answer."""
     if run.was_interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
     if run.is_unreachable:
         raise typer.Exit(ExitCode.UNREACHABLE)
     if not result["completed"]:
-        raise BatonError("no request was answered")
+        raise BatonError("no request was answered; the errors are listed above")
 
 
 def result_path(folder: Path, name: str, plan: LoadPlan, now: datetime) -> Path:
-    """Where a result goes; without a name, one of backend, rate, model and time in the folder."""
+    """The path of a result; without a name it is made of backend, rate, model and time."""
     path = folder / name
     if name and not path.is_dir():
         return path
@@ -236,7 +251,7 @@ def result_path(folder: Path, name: str, plan: LoadPlan, now: datetime) -> Path:
 
 
 def print_rows(lines: Sequence[tuple[str, str]]) -> None:
-    """As vLLM does."""
+    """Prints names and values in vLLM's layout."""
     say(f"{' Serving Benchmark Result ':=^{_WIDTH}}")
     for name, value in lines:
         if value:
@@ -246,17 +261,17 @@ def print_rows(lines: Sequence[tuple[str, str]]) -> None:
     say("=" * _WIDTH)
 
 
-def _where(
+def _locate_endpoint(
     backend: Backend, base_url: str, host: str, port: int, endpoint: str, run_dir: Path | None
 ) -> tuple[str, str, bool]:
-    """Address, path and whether it is TLS."""
+    """Returns address, path, and whether the endpoint uses TLS."""
     default_path = {Backend.OPENAI: "/v1/completions", Backend.OPENAI_CHAT: "/v1/chat/completions"}.get(backend, "")
     if base_url:
         if backend is Backend.BATON:
-            raise ClientUsageError("--base-url is of an OpenAI endpoint: add --backend openai")
+            raise ClientUsageError("--base-url needs an OpenAI endpoint: add --backend openai")
         url = urlsplit(base_url if "//" in base_url else f"//{base_url}")
-        if url.path.strip("/") not in ("", "v1"):  # OpenAI's own clients want the v1 there
-            raise ClientUsageError(f"--base-url has the path {url.path!r}: only --endpoint may have one")
+        if url.path.strip("/") not in ("", "v1"):  # OpenAI's own clients expect the v1 there
+            raise ClientUsageError(f"--base-url has the path {url.path!r}; give the path with --endpoint")
         is_tls = url.scheme == "https"
         try:
             found = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
@@ -274,43 +289,46 @@ def _where(
     return address, endpoint or default_path, bool(state.certs)
 
 
-def _served(target: Target, workload: WorkloadSpec) -> Target:
-    """The target as it is served; raises Unreachable, and a usage error for prompts that it can't take."""
+def _probed(target: Target, workload: WorkloadSpec) -> Target:
+    """Completes the target; raises Unreachable, and a usage error for prompts that the model can't take."""
     from baton.bench.load.probe import probe
 
     served = probe(target)
-    most = served.max_model_len
+    limit = served.max_model_len
     asked = workload.random_input_len + workload.random_output_len
-    if workload.dataset == "random" and most is not None and asked > most:
-        raise ClientUsageError(f"{target.address} takes {most} tokens, prompt and output together, not {asked}")
+    if workload.dataset == "random" and limit is not None and asked > limit:
+        raise ClientUsageError(
+            f"{target.address} takes at most {limit} tokens, prompt and output together; the workload has {asked}: "
+            "lower --random-input-len or --random-output-len"
+        )
     return served.target
 
 
 def count_requests(workload: WorkloadSpec) -> int:
-    """How many it has; raises InvalidRequest."""
+    """Counts a workload's requests; raises InvalidRequest for a broken trace and for an empty workload."""
     built = workload.build()
     count = len(built)  # reads a trace to its end, so that a broken line is found before anything runs
     skipped = getattr(built, "num_skipped", 0)
     if skipped:
-        note(f"{skipped} broken lines of {workload.dataset_path} are left out")
+        note(f"{skipped} broken lines of {workload.dataset_path} are skipped")
     if not count:
-        raise InvalidRequest("--dataset-path", "there is no request in it")
+        raise InvalidRequest("--dataset-path", f"{workload.dataset_path} contains no request")
     return count
 
 
 def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
-    """Of --goodput's words, and of those that follow it on the command line; raises a usage error."""
+    """The SLO of --goodput and of the arguments that follow it on the command line; raises a usage error."""
     from baton.bench.results.slo import Slo
 
     if more and not goodput:
-        raise ClientUsageError(f"what is {more[0]!r}?")
+        raise ClientUsageError(f"unexpected argument {more[0]!r}; limits of an SLO follow --goodput")
     with usage_errors():
         return Slo.parse([word for words in (*(goodput or ()), *(more or ())) for word in words.split()])
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """What is wrong with the command line, or a file that it names, is bad usage."""
+    """Turns InvalidRequest and OSError into usage errors: the command line, or a file that it names, is wrong."""
     try:
         yield
     except InvalidRequest as error:
@@ -321,7 +339,7 @@ def usage_errors() -> Iterator[None]:
 
 def _percentiles(text: str) -> list[float]:
     def broken() -> NoReturn:
-        raise InvalidRequest("--metric-percentiles", f"{text!r} is not numbers from 0 to 100 with commas")
+        raise InvalidRequest("--metric-percentiles", f"{text!r} is not a list of numbers from 0 to 100")
 
     try:
         found = [float(word) for word in text.split(",")]
@@ -332,7 +350,7 @@ def _percentiles(text: str) -> list[float]:
 
 @contextlib.contextmanager
 def show_progress(total: int, is_wanted: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr, where somebody looks."""
+    """Shows a progress bar if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

@@ -29,26 +29,29 @@ def validate(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     load: Annotated[
         list[float] | None,
-        typer.Option(help="Share of what it can do, which is measured first; may be repeated. Default: 0.2, 0.4, 0.6."),
+        typer.Option(
+            help="Load as a share of the capacity, which is measured first; may be repeated. Default: 0.2, 0.4, 0.6."
+        ),
     ] = None,
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 256,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 48,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.5,
-    run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each load, at most.", min=1)] = 90.0,
-    rounds: Annotated[int, typer.Option(help="Stretches of each load, which take turns.", min=1)] = 3,
-    budget_s: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=30)] = 570.0,
+    run_s: Annotated[float, typer.Option(help="Largest number of seconds of arrivals at each load.", min=1)] = 90.0,
+    rounds: Annotated[int, typer.Option(help="Short runs of each load, interleaved with the others.", min=1)] = 3,
+    budget_s: Annotated[float, typer.Option(help="Seconds that the whole command may take.", min=30)] = 570.0,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
-    seed: Annotated[int, typer.Option(help="Of the load.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Hold the simulator against real processes: the same requests at the same times, live and simulated.
+    """Compare the simulator with real processes that get the same requests at the same times.
 
-    Loads take turns in short stretches. What steps cost is fitted from what nodes measured at the other loads and in
-    single requests; OWN STEPS has the ratio if the load's own steps are known, OTHERS the largest share of the machine
-    that other processes had. Run it on an otherwise idle machine with a core for every node.
+    Loads are measured in short, interleaved runs. The simulator's step times are fitted to what nodes measured at the
+    other loads and in single requests. OWN STEPS is the ratio if they are fitted to the load's own steps, too. OTHERS
+    is the largest share of the machine that other processes used. Run it on an otherwise idle machine with a core for
+    every node.
     """
     from baton.bench.arrangement import Arrangement
     from baton.bench.results.result_file import without_outcomes

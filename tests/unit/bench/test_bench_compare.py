@@ -1,4 +1,4 @@
-"""Comparing arrangements: what is started, what is tried next, and what is said of it."""
+"""Comparing arrangements: what is started, which rates are tried, and what the result says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import Arrangement, chosen
+from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, RateRun, common_rate, seed_of
 from baton.bench.compare.report import compare_result, ratios, verdict
 from baton.bench.compare.run import Comparison
-from baton.bench.compare.turns import CompareConfig, Measured, RateRun, common_rate, seed_of
 from baton.bench.load.load import GeneratorLoad
 from baton.bench.load.run import LoadRun
 from baton.bench.nodes.run import NodesRun
@@ -25,39 +25,39 @@ from baton.errors import InvalidRequest
 
 
 def searched(search: GoodputSearch, limit: float) -> list[float]:
-    """Rates up to the limit are kept."""
+    """Runs a search on a machine that meets the SLO up to the rate `limit`; returns the rates that were tried."""
     tried = []
     while not search.is_over:
         tried.append(search.rate)
-        search.tried(search.rate <= limit)
+        search.add_result(search.rate <= limit)
     return tried
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 def test_the_search_ends_within_a_tenth_of_the_limit(first: float, limit: float) -> None:
-    search = GoodputSearch(first, tolerance=0.1, most_tries=40)
+    search = GoodputSearch(first, tolerance=0.1, max_tries=40)
     searched(search, limit)
-    assert search.goodput <= limit < search.bound
-    assert search.bound <= search.goodput * 1.1
+    assert search.goodput <= limit < search.upper_bound
+    assert search.upper_bound <= search.goodput * 1.1
 
 
 @given(st.lists(st.booleans(), min_size=20, max_size=20), st.integers(1, 20))
-def test_whatever_comes_the_search_ends_with_a_rate_that_was_kept(kept: list[bool], most_tries: int) -> None:
-    search = GoodputSearch(3.0, most_tries=most_tries)
+def test_whatever_comes_the_search_ends_with_a_rate_that_was_kept(kept: list[bool], max_tries: int) -> None:
+    search = GoodputSearch(3.0, max_tries=max_tries)
     tried = []
     for answer in kept:
         if search.is_over:
             break
         tried.append((search.rate, answer))
-        search.tried(answer)
+        search.add_result(answer)
     assert search.is_over
-    assert len(tried) <= most_tries
+    assert len(tried) <= max_tries
     assert search.goodput == max((rate for rate, answer in tried if answer), default=0.0)
-    assert search.goodput < search.bound
+    assert search.goodput < search.upper_bound
 
 
 def test_a_limit_that_nobody_keeps_is_a_goodput_of_nothing() -> None:
-    search = GoodputSearch(8.0, most_tries=4)
+    search = GoodputSearch(8.0, max_tries=4)
     assert searched(search, 0.0) == [8, 4, 2, 1]
     assert search.goodput == 0
 
@@ -81,18 +81,18 @@ def test_arrangements_have_the_same_nodes() -> None:
             chosen(names, nodes)
 
 
-def test_all_are_compared_where_the_weakest_still_keeps_it() -> None:
+def test_the_common_rate_is_the_lowest_goodput() -> None:
     assert common_rate([4.0, 2.0, 8.0], 9.0) == 2
     assert common_rate([0.0, 2.0], 0.5) == 0.5
     assert common_rate([0.0, 2.0], float("inf")) == 2
 
 
-def test_no_two_runs_have_a_load_in_common() -> None:
+def test_no_two_loads_have_the_same_seed() -> None:
     assert len({seed_of(comparison, run) for comparison in range(3) for run in range(100)}) == 300
     assert seed_of(0, 7) == 7
 
 
-def test_ratios_are_of_what_was_measured_in_turn() -> None:
+def test_ratios_are_of_pairs_that_were_measured_in_turn() -> None:
     assert ratios([4.0, 6.0], [2.0, 2.0]) == [2, 3]
     assert ratios([4.0, 6.0], [0.0, 2.0]) == [3]
 
@@ -105,11 +105,11 @@ def rate_run(repeat: int, rate: float, gap_s: float) -> RateRun:
     return RateRun(repeat, rate, summary, NodesRun(run, {}, {}, 0))
 
 
-def test_a_comparison_says_ratios_with_their_spread() -> None:
+def test_a_comparison_has_ratios_with_their_spread() -> None:
     arrangements = chosen(["colocated", "1p1d"], 2)
     measured = [
-        Measured(arrangements[0], {"decode-0": 0, "decode-1": 1}, [2.0, 2.0, 4.0]),
-        Measured(arrangements[1], {"decode-0": 0, "prefill-0": 1}, [6.0, 8.0, 8.0]),
+        MeasuredArrangement(arrangements[0], {"decode-0": 0, "decode-1": 1}, [2.0, 2.0, 4.0]),
+        MeasuredArrangement(arrangements[1], {"decode-0": 0, "prefill-0": 1}, [6.0, 8.0, 8.0]),
     ]
     measured[1].runs.append(rate_run(0, 16.0, 0.1))
     for repeat in range(3):
@@ -136,15 +136,15 @@ def test_a_comparison_says_ratios_with_their_spread() -> None:
 
 def test_without_a_goodput_there_is_no_ratio() -> None:
     arrangements = chosen(["colocated", "1p1d"], 2)
-    measured = [Measured(arrangements[0], {}, [0.0]), Measured(arrangements[1], {}, [1.0])]
+    measured = [MeasuredArrangement(arrangements[0], {}, [0.0]), MeasuredArrangement(arrangements[1], {}, [1.0])]
     config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
     comparison = Comparison(Slo(tpot_ms=50), {}, measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
     assert result["goodput_ratio"] is None
-    assert "kept the SLO at no rate" in verdict(result)[0]
+    assert "did not keep the SLO at any rate" in verdict(result)[0]
 
 
-def test_spans_inside_are_never_longer_than_the_clients_wait() -> None:
+def test_times_in_the_cluster_that_are_longer_than_the_clients_wait_are_counted() -> None:
     outcomes = Outcomes()
     outcomes.append(Outcome(0, 0.0, 1.0, 1.5, 2.0, 8, 2, [0.5], queue_s=0.2, prefill_s=0.3))
     assert impossible_spans(outcomes) == 0

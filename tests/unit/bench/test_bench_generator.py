@@ -1,4 +1,4 @@
-"""The load generator against endpoints that answer at once: what it wrote down is what it was to send and what came."""
+"""The load generator: when it sends requests, and that the outcomes it records are what the endpoint answered."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def request(index: int, arrival_s: float = 0.0) -> WorkloadRequest:
 
 @dataclass
 class FakeEndpoint:
-    """Remembers what was sent and when; answers when it is told to."""
+    """Keeps what was sent and when; answers at once, with an error, or when the test calls the listeners."""
 
     sent: list[tuple[bytes, float]] = field(default_factory=list)
     listeners: list[Listener] = field(default_factory=list)
     answer: str | None = "at once"
-    """None: not before somebody calls the listeners; at once; or an error."""
+    """"at once"; an error message; or None: the test calls the listeners."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: list[bytes] = field(default_factory=list)
 
     async def listener(self, number: int) -> Listener:
-        """Whoever waits for this one of the answers, once it was sent."""
+        """The listener of the request with this number, once that was sent."""
         while len(self.listeners) <= number:
             self.changed.clear()
             await self.changed.wait()
@@ -87,12 +87,12 @@ async def run(endpoint: FakeEndpoint, requests: list[WorkloadRequest], max_open:
     return generator
 
 
-async def test_requests_are_sent_when_they_are_due_and_late_ones_keep_their_time() -> None:
+async def test_requests_are_sent_when_due_and_late_ones_keep_their_planned_time() -> None:
     requests = [request(0, 0.0), request(1, 0.02), request(2, 0.03)]
     endpoint = FakeEndpoint()
     generator = Generator(endpoint, None)
     now = asyncio.get_running_loop().time()
-    await generator.run(sessions(requests), now - 0.025)  # two of them are late already
+    await generator.run(sessions(requests), now - 0.025)  # the first two are late already
     planned = generator.outcomes.planned_s
     assert planned.tolist() == pytest.approx([0.0, 0.02, 0.03])
     assert (generator.outcomes.sent_s >= planned).all()
@@ -101,7 +101,7 @@ async def test_requests_are_sent_when_they_are_due_and_late_ones_keep_their_time
     assert generator.progress.completed == 3
 
 
-async def test_a_closed_loop_sends_the_next_when_a_place_is_free() -> None:
+async def test_a_closed_loop_sends_the_next_request_when_one_has_ended() -> None:
     endpoint = FakeEndpoint(answer=None)
     generator = Generator(endpoint, 2)
     running = asyncio.create_task(generator.run(sessions([request(i) for i in range(4)]), 0.0))
@@ -120,7 +120,7 @@ async def test_a_closed_loop_sends_the_next_when_a_place_is_free() -> None:
     assert (outcomes.planned_s[2:] <= outcomes.sent_s[2:]).all()
 
 
-async def test_turns_wait_for_those_before_and_a_failed_one_ends_its_session() -> None:
+async def test_a_turn_waits_for_the_one_before_and_a_failed_turn_ends_its_session() -> None:
     workload = MultiTurn(SteadyArrivals(1e6), 2, 3, first_length=5, turn_length=5, output_length=4)
     endpoint = FakeEndpoint(answer=None)
     generator = Generator(endpoint, None)
@@ -138,7 +138,7 @@ async def test_turns_wait_for_those_before_and_a_failed_one_ends_its_session() -
     assert generator.outcomes.errors == {"broken": 1}
 
 
-async def test_stopping_forgets_what_is_open() -> None:
+async def test_stopping_drops_open_requests() -> None:
     endpoint = FakeEndpoint(answer=None)
     generator = Generator(endpoint, None)
     running = asyncio.create_task(generator.run(sessions([request(0), request(1, 1e6)]), 0.0))
@@ -150,7 +150,7 @@ async def test_stopping_forgets_what_is_open() -> None:
     assert generator.progress.open == 1
 
 
-async def test_a_run_ends_when_nobody_is_there_any_more() -> None:
+async def test_a_run_ends_when_the_endpoint_has_become_unreachable() -> None:
     generator = await run(FakeEndpoint(answer=f"{UNREACHABLE}: gone"), [request(i) for i in range(1000)])
     assert generator.progress.is_unreachable
     assert len(generator.outcomes) == 20
@@ -159,7 +159,7 @@ async def test_a_run_ends_when_nobody_is_there_any_more() -> None:
     assert generator.outcomes.errors == {"full": 100}
 
 
-async def test_who_waits_no_longer_says_so() -> None:
+async def test_a_request_that_times_out_is_cancelled() -> None:
     endpoint = FakeEndpoint(answer=None)
     generator = Generator(endpoint, None, request_timeout_s=0.01)
     await generator.run(sessions([request(0), request(1)]), 0.0)
@@ -167,7 +167,7 @@ async def test_who_waits_no_longer_says_so() -> None:
     assert generator.outcomes.errors == {"no answer in time": 2}
 
 
-async def test_an_answer_without_a_token_has_failed() -> None:
+async def test_an_answer_without_a_token_counts_as_failed() -> None:
     endpoint = FakeEndpoint(answer=None)
     generator = Generator(endpoint, None)
     running = asyncio.create_task(generator.run(sessions([request(0)]), 0.0))
@@ -175,10 +175,10 @@ async def test_an_answer_without_a_token_has_failed() -> None:
     listener.on_end(None, Usage(20, 0))
     listener.on_end("twice", None)
     await running
-    assert generator.outcomes.errors == {"no token came": 1}
+    assert generator.outcomes.errors == {"no token arrived": 1}
 
 
-def test_processes_share_sessions_and_places() -> None:
+def test_sessions_and_concurrency_are_shared_among_processes() -> None:
     requests = [replace(request(i), session=i // 3) for i in range(12)]
     parts = [list(share_of(sessions(requests), process, 3)) for process in range(3)]
     found = sorted(one.index for part in parts for session in part for one in session)
@@ -190,14 +190,14 @@ def test_processes_share_sessions_and_places() -> None:
 
 
 class InterruptedSpec(WorkloadSpec):
-    """Whoever sends it to a generator hears Ctrl-C just before that generator is there."""
+    """Raises SIGINT when it is serialized, just before the generator process that gets it is started."""
 
     def to_json(self) -> dict[str, Any]:
         signal.raise_signal(signal.SIGINT)
         return super().to_json()
 
 
-def test_ctrl_c_while_generators_start_is_heard_by_all_of_them() -> None:
+def test_ctrl_c_while_generators_start_stops_all_of_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody_answers:
         target = replace(TARGET, address=f"127.0.0.1:{nobody_answers.getsockname()[1]}")
         ran = run_load(LoadPlan(target, InterruptedSpec(num_prompts=50), limit_s=5.0))
@@ -210,7 +210,7 @@ def test_no_two_runs_have_a_request_id_in_common() -> None:
     assert len(ids) == 8
 
 
-def test_a_generator_says_when_it_is_what_was_measured() -> None:
+def test_a_late_or_busy_generator_is_the_bottleneck() -> None:
     assert not GeneratorLoad(2, lag_p99_ms=3.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
     assert "250 ms late" in GeneratorLoad(2, lag_p99_ms=250.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
     assert not GeneratorLoad(2, lag_p99_ms=250.0, cpu_share=0.4, cpu_peak=0.6, tolerated_ms=700.0).bottleneck
@@ -218,14 +218,14 @@ def test_a_generator_says_when_it_is_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("took_s", "is_bottleneck"), [(0.1, True), (5.0, False)])
-def test_lateness_is_held_against_what_was_measured(took_s: float, is_bottleneck: bool) -> None:
+def test_lateness_is_compared_with_the_measured_latency(took_s: float, is_bottleneck: bool) -> None:
     outcomes = Outcomes()
     for index in range(10):
         outcomes.append(Outcome(index, 0.0, 0.3, 0.3 + took_s, 0.3 + took_s, 5, 1))
     assert bool(GeneratorLoad.of(outcomes, [0.1], [0.2]).bottleneck) is is_bottleneck
 
 
-async def test_a_generator_that_is_asked_for_too_much_says_so() -> None:
+async def test_a_generator_that_can_not_keep_up_says_so() -> None:
     spec = WorkloadSpec(num_prompts=3000, request_rate=1e6, random_input_len=64, random_output_len=2)
     async with canned_endpoint(2) as address:
         target = replace(TARGET, address=address)
@@ -249,7 +249,7 @@ async def through_grpc(tokens: int, status: int = 0) -> Generator:
         return generator
 
 
-async def test_a_stream_over_grpc_is_written_down() -> None:
+async def test_the_outcome_of_a_grpc_stream_is_recorded() -> None:
     generator = await through_grpc(tokens=6)
     outcomes = generator.outcomes
     assert outcomes.errors == {}
@@ -262,14 +262,14 @@ async def test_a_stream_over_grpc_is_written_down() -> None:
     assert outcomes.queue_s.tolist() == pytest.approx([1e-4] * 30)
 
 
-async def test_a_refusal_over_grpc_is_told_in_the_servers_words() -> None:
+async def test_a_refusal_over_grpc_has_the_servers_status_and_message() -> None:
     generator = await through_grpc(tokens=6, status=14)
     assert generator.outcomes.errors == {"UNAVAILABLE: no room!": 30}
     assert not generator.progress.is_unreachable
 
 
 class Silent(asyncio.Protocol):
-    """A connection that nobody answers on."""
+    """A server that accepts connections and never answers."""
 
     def __init__(self, transports: list[asyncio.BaseTransport]) -> None:
         self._transports = transports
@@ -279,7 +279,7 @@ class Silent(asyncio.Protocol):
 
 
 class Mute(asyncio.Protocol):
-    """A server that never answers; it notes what its client does in the end."""
+    """A server that never answers, and records how its client ends the request."""
 
     def __init__(self, done: list[str], heard: asyncio.Event) -> None:
         self._done = done
@@ -288,7 +288,7 @@ class Mute(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # HTTP/2's first word: settings, none
+        transport.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # HTTP/2's first frame: empty SETTINGS
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -304,9 +304,9 @@ class Mute(asyncio.Protocol):
         self._heard.set()
 
 
-@pytest.mark.parametrize(("make", "says"), [(GrpcEndpoint, "reset"), (HttpEndpoint, "left")])
+@pytest.mark.parametrize(("make", "expected"), [(GrpcEndpoint, "reset"), (HttpEndpoint, "left")])
 async def test_a_request_without_an_answer_in_time_is_cancelled_at_the_server(
-    make: type[GrpcEndpoint | HttpEndpoint], says: str
+    make: type[GrpcEndpoint | HttpEndpoint], expected: str
 ) -> None:
     done: list[str] = []
     heard = asyncio.Event()
@@ -317,14 +317,14 @@ async def test_a_request_without_an_answer_in_time_is_cancelled_at_the_server(
     generator = Generator(endpoint, None, request_timeout_s=0.01)
     await generator.run(sessions([request(0)]), asyncio.get_running_loop().time())
     await heard.wait()
-    assert done == [says]
+    assert done == [expected]
     assert generator.outcomes.errors == {"no answer in time": 1}
     endpoint.close()
     server.close()
 
 
 class CountedEndpoint(GrpcEndpoint):
-    """Says when so many requests were sent."""
+    """Sets an event when `count` requests were sent."""
 
     def __init__(self, target: Target, count: int) -> None:
         super().__init__(target)
@@ -340,7 +340,7 @@ class CountedEndpoint(GrpcEndpoint):
 
 
 async def test_connections_that_break_are_made_again() -> None:
-    """However many requests were open on them: somebody is there."""
+    """However many requests were open on them, the endpoint does not count as unreachable."""
     silent: list[asyncio.BaseTransport] = []
     server = await asyncio.get_running_loop().create_server(
         lambda: Silent(silent) if len(silent) < 2 else CannedEndpoint(6, 0), "127.0.0.1", 0
@@ -379,7 +379,7 @@ async def through_http(answer: bytes, cuts: list[int], *, is_chat: bool = False,
 
 @pytest.mark.parametrize("is_chat", [False, True])
 @pytest.mark.parametrize("piece", [1, 7, 40, 100_000])
-async def test_a_stream_over_http_is_written_down_however_it_is_cut(is_chat: bool, piece: int) -> None:
+async def test_the_outcome_of_an_http_stream_is_recorded_however_it_is_split(is_chat: bool, piece: int) -> None:
     answer = sse_answer(4, is_chat=is_chat)
     generator = await through_http(answer, list(range(piece, len(answer), piece)), is_chat=is_chat)
     outcomes = generator.outcomes
@@ -390,7 +390,7 @@ async def test_a_stream_over_http_is_written_down_however_it_is_cut(is_chat: boo
 
 
 @pytest.mark.parametrize(
-    ("answer", "story"),
+    ("answer", "message"),
     [
         (plain_answer(503, '{"error": {"message": "full"}}'), "HTTP 503: full"),
         (plain_answer(404, "nothing here"), "HTTP 404: nothing here"),
@@ -398,17 +398,17 @@ async def test_a_stream_over_http_is_written_down_however_it_is_cut(is_chat: boo
         (plain_answer(200, "data: {}\n\n"), "the stream ended without [DONE]"),
     ],
 )
-async def test_what_goes_wrong_over_http_is_told(answer: bytes, story: str) -> None:
-    assert (await through_http(answer, [])).outcomes.errors == {story: 6}
+async def test_errors_over_http_have_the_servers_message(answer: bytes, message: str) -> None:
+    assert (await through_http(answer, [])).outcomes.errors == {message: 6}
 
 
 async def test_an_answer_that_is_not_http_ends_its_request() -> None:
     generator = await through_http(b"SSH-2.0-x\r\n\r\n", [], closes=True)
-    assert list(generator.outcomes.errors) == ["not an answer in HTTP: 'SSH-2.0-x'"]
+    assert list(generator.outcomes.errors) == ["the answer is not HTTP: 'SSH-2.0-x'"]
 
 
 @pytest.mark.parametrize("endpoint", [GrpcEndpoint, HttpEndpoint])
-async def test_nobody_there_is_unreachable(endpoint: type[GrpcEndpoint | HttpEndpoint]) -> None:
+async def test_a_refused_connection_is_unreachable(endpoint: type[GrpcEndpoint | HttpEndpoint]) -> None:
     async with canned_http(b"") as (address, _):
         pass
     with pytest.raises(Unreachable, match="can't be reached"):
@@ -416,17 +416,17 @@ async def test_nobody_there_is_unreachable(endpoint: type[GrpcEndpoint | HttpEnd
 
 
 class ShortLived(ThreadingHTTPServer):
-    """An OpenAI endpoint that answers so many requests and then is gone, with whoever listened at its address."""
+    """An OpenAI endpoint that answers a number of requests and then closes its port."""
 
     daemon_threads = True
 
     def __init__(self, answers: int) -> None:
-        super().__init__(("127.0.0.1", 0), OneOfManyAnswers)
+        super().__init__(("127.0.0.1", 0), ShortLivedHandler)
         self.left = answers
         self.lock = threading.Lock()
 
 
-class OneOfManyAnswers(BaseHTTPRequestHandler):
+class ShortLivedHandler(BaseHTTPRequestHandler):
     server: ShortLived
 
     def do_GET(self) -> None:
@@ -447,7 +447,7 @@ class OneOfManyAnswers(BaseHTTPRequestHandler):
         pass
 
 
-def test_what_came_before_an_endpoint_went_away_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_outcomes_until_an_endpoint_went_away_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     server = ShortLived(answers=12)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     path = tmp_path / "partial.json"
@@ -468,7 +468,7 @@ def result_errors(result: dict[str, Any]) -> list[str]:
     return [error for error in result["arrangements"][0]["rates"][0]["outcomes"]["error"] if error is not None]
 
 
-def test_a_result_goes_into_its_folder_whether_that_is_there_or_not(tmp_path: Path) -> None:
+def test_a_result_is_written_into_its_folder_which_need_not_exist(tmp_path: Path) -> None:
     plan = LoadPlan(replace(TARGET, model="some/model"), WorkloadSpec(request_rate=2.0))
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     named = "baton-2qps-some-model-20260102-030405.json"
@@ -479,21 +479,21 @@ def test_a_result_goes_into_its_folder_whether_that_is_there_or_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "story"),
+    ("words", "message"),
     [
         (["--base-url", "http://127.0.0.1:1/v1"], "add --backend openai"),
         (["--backend", "openai", "--base-url", "http://127.0.0.1:1/api"], "--endpoint"),
         (["--backend", "openai", "--base-url", "http://127.0.0.1:x"], "--base-url"),
         (["--seed", "-1"], "--seed"),
-        (["ttft:500"], "what is 'ttft:500'?"),
+        (["ttft:500"], "unexpected argument 'ttft:500'"),
         (["--goodput", "ttft:5 tbt:3"], "'tbt:3' is not one of"),
     ],
 )
-def test_what_can_not_be_meant_is_bad_usage(words: list[str], story: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_usage_errors(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *words]) == 2
-    assert story in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
-def test_a_url_may_have_the_v1_that_openais_clients_want(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_base_url_may_end_in_v1_as_for_openais_clients(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--backend", "openai", "--base-url", "http://127.0.0.1:1/v1/"]) == 5
     assert "127.0.0.1:1 can't be reached" in capfd.readouterr().err

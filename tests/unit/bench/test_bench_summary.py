@@ -1,4 +1,4 @@
-"""Numbers of a run: numpy's over the same requests, by vLLM's definitions; and the file that holds them."""
+"""Summaries of runs equal what numpy computes by vLLM's definitions; result files are read as they were written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gathered(many: list[Outcome]) -> Outcomes:
 
 
 @given(st.lists(outcome(), max_size=12), st.floats(0.1, 50), st.floats(1.0, 1e5), st.floats(1.0, 1e5))
-def test_a_summary_is_what_numpy_says(many: list[Outcome], duration: float, ttft_ms: float, tpot_ms: float) -> None:
+def test_a_summary_equals_numpys(many: list[Outcome], duration: float, ttft_ms: float, tpot_ms: float) -> None:
     summary = summarize(gathered(many), duration, Slo(ttft_ms, tpot_ms), (50, 99))
     ended = [one for one in many if one.error is None and one.first_token_s is not None]
     ttfts = [((one.first_token_s or 0) - one.planned_s) * 1e3 for one in ended]
@@ -67,7 +67,7 @@ def test_a_summary_is_what_numpy_says(many: list[Outcome], duration: float, ttft
 
 
 @given(st.lists(st.floats(2e-6, 1e4), min_size=1, max_size=300), st.floats(0, 100))
-def test_gaps_are_counted_to_half_a_thousandth(values: list[float], percent: float) -> None:
+def test_percentiles_of_gaps_are_exact_to_half_a_thousandth(values: list[float], percent: float) -> None:
     gaps = Gaps()
     gaps.add(values[: len(values) // 2])
     other = Gaps()
@@ -82,7 +82,7 @@ def test_gaps_are_counted_to_half_a_thousandth(values: list[float], percent: flo
 
 
 @given(st.lists(outcome(), max_size=8), st.lists(outcome(), max_size=8))
-def test_what_several_processes_wrote_down_comes_together(some: list[Outcome], others: list[Outcome]) -> None:
+def test_outcomes_of_several_processes_are_merged(some: list[Outcome], others: list[Outcome]) -> None:
     together = gathered(some)
     together.extend(Outcomes.from_bytes(gathered(others).to_bytes()))
     alone = gathered(some + others)
@@ -91,14 +91,14 @@ def test_what_several_processes_wrote_down_comes_together(some: list[Outcome], o
     assert list(together.error_texts()) == [one.error for one in some + others]
 
 
-def test_nodes_keep_their_names_when_outcomes_come_together() -> None:
+def test_node_names_and_errors_survive_merging() -> None:
     mine = gathered([Outcome(0, 0, 0, 1, 1, 1, 1, prefill_node="a", decode_node="b")])
     mine.extend(gathered([Outcome(1, 0, 0, 1, 1, 1, 1, prefill_node="b", decode_node="c", error="x")]))
     assert list(mine.node_names()) == [("a", "b"), ("b", "c")]
     assert list(mine.error_texts()) == [None, "x"]
 
 
-def test_the_generators_lateness_counts() -> None:
+def test_latencies_include_the_generators_lateness() -> None:
     summary = summarize(gathered([Outcome(0, 1.0, 3.0, 3.5, 4.0, 5, 2, [0.5])]), 4.0)
     assert summary["mean_ttft_ms"] == pytest.approx(2500)
     assert summary["mean_e2el_ms"] == pytest.approx(3000)
@@ -111,13 +111,13 @@ def test_attainment_is_over_offered_requests() -> None:
     assert summarize(outcomes, 1.0, Slo(ttft_ms=20), offered=4)["attainment"] == 0.25
 
 
-def test_parts_of_the_first_tokens_time_add_up() -> None:
+def test_parts_of_the_time_to_first_token_add_up() -> None:
     outcomes = gathered([Outcome(0, 0.0, 0.0, 0.5, 1.0, 5, 2, [0.5], queue_s=0.125, prefill_s=0.25)])
     assert ttft_parts(outcomes) == {"queue": 125, "prefill": 250, "rest": 125}
     assert ttft_parts(gathered([Outcome(0, 0.0, 0.0, 0.5, 1.0, 5, 2, [0.5])])) is None
 
 
-def test_service_levels_are_read_as_vllm_writes_them() -> None:
+def test_slos_are_parsed_as_in_vllm() -> None:
     assert Slo.parse(["ttft:250", "tpot:100.5"]) == Slo(250, 100.5)
     assert not Slo.parse([])
     assert Slo(10, None, 5).scaled(2) == Slo(20, None, 10)
@@ -136,11 +136,11 @@ def test_service_levels_are_read_as_vllm_writes_them() -> None:
         (["--base-url", "http://host:8000"], ["--base-url", "http://host:8000"]),
     ],
 )
-def test_a_result_tells_no_secrets_of_its_command(words: list[str], shown: list[str]) -> None:
+def test_the_command_in_a_result_has_no_secrets(words: list[str], shown: list[str]) -> None:
     assert without_secrets(words) == shown
 
 
-def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     result = new_result("serve", {"seed": 1}, [{"name": "x", "rates": []}], 1, "2026-01-01T00:00:00+00:00")
     path = tmp_path / "there" / "result.json"
     write_result(path, result)
@@ -149,7 +149,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": "baton.bench/1", "kind": "x"}', "\xff"])
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_result_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "result.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(InvalidRequest, match=r"result\.json"):

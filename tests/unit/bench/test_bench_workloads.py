@@ -218,7 +218,7 @@ def test_lengths_may_be_cut_and_the_begin_of_a_trace_may_do() -> None:
         (mooncake_line(1, 5, 3), "hash_ids is not a list"),
         (mooncake_line(1, 5, [], True), "output_length is not a whole number"),
         (mooncake_line(float("nan"), 5, []), "timestamp is nan"),
-        (mooncake_line(0.5, 5, []), "it is earlier than the line before"),
+        (mooncake_line(0.5, 5, []), "its timestamp is earlier than that of the line before"),
     ],
 )
 def test_a_broken_mooncake_line_is_named(line: str, story: str) -> None:

@@ -1,17 +1,17 @@
-"""A node's steps on the harness's clock: ages at the answers, whatever the node's clock shows."""
+"""Node timelines: a node's steps and reads are placed on this process's clock, whatever the node's clock shows."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.bench.nodes.timeline import Interval, NodeTimeline, moves_of, stretches
+from baton.bench.nodes.timeline import Interval, NodeTimeline, merge_decode_steps, reads_of
 from baton.messages.ids import AttemptKey
 from baton.messages.node import StepFigures
 from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
 
 KEY, OTHER = AttemptKey("a", 1, 1), AttemptKey("b", 1, 1)
 NODE_S = 5000.0
-"""What the node's clock is ahead of the harness's, which nobody knows."""
+"""How far the node's clock is ahead of this process's; the code under test does not know it."""
 
 
 def step(seq: int, ended_s: float, step_ms: float, prefill: int, decodes: int) -> TraceStep:
@@ -26,7 +26,7 @@ def answer(at_s: float, *steps: TraceStep, events: tuple[TraceEvent, ...] = ()) 
     return NodeTrace(int((NODE_S + at_s) * 1e9), events, steps)
 
 
-def test_steps_are_placed_by_the_answer_that_came_fastest() -> None:
+def test_the_fastest_answer_sets_the_clock_offset() -> None:
     timeline = NodeTimeline()
     timeline.skip(answer(9.0, step(1, 8.5, 10, 4, 0)))
     assert (timeline.after, timeline.steps_after) == (0, 1)
@@ -36,12 +36,12 @@ def test_steps_are_placed_by_the_answer_that_came_fastest() -> None:
     assert [one.ended_s for one in timeline.steps] == pytest.approx([9.901, 10.101, 10.201])
     assert [one.kind for one in timeline.steps] == ["prefill", "mixed", "decode"]
     assert timeline.steps_after == 4
-    shares = timeline.busy(10.001, 10.201)
+    shares = timeline.busy_shares(10.001, 10.201)
     assert shares == pytest.approx({"mixed": 0.5, "decode": 0.5}, rel=1e-3)
     assert timeline.rows(9.0)[0] == [pytest.approx(0.801), pytest.approx(0.901), "prefill", 16]
 
 
-def test_another_incarnation_has_a_clock_and_numbers_of_its_own() -> None:
+def test_another_incarnation_has_its_own_clock_and_sequence_numbers() -> None:
     timeline = NodeTimeline()
     timeline.add(10.0, answer(10.0, step(7, 9.9, 100, 16, 0)))
     assert timeline.steps[0].ended_s == pytest.approx(9.9)
@@ -51,7 +51,7 @@ def test_another_incarnation_has_a_clock_and_numbers_of_its_own() -> None:
     assert [one.ended_s for one in timeline.steps] == pytest.approx([9.9, 19.0])
 
 
-def test_reads_are_from_their_begin_to_their_end() -> None:
+def test_reads_are_from_their_start_event_to_their_end_event() -> None:
     events = (
         event(1, 1.0, "read_started"),
         event(2, 1.1, "read_started", OTHER),
@@ -62,17 +62,17 @@ def test_reads_are_from_their_begin_to_their_end() -> None:
         event(7, 1.6, "read_done", KEY, 300),
         event(8, 1.7, "read_done", KEY, 400),
     )
-    moves = moves_of(events, -NODE_S)
-    assert [(move.began_s, move.ended_s, move.num_bytes) for move in moves] == [
+    reads = reads_of(events, -NODE_S)
+    assert [(read.began_s, read.ended_s, read.num_bytes) for read in reads] == [
         *((pytest.approx(1.0), pytest.approx(1.3), 100), (pytest.approx(1.1), pytest.approx(1.4), 200)),
         (pytest.approx(1.2), pytest.approx(1.6), 300),
     ]
 
 
-def test_many_decode_steps_become_a_stretch_each() -> None:
+def test_decode_steps_that_follow_each_other_are_merged() -> None:
     steps = [Interval(n * 0.01, n * 0.01 + 0.0095, "decode", 2) for n in range(5)]
     steps += [Interval(0.05, 0.06, "mixed", 9), Interval(0.06, 0.07, "decode", 2), Interval(0.5, 0.6, "decode", 1)]
-    assert stretches(steps) == [
+    assert merge_decode_steps(steps) == [
         *(Interval(0.0, 0.0495, "decode", 10), Interval(0.05, 0.06, "mixed", 9)),
         *(Interval(0.06, 0.07, "decode", 2), Interval(0.5, 0.6, "decode", 1)),
     ]

@@ -332,7 +332,7 @@ def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
         (["--arrangement", "2x2"], "neither colocated"),
         (["--find-goodput"], "needs --goodput"),
         (["--fail", "decode-9@3"], "no node is called decode-9"),
-        (["--preset", "mooncake"], "where is its file"),
+        (["--preset", "mooncake"], "needs its file"),
         (["--request-rate", "0"], "not above 0"),
         (["--burstiness", "-1"], "not above 0"),
         (["--fail", "decode-0@1.2.3"], "is not NODE@SECONDS"),

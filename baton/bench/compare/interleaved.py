@@ -1,6 +1,6 @@
-"""Runs loads on arrangements in turn, and looks for the goodput of each. Time and the running are arguments.
+"""Runs loads on arrangements in turn, and searches the goodput of each. Clock and runner are arguments.
 
-All arrangements are given the same load: they share no cache, so the same prompts are as new to each of them.
+All arrangements get the same load: they share no cache, so the same prompts are new to each of them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
 
 _CALIBRATION_REQUESTS = 6
 _CALIBRATION_SHARE = 0.2
-"""Of the time that there is, at most."""
+"""Largest share of the time budget for calibration."""
 _WARM_UPS = 2
 _TAIL_S = 1.0
-"""More than a service level's own time, until a run ends that waits for requests to break it."""
+"""Added to the longest time that the SLO allows, before a run ends without the requests that broke it."""
 _UNLIMITED_TAIL = 3.0
-"""Times what a single request takes, where the service level limits no request's whole time."""
+"""Multiple of a single request's time, if the SLO does not limit a request's whole time."""
 _KNOWN_STEP = 1.25
-"""How a search begins where another one ended."""
-_MOST_RUNS = 1 << 20
-"""Of one comparison: two with different seeds have no load in common."""
+"""Step of a search that starts at the goodput of an earlier repetition."""
+_MAX_LOADS = 1 << 20
+"""Largest number of loads in a comparison: comparisons with different seeds have no load in common."""
 
-Note = Callable[[str], None]
-Run = Callable[[int, LoadPlan], NodesRun]
+Report = Callable[[str], None]
+"""Shows a line of progress."""
+RunLoad = Callable[[int, LoadPlan], NodesRun]
+"""Runs a load on the arrangement with this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompareConfig:
-    """What to compare, and how long."""
+    """What to compare, with which load, for how long."""
 
     arrangements: Sequence[Arrangement]
     model_dir: Path
     dtype: str
     workload: WorkloadSpec
-    """Its rate and number of requests are chosen here."""
+    """Its rate and number of requests are replaced in each run."""
     slo: Slo | None
     """None: twice the undisturbed time per output token, and `ttft_factor` times the undisturbed first token."""
     ttft_factor: float = 5.0
@@ -56,53 +58,53 @@ class CompareConfig:
     """Share of the offered requests that must keep the SLO."""
     repeats: int = 3
     run_s: float = 15.0
-    """Seconds of arrivals of a run; less where the budget has no time for that."""
-    most_tries: int = 8
+    """Seconds of arrivals in a run; fewer if the budget is too small."""
+    max_tries: int = 8
     budget_s: float = float("inf")
-    """From the first process's start to the last one's end."""
-    least_prompts: int = 10
-    """Of a run, however low its rate; fewer where the budget has no time for them."""
+    """Seconds from the first process's start to the last one's end."""
+    min_prompts: int = 10
+    """Smallest number of requests in a run, however low its rate; fewer if the budget is too small."""
     up_flags: Sequence[str] = ()
-    """More flags of `baton up`, for all of them."""
+    """More flags of `baton up`, for all arrangements."""
 
 
 @dataclass(frozen=True, slots=True)
 class RateRun:
-    """One run at one rate."""
+    """A run of one arrangement at one rate."""
 
     repeat: int
     rate: float
     summary: Summary
     watched: NodesRun
-    kept_from: float = 0.9
-    """The attainment that was asked for."""
+    target: float = 0.9
+    """Attainment from which the SLO counts as met."""
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredArrangement:
     """All runs of one arrangement."""
 
     arrangement: Arrangement
     cores: Mapping[str, int]
     goodputs: list[float] = field(default_factory=list)
-    """Of each repetition, requests per second."""
+    """Goodput of each repetition, requests per second."""
     runs: list[RateRun] = field(default_factory=list)
     common: list[RateRun] = field(default_factory=list)
-    """Of each repetition, at the rate that all arrangements are compared at."""
+    """The run of each repetition at the rate at which all arrangements are compared."""
 
 
 def default_slo(undisturbed: Summary, ttft_factor: float) -> Slo:
-    """From what a single request takes."""
+    """An SLO from the latency of a single request."""
     return Slo(undisturbed["median_ttft_ms"] * ttft_factor, undisturbed["median_tpot_ms"] * 2)
 
 
 def first_rate(undisturbed: Summary, nodes: int) -> float:
-    """Half of what the nodes could do if requests did not disturb each other, and shared nothing."""
+    """Half of the rate that the nodes could serve one request at a time."""
     return float(0.5 * nodes / max(1e-3, undisturbed["median_e2el_ms"] / 1e3))
 
 
 def longest_kept_s(slo: Slo, output_length: int, undisturbed: Summary) -> float:
-    """What a request takes at most that keeps the service level."""
+    """The longest time that a request may take within the SLO, in seconds."""
     limits_ms = []
     if slo.e2el_ms is not None:
         limits_ms.append(slo.e2el_ms)
@@ -112,37 +114,37 @@ def longest_kept_s(slo: Slo, output_length: int, undisturbed: Summary) -> float:
 
 
 def seed_of(comparison: int, load: int) -> int:
-    """Of a load, from the comparison's seed. The same twice would ask for prompts that caches know by now."""
-    return comparison * _MOST_RUNS + load
+    """The seed of a load, from the comparison's seed. A seed used twice would find its prompts in the caches."""
+    return comparison * _MAX_LOADS + load
 
 
-class Turns:
-    """Runs loads, one at a time."""
+class InterleavedRuns:
+    """Runs loads on several arrangements, one at a time."""
 
     def __init__(
         self,
         config: CompareConfig,
-        measured: Sequence[Measured],
+        measured: Sequence[MeasuredArrangement],
         targets: Sequence[Target],
-        say: Note,
+        report: Report,
         deadline_s: float,
         clock: Clock,
-        run: Run,
+        run_load: RunLoad,
     ) -> None:
-        """`deadline_s`: on the clock, when the last run has to be over. `run`: a load on that arrangement."""
+        """`deadline_s`: when the last run must have ended, on the clock."""
         self._config = config
         self._measured = measured
         self._targets = targets
-        self._say = say
+        self._report = report
         self._deadline_s = deadline_s
         self._clock = clock
-        self._run_load = run
-        self._pace = Pace(config.run_s, config.least_prompts, 0.0, deadline_s)
+        self._run_load = run_load
+        self._pace = Pace(config.run_s, config.min_prompts, 0.0, deadline_s)
         self._slo = Slo()
         self._num_loads = 0
 
     def calibrate(self) -> Summary:
-        """Single requests, one after the other; every arrangement is warm afterwards."""
+        """Measures single requests, one after the other; every arrangement is warm afterwards."""
         summaries = []
         left_s = self._deadline_s - self._clock.monotonic()
         for number, target in enumerate(self._targets):
@@ -154,16 +156,16 @@ class Turns:
         return summaries[0]
 
     def search_all(self, slo: Slo, undisturbed: Summary) -> BatonError | None:
-        """Repetitions, each a search on every arrangement, step by step in turn. Returns what ended it early."""
+        """Repeats a goodput search on all arrangements, step by step in turn. Returns what ended it early, if any."""
         config = self._config
         tail_s = longest_kept_s(slo, config.workload.random_output_len, undisturbed) + _TAIL_S
-        self._pace = Pace(config.run_s, config.least_prompts, tail_s, self._deadline_s)
+        self._pace = Pace(config.run_s, config.min_prompts, tail_s, self._deadline_s)
         self._slo = slo
         longest = 0.0
         for repeat in range(config.repeats):
             since = self._clock.monotonic()
             if repeat and since + longest > self._deadline_s:
-                self._say(f"out of time after {repeat} of {config.repeats} repetitions")
+                self._report(f"out of time after {repeat} of {config.repeats} repetitions")
                 break
             try:
                 self._search(repeat, undisturbed)
@@ -179,7 +181,7 @@ class Turns:
     def _search(self, repeat: int, undisturbed: Summary) -> None:
         searches = [self._new_search(one, undisturbed) for one in self._measured]
         try:
-            self._find(repeat, searches)
+            self._find_goodputs(repeat, searches)
             self._compare_at_one_rate(repeat, searches)
         except BatonError:
             if not repeat:  # better than nothing, and the result says that it is not complete
@@ -188,14 +190,14 @@ class Turns:
                         one.goodputs.append(search.goodput)
             raise
 
-    def _new_search(self, one: Measured, undisturbed: Summary) -> GoodputSearch:
+    def _new_search(self, one: MeasuredArrangement, undisturbed: Summary) -> GoodputSearch:
         if known := median(one.goodputs) if one.goodputs else 0.0:
-            return GoodputSearch(known, most_tries=self._config.most_tries, step=_KNOWN_STEP)
-        return GoodputSearch(first_rate(undisturbed, one.arrangement.num_nodes), most_tries=self._config.most_tries)
+            return GoodputSearch(known, max_tries=self._config.max_tries, step=_KNOWN_STEP)
+        return GoodputSearch(first_rate(undisturbed, one.arrangement.num_nodes), max_tries=self._config.max_tries)
 
-    def _find(self, repeat: int, searches: Sequence[GoodputSearch]) -> None:
-        """Round by round every search that is not over tries its next rate."""
-        rounds_left = self._config.most_tries
+    def _find_goodputs(self, repeat: int, searches: Sequence[GoodputSearch]) -> None:
+        """Runs rounds in which every search that has not ended tries its next rate."""
+        rounds_left = self._config.max_tries
         while rounds_left and (numbers := [n for n, search in enumerate(searches) if not search.is_over]):
             seed, has_run = self._next_seed(), False
             for place, number in enumerate(numbers):
@@ -205,18 +207,18 @@ class Turns:
                     continue
                 ran = self._run(number, repeat, search.rate, length, seed)
                 self._measured[number].runs.append(ran)
-                search.tried(ran.summary["attainment"] >= self._config.attainment)
+                search.add_result(ran.summary["attainment"] >= self._config.attainment)
                 has_run = True
             if not has_run:
                 break
             rounds_left -= 1
-        if not any(search.goodput or search.bound < math.inf for search in searches):
-            raise DeadlineExceeded("no time is left to measure anything")
+        if not any(search.goodput or search.upper_bound < math.inf for search in searches):
+            raise DeadlineExceeded("the time budget ended before anything was measured")
         for one, search in zip(self._measured, searches, strict=True):
             one.goodputs.append(search.goodput)
 
     def _length(self, rate: float, rounds_left: int, num_searches: int, place: int) -> RunLength | None:
-        """Of the next run, in as many rounds as there is time for; the runs at one rate follow in any case."""
+        """The next run's length, with as many rounds left as there is time for beside the runs at the common rate."""
         now_s, num_common = self._clock.monotonic(), len(self._measured)
         for rounds in range(rounds_left, 0, -1):
             runs_left = rounds * num_searches - place + num_common
@@ -225,10 +227,10 @@ class Turns:
         return None
 
     def _compare_at_one_rate(self, repeat: int, searches: Sequence[GoodputSearch]) -> None:
-        rate = common_rate([search.goodput for search in searches], min(search.bound for search in searches))
-        length = self._pace.length(rate, self._clock.monotonic(), len(searches), looks_at_all=True)
+        rate = common_rate([search.goodput for search in searches], min(search.upper_bound for search in searches))
+        length = self._pace.length(rate, self._clock.monotonic(), len(searches), waits_for_slow=True)
         if length is None:
-            self._say(f"no time left for a comparison at {rate:.2f}/s")
+            self._report(f"no time left for a comparison at {rate:.2f}/s")
             return
         seed = self._next_seed()
         for number, one in enumerate(self._measured):
@@ -244,23 +246,23 @@ class Turns:
         if run.is_unreachable:
             raise Unreachable(f"{arrangement} went away during a run at {rate:.2f} requests/s")
         summary = summarize(run.outcomes, run.duration_s, self._slo, offered=length.prompts)
-        self._say(
+        self._report(
             f"{repeat + 1}. {arrangement} at {rate:.2f}/s: "
-            f"{summary['attainment']:.0%} of {length.prompts} kept it, P99 TTFT {summary['p99_ttft_ms']:.0f} ms, "
+            f"{summary['attainment']:.0%} of {length.prompts} kept the SLO, P99 TTFT {summary['p99_ttft_ms']:.0f} ms, "
             f"P99 TPOT {summary['p99_tpot_ms']:.1f} ms, P99 gap {summary['p99_largest_gap_ms']:.0f} ms"
         )
         return RateRun(repeat, rate, summary, watched, config.attainment)
 
     def _next_seed(self) -> int:
-        """Of the next load, which all arrangements are given: they share no cache."""
+        """The seed of the next load, which all arrangements get."""
         self._num_loads += 1
         return seed_of(self._config.workload.seed, self._num_loads)
 
 
-def common_rate(goodputs: Sequence[float], lowest_broken: float) -> float:
-    """Where all are compared: what the weakest keeps, or if that is nothing, what it did not keep."""
+def common_rate(goodputs: Sequence[float], lowest_failed: float) -> float:
+    """The rate at which all arrangements are compared: the lowest goodput, or if that is 0, a rate that failed."""
     weakest = min(goodputs)
-    return weakest or min([lowest_broken, *(goodput for goodput in goodputs if goodput)])
+    return weakest or min([lowest_failed, *(goodput for goodput in goodputs if goodput)])
 
 
 def _checked(run: LoadRun) -> Summary:
@@ -268,5 +270,5 @@ def _checked(run: LoadRun) -> Summary:
         raise KeyboardInterrupt
     summary = summarize(run.outcomes, run.duration_s)
     if not summary["completed"]:
-        raise BatonError(f"no request was answered: {next(iter(run.outcomes.errors), 'no error either')}")
+        raise BatonError(f"no request was answered: {next(iter(run.outcomes.errors), 'none ended in time')}")
     return summary

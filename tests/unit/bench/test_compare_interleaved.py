@@ -1,4 +1,4 @@
-"""Arrangements taking turns on a machine that is a formula: the search ends in time, and nothing found is lost."""
+"""Interleaved goodput searches on a simulated machine: they end in time, and keep what was measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import chosen
-from baton.bench.compare.pace import AROUND_S, Pace
+from baton.bench.compare.interleaved import CompareConfig, InterleavedRuns, MeasuredArrangement, default_slo
+from baton.bench.compare.pace import OVERHEAD_S, Pace
 from baton.bench.compare.report import compare_result, verdict
 from baton.bench.compare.run import Comparison
-from baton.bench.compare.turns import CompareConfig, Measured, Turns, default_slo
 from baton.bench.load.endpoint import Target
 from baton.bench.load.load import GeneratorLoad
 from baton.bench.load.run import LoadPlan, LoadRun
@@ -31,14 +31,14 @@ NAMES = ("colocated", "1p1d")
 
 @dataclass
 class FormulaMachine:
-    """Runs loads in no time: arrangements keep any service level up to a rate, and none above it."""
+    """Simulates loads on a manual clock: an arrangement keeps any SLO up to its capacity, and none above it."""
 
     clock: FakeClock
     capacities: Sequence[float]
     lone_s: float = 2.0
-    """What a request takes that nobody disturbs."""
+    """Latency of a single request."""
     starts_s: float = 2.0
-    """What a generator takes to start."""
+    """Time that a generator takes to start."""
     dies_in_run: float = math.inf
     plans: list[LoadPlan] = field(default_factory=list)
 
@@ -63,22 +63,22 @@ class FormulaMachine:
 
 
 def compared(machine: FormulaMachine, config: CompareConfig, deadline_s: float = math.inf) -> Comparison:
-    measured = [Measured(one, {}) for one in config.arrangements]
+    measured = [MeasuredArrangement(one, {}) for one in config.arrangements]
     targets = [Target("baton", str(number)) for number in range(len(measured))]
-    turns = Turns(config, measured, targets, lambda _: None, deadline_s, machine.clock, machine.run)
-    undisturbed = turns.calibrate()
+    runs = InterleavedRuns(config, measured, targets, lambda _: None, deadline_s, machine.clock, machine.run)
+    undisturbed = runs.calibrate()
     slo = default_slo(undisturbed, config.ttft_factor)
-    return Comparison(slo, undisturbed, measured, turns.search_all(slo, undisturbed))
+    return Comparison(slo, undisturbed, measured, runs.search_all(slo, undisturbed))
 
 
 def config_of(repeats: int = 3, run_s: float = 15.0, tries: int = 8) -> CompareConfig:
     workload = WorkloadSpec(random_input_len=512, random_output_len=TOKENS)
     return CompareConfig(
-        chosen(NAMES, 2), Path("model"), "auto", workload, None, repeats=repeats, run_s=run_s, most_tries=tries
+        chosen(NAMES, 2), Path("model"), "auto", workload, None, repeats=repeats, run_s=run_s, max_tries=tries
     )
 
 
-def test_the_goodput_of_each_is_found_and_both_get_the_same_load() -> None:
+def test_each_goodput_is_found_and_all_arrangements_get_the_same_load() -> None:
     machine = FormulaMachine(FakeClock(), (0.8, 2.0))
     found = compared(machine, config_of())
     assert found.failure is None
@@ -99,19 +99,19 @@ def test_the_goodput_of_each_is_found_and_both_get_the_same_load() -> None:
     lone_s=st.floats(0.01, 20),
     capacities=st.tuples(st.floats(0.001, 50), st.floats(0.001, 50)),
     started_s=st.floats(1, 500),
-    starts_s=st.floats(0.1, AROUND_S),
+    starts_s=st.floats(0.1, OVERHEAD_S),
 )
-def test_a_budget_is_kept_whatever_the_machine_is_like(
+def test_the_time_budget_is_kept_on_any_machine(
     lone_s: float, capacities: tuple[float, float], started_s: float, starts_s: float
 ) -> None:
     clock = FakeClock(started_s)
     machine = FormulaMachine(clock, capacities, lone_s, starts_s)
     try:
         found = compared(machine, config_of(run_s=30, tries=5), deadline_s=440.0)
-    except BatonError:  # not even single requests had their end in their share
-        assert clock.monotonic() <= max(440.0, started_s + 2 * (AROUND_S + 1.0))
+    except BatonError:  # not even single requests ended in their share of the time
+        assert clock.monotonic() <= max(440.0, started_s + 2 * (OVERHEAD_S + 1.0))
         return
-    assert clock.monotonic() <= max(440.0, started_s + 2 * (AROUND_S + 1.0))
+    assert clock.monotonic() <= max(440.0, started_s + 2 * (OVERHEAD_S + 1.0))
     if isinstance(found.failure, DeadlineExceeded):
         assert not any(one.goodputs for one in found.measured)
     else:
@@ -119,8 +119,8 @@ def test_a_budget_is_kept_whatever_the_machine_is_like(
         assert all(one.goodputs for one in found.measured)
 
 
-def test_the_quick_comparison_of_the_documented_load_has_all_its_runs() -> None:
-    """Two cores, 0.5b, 512 and 64 tokens: a single request takes some two seconds, starting all nodes a minute."""
+def test_the_quick_comparison_of_the_documented_load_has_time_for_all_its_runs() -> None:
+    """Two cores, 0.5b, 512 and 64 tokens: a single request takes about two seconds, starting all nodes a minute."""
     clock = FakeClock(60.0)
     found = compared(FormulaMachine(clock, (0.5, 1.1), 2.2), config_of(run_s=30, tries=5), deadline_s=440.0)
     assert found.failure is None
@@ -147,8 +147,8 @@ def test_what_was_measured_is_kept_when_an_arrangement_dies(finished: int) -> No
     assert sum(len(one["rates"]) for one in result["arrangements"]) == len(machine.plans) - 1 - len(NAMES)
 
 
-def test_a_run_waits_as_long_as_a_request_can_keep_its_level() -> None:
-    pace = Pace(run_s=10, least_prompts=8, tail_s=5, deadline_s=100)
+def test_a_run_waits_as_long_as_a_request_within_the_slo_can_take() -> None:
+    pace = Pace(run_s=10, min_prompts=8, tail_s=5, deadline_s=100)
     alone = pace.length(2.0, 0.0, 1)
     assert alone is not None
     assert (alone.prompts, alone.limit_s) == (20, 15)
@@ -159,6 +159,6 @@ def test_a_run_waits_as_long_as_a_request_can_keep_its_level() -> None:
     assert shared is not None
     assert (shared.prompts, shared.limit_s) == (4, 7)
     assert pace.length(2.0, 50.0, 10) is None
-    patient = pace.length(2.0, 0.0, 1, looks_at_all=True)
+    patient = pace.length(2.0, 0.0, 1, waits_for_slow=True)
     assert patient is not None
     assert patient.limit_s == 17

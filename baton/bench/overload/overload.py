@@ -1,11 +1,11 @@
-"""What a cluster does with ten times its capacity: what it still serves, how it refuses, and how soon it is well again.
+"""Offers a cluster ten times its capacity: what it still serves, how it refuses, and how soon it recovers.
 
-A cluster of simulated nodes is started whose capacity is small, so that ten times as much leaves room for the load
-generator. Its capacity is measured with a closed loop first. Then three loads run beside each other, all open loops:
-the probe, a tenth of the capacity, from before the overload until well after it; and two tenants during the overload,
-of which one asks for nine tenths of it. That one has a quota of half of what runs at once.
+The cluster has simulated nodes with a small capacity, so that ten times as much is little work for the load generator.
+The capacity is measured with a closed loop first. Then three open loops run at the same time: the probe, with a tenth
+of the capacity, from before the overload until well after it; and two tenants during the overload. One of them, the
+greedy one, sends nine tenths of the load; its quota is half of the requests that may run at once.
 
-Each request tells the router how long its first token may take; the same limits decide what counts as good.
+Each request names its limit for the time to first token; the same limit decides what counts as good.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TARGET_GOODPUT = 0.8
 TARGET_REFUSAL_S = 0.05
 TARGET_RECOVERY_S = 30.0
 WINDOW_S = 10.0
-"""Goodput is counted in windows of this length, from the begin of the overload."""
-NORMAL = 1.25
-"""Latency is normal again when the median of a window is at most so many times that from before."""
+"""Goodput is counted in windows of this length, from the start of the overload."""
+NORMAL_FACTOR = 1.25
+"""Latency is normal if a window's median is at most this multiple of the median before the overload."""
 NORMAL_WINDOW_S = 5.0
 GREEDY, MODEST, PROBE = "greedy", "modest", "probe"
 _GREEDY_SHARE = 0.9
@@ -50,7 +50,7 @@ _CAPACITY_WARM_UP_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class OverloadConfig:
-    """Times in seconds, limits in milliseconds."""
+    """Parameters of a run; times are in seconds, limits in milliseconds."""
 
     backend: str = "baton"
     """baton (gRPC) or openai (HTTP)."""
@@ -69,12 +69,12 @@ class OverloadConfig:
 
     @property
     def slo(self) -> Slo:
-        """What is good."""
+        """The limits of a good request."""
         return Slo(self.ttft_slo_ms, self.tpot_slo_ms)
 
     @property
     def run_at_once(self) -> int:
-        """What the one decode node is given at once: what it runs, and a headroom; see
+        """Requests that the decode node gets at once: those that it runs, and some more; see
         `router.admission.admission.is_full`.
         """
         return self.max_num_seqs + max(2, self.max_num_seqs // 8)
@@ -82,21 +82,21 @@ class OverloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """The requests that were turned away, all tenants together."""
+    """Requests that were refused, all tenants together."""
 
     count: int
     typed: int
-    """RESOURCE_EXHAUSTED or UNAVAILABLE, 429 or 503."""
+    """Refusals with RESOURCE_EXHAUSTED or UNAVAILABLE, 429 or 503."""
     with_retry_after: int
     p50_s: float
     p99_s: float
     max_s: float
-    """From when they were to be sent."""
+    """Times count from the planned time of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadReport:
-    """What came of it. Rates are good requests per second."""
+    """The result of a run. Rates are requests per second."""
 
     config: OverloadConfig
     capacity: float
@@ -106,19 +106,18 @@ class OverloadReport:
     tenants: Mapping[str, Mapping[str, float]]
     refusals: Refusals
     failed: Mapping[str, int]
-    """Requests that failed otherwise, by what was told."""
+    """Requests that failed without being refused, by error."""
     normal_ttft_s: float
     recovery_s: float | None
-    """After the end of the overload; None: not within the time that was watched."""
+    """Time from the end of the overload until latency was normal; None: it was not while watched."""
     probe: Sequence[tuple[float, float]]
-    """For the plot: when a request of the probe was to be sent, from the begin of the overload on, and its time to the
-    first token."""
+    """For the plot: planned time of each probe request, from the start of the overload, and its time to first token."""
     generator_late_ms: float
-    """The 99th percentile over the busiest generator."""
+    """How late the latest of the generators sent its requests, 99th percentile."""
 
     @property
     def peak(self) -> float:
-        """The most goodput that was ever seen, of the capacity run too."""
+        """The highest goodput of all windows and of the capacity run."""
         return max(self.capacity, *self.windows)
 
     @property
@@ -127,7 +126,7 @@ class OverloadReport:
         return min(self.windows) / self.peak
 
     def checks(self) -> list[tuple[str, str, bool]]:
-        """What was promised, what was seen, and whether it holds."""
+        """The checks: what is required, what was measured, and whether it passed."""
         refused, recovery = self.refusals, self.recovery_s
         bad = refused.count - min(refused.typed, refused.with_retry_after)
         return [
@@ -165,7 +164,7 @@ class OverloadReport:
 
 
 def run(config: OverloadConfig) -> OverloadReport:
-    """Start the cluster, put the loads on it. Raises BatonError."""
+    """Starts the cluster and puts the loads on it. Raises BatonError."""
     with tempfile.TemporaryDirectory(prefix="baton-overload-") as home:
         keys = _keys(Path(home) / "keys.json", config)
         flags = (
@@ -216,9 +215,9 @@ def _workload(config: OverloadConfig, rate: float, count: int, seed: int) -> Wor
 
 
 def _capacity(config: OverloadConfig, target: Target) -> float:
-    """Requests per second of a closed loop with as many requests as run at once."""
+    """Requests per second of a closed loop with as many requests as the cluster runs at once."""
     workload = _workload(config, float("inf"), 1_000_000, 1)
-    # They are as many as fit, so none of them has anything to be late for.
+    # There are only as many requests as fit, so they need no limit for the first token.
     plan = LoadPlan(
         replace(target, ttft_slo_ms=None),
         workload,
@@ -229,7 +228,10 @@ def _capacity(config: OverloadConfig, target: Target) -> float:
     finished = outcomes.finished_s[outcomes.is_complete]
     count = int(np.sum((finished >= _CAPACITY_WARM_UP_S) & (finished < _CAPACITY_WARM_UP_S + config.capacity_s)))
     if not count:
-        raise BatonError(f"nothing ended in {config.capacity_s:g} s of a closed loop: {outcomes.errors}")
+        raise BatonError(
+            f"the capacity can't be measured: no request ended in {config.capacity_s:g} s of a closed loop; errors: "
+            f"{outcomes.errors or 'none'}"
+        )
     return count / config.capacity_s
 
 
@@ -248,13 +250,13 @@ def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity:
         delay_s = 0.0 if name == PROBE else config.before_s
         plans.append(LoadPlan(targets[name], workload, delay_s=delay_s))
     runs = dict(zip(rates, asyncio.run(run_concurrently(plans)), strict=True))
-    begun_s = runs[GREEDY].began_s
-    return measured(config, capacity, offered, {name: _shifted(one, begun_s) for name, one in runs.items()})
+    start_s = runs[GREEDY].began_s
+    return evaluate(config, capacity, offered, {name: _shifted(one, start_s) for name, one in runs.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """One load, with times from the begin of the overload on."""
+    """One load whose times count from the start of the overload."""
 
     outcomes: Outcomes
     offset_s: float
@@ -269,21 +271,21 @@ class Shifted:
         return self.outcomes.finished_s + self.offset_s
 
 
-def _shifted(run: LoadRun, begun_s: float) -> Shifted:
+def _shifted(run: LoadRun, start_s: float) -> Shifted:
     late = run.outcomes.sent_s - run.outcomes.planned_s
-    return Shifted(run.outcomes, run.began_s - begun_s, float(np.percentile(late, 99)) * 1e3 if len(late) else 0.0)
+    return Shifted(run.outcomes, run.began_s - start_s, float(np.percentile(late, 99)) * 1e3 if len(late) else 0.0)
 
 
-def measured(config: OverloadConfig, capacity: float, offered: float, loads: Mapping[str, Shifted]) -> OverloadReport:
-    """What the loads say. Pure."""
+def evaluate(config: OverloadConfig, capacity: float, offered: float, loads: Mapping[str, Shifted]) -> OverloadReport:
+    """Computes the report from the outcomes of the loads."""
     good = {name: config.slo.is_met(load.outcomes) for name, load in loads.items()}
     ends = np.concatenate([load.finished_s[good[name]] for name, load in loads.items()])
     edges = np.arange(0.0, config.overload_s + WINDOW_S / 2, WINDOW_S)
     counts, _ = np.histogram(ends, edges)
     refusals, failed = _refusals(loads)
-    trail, is_sound = loads[PROBE], loads[PROBE].outcomes.is_complete
-    ttft = trail.outcomes.ttft_s
-    before = ttft[is_sound & (trail.planned_s < 0)]
+    probed, is_complete = loads[PROBE], loads[PROBE].outcomes.is_complete
+    ttft = probed.outcomes.ttft_s
+    before = ttft[is_complete & (probed.planned_s < 0)]
     normal_s = float(np.median(before)) if len(before) else float("nan")
     return OverloadReport(
         config,
@@ -294,17 +296,17 @@ def measured(config: OverloadConfig, capacity: float, offered: float, loads: Map
         refusals,
         failed,
         normal_s,
-        recovery_s(trail.planned_s, np.where(is_sound, ttft, np.inf), normal_s, config.overload_s, config.after_s),
+        recovery_s(probed.planned_s, np.where(is_complete, ttft, np.inf), normal_s, config.overload_s, config.after_s),
         [
             (round(float(at), 3), round(float(took), 4))
-            for at, took in zip(trail.planned_s[is_sound], ttft[is_sound], strict=True)
+            for at, took in zip(probed.planned_s[is_complete], ttft[is_complete], strict=True)
         ],
         max(load.late_ms for load in loads.values()),
     )
 
 
 def _tenant(config: OverloadConfig, load: Shifted, good: NDArray[np.bool_]) -> dict[str, float]:
-    """One tenant's requests per second, over the time of the overload."""
+    """One tenant's requests per second during the overload."""
     during = (load.planned_s >= 0) & (load.planned_s < config.overload_s)
     return {
         "offered": float(np.sum(during)) / config.overload_s,
@@ -314,7 +316,7 @@ def _tenant(config: OverloadConfig, load: Shifted, good: NDArray[np.bool_]) -> d
 
 
 def _refusals(loads: Mapping[str, Shifted]) -> tuple[Refusals, dict[str, int]]:
-    """The requests that were turned away, and what else went wrong, by error."""
+    """Refused requests, and the number of other failures by error."""
     took: list[float] = []
     typed = with_retry_after = 0
     failed: dict[str, int] = {}
@@ -344,15 +346,16 @@ def recovery_s(
     overload_s: float,
     after_s: float,
 ) -> float | None:
-    """From the end of the overload until latency is normal and stays so; a failed request's `ttft_s` is infinite.
+    """Time from the end of the overload until latency is normal and stays so; None: it does not become normal.
 
-    Windows of NORMAL_WINDOW_S are looked at; where nothing was sent in one there is nothing against it.
+    Latency is compared in windows of NORMAL_WINDOW_S; a window without requests counts as normal. `ttft_s` of failed
+    requests is infinite.
     """
     recovered: float | None = None
     for number in range(round(after_s / NORMAL_WINDOW_S)):
         begin = overload_s + number * NORMAL_WINDOW_S
         inside = ttft_s[(planned_s >= begin) & (planned_s < begin + NORMAL_WINDOW_S)]
-        is_normal = not len(inside) or float(np.median(inside)) <= normal_s * NORMAL
+        is_normal = not len(inside) or float(np.median(inside)) <= normal_s * NORMAL_FACTOR
         if not is_normal:
             recovered = None
         elif recovered is None:

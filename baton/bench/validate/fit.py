@@ -1,10 +1,10 @@
-"""Step times of the simulator's formula from steps that nodes really took. Pure.
+"""Fits the simulator's step time formula to measured steps of real nodes.
 
-A step costs its node the time from the end of the one before it to its own end, also what is done between the two. If
-the node had nothing to do then, what it did is not known, and is taken to be what it mostly is before a step of that
-kind: whoever comes during a step waits for it, too. Nodes of one machine slow each other down: so for each step it is
-known for which share of its time others computed, and how much that costs is fitted with the coefficients. Means are
-what a simulation has to meet: the sum of all steps is what it was.
+A step costs its node the time from the end of the step before it to its own end, including the work between the two. If
+the node was idle in between, that work can't be measured, and the median before steps of the same kind is used instead:
+a request that arrives during a step waits for that work, too. Nodes on one machine slow each other down. Therefore the
+share of its time in which other nodes computed is known for each step, and the slowdown is fitted together with the
+coefficients. A simulation has to reproduce means, so the fitted step times add up to the sum of the measured ones.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from baton.errors import BatonError
 
 Values = NDArray[np.float64]
 
-_MOST_BETWEEN_S = 0.1
-"""Who does nothing for longer between two steps waits for somebody: for KV, or since a client has left."""
+_MAX_BETWEEN_S = 0.1
+"""A node that is idle for longer between two steps is waiting: for KV, or because a client has left."""
 _SLOWDOWNS = np.arange(0, 201) / 100
-"""Among which the best one is looked for."""
+"""The slowdowns that are tried; the best one is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step was made of, and what it cost."""
+    """The work of one step, and its measured time."""
 
     prefill_tokens: int
     decodes: int
     context_tokens: int
     ms: float
     between_ms: float | None = None
-    """What its node did before it since the step before; None: it may have slept."""
+    """Time that the node worked since the end of the step before; None: it may have been idle."""
     beside: float = 0.0
-    """How many other nodes computed meanwhile, on average."""
+    """Average number of other nodes that computed meanwhile."""
 
 
 class Fitted(NamedTuple):
-    """What steps cost."""
+    """The fitted step times."""
 
     times: FormulaTimes
-    """Of a node that is alone; with what is done between two steps."""
+    """Step times of a node that is alone, including the work between two steps."""
     contention: Contention
     before_prompts_ms: float
-    """Of a step with prompts, what is done before it: nobody waits for it whose step is the first one."""
+    """Work before a step with prompts. A request whose step is the first one does not wait for it."""
 
 
 def costs(steps: Sequence[NodeStep], others: Sequence[Sequence[NodeStep]] = ()) -> list[StepCost]:
-    """Of one node's steps, in their order; `others`: those of the machine's other nodes, on the same clock."""
+    """The costs of one node's steps, in order; `others`: steps of the machine's other nodes, on the same clock."""
     between_s = _between_s(steps)
     took_s, ended_s = _took_s(steps, between_s), np.array([step.ended_s for step in steps])
     beside_s = np.zeros(len(steps))
@@ -77,7 +77,7 @@ def costs(steps: Sequence[NodeStep], others: Sequence[Sequence[NodeStep]] = ()) 
 
 
 def costs_of(timelines: Mapping[str, Sequence[NodeStep]]) -> list[StepCost]:
-    """Of all nodes of one machine, by their names."""
+    """The costs of all steps of all nodes of one machine; `timelines` is by node name."""
     return [
         cost
         for name, steps in timelines.items()
@@ -86,13 +86,13 @@ def costs_of(timelines: Mapping[str, Sequence[NodeStep]]) -> list[StepCost]:
 
 
 def _between_s(steps: Sequence[NodeStep]) -> list[float | None]:
-    """Before each step, seconds that the node needed; None: it may have slept."""
+    """Seconds of work before each step; None: the node may have been idle."""
     return [None, *itertools.starmap(_between, itertools.pairwise(steps))][: len(steps)]
 
 
 def _between(earlier: NodeStep, later: NodeStep) -> float | None:
     gap_s = max(0.0, later.began_s - earlier.ended_s)
-    return gap_s if earlier.goes_on and gap_s <= _MOST_BETWEEN_S else None
+    return gap_s if earlier.goes_on and gap_s <= _MAX_BETWEEN_S else None
 
 
 def _took_s(steps: Sequence[NodeStep], between_s: Sequence[float | None]) -> Values:
@@ -100,7 +100,7 @@ def _took_s(steps: Sequence[NodeStep], between_s: Sequence[float | None]) -> Val
 
 
 def _computed(steps: Sequence[NodeStep], until_s: Values) -> Values:
-    """Seconds for which a node computed until then."""
+    """Seconds for which a node computed until each of these times."""
     if not steps:
         return np.zeros(len(until_s))
     edges: list[float] = []
@@ -115,44 +115,46 @@ def _computed(steps: Sequence[NodeStep], until_s: Values) -> Values:
     return np.interp(until_s, edges, totals)
 
 
-def fitted(found: Iterable[StepCost]) -> Fitted:
-    """The formula's coefficients; raises BatonError where one kind of step is missing."""
-    found = list(found)
+def fit(step_costs: Iterable[StepCost]) -> Fitted:
+    """Fits the formula; raises BatonError if there are no steps with prompts, or none with decodes alone."""
+    found = list(step_costs)
     prefill = [one for one in found if one.prefill_tokens and not one.decodes]
     decode = [one for one in found if one.decodes and not one.prefill_tokens]
     if not prefill or not decode:
-        raise BatonError(f"{len(prefill)} steps with prompts and {len(decode)} with streams are too few for a formula")
-    before_prompts_ms, before_streams_ms = _mostly_between_ms(prefill), _mostly_between_ms(decode)
+        raise BatonError(
+            f"{len(prefill)} steps that computed prompts and {len(decode)} that decoded are too few to fit step times"
+        )
+    before_prompts_ms, before_decodes_ms = _median_between_ms(prefill), _median_between_ms(decode)
     prompt_rows = [(1.0, one.prefill_tokens) for one in prefill]
-    of_prompts, prompts_slower = _contended(prompt_rows, prefill, before_prompts_ms)
-    stream_rows = [(1.0, one.context_tokens, one.decodes) for one in decode]
-    of_streams, streams_slower = _contended(stream_rows, decode, before_streams_ms)
+    prefill_ms, prefill_slowdown = _fit_with_contention(prompt_rows, prefill, before_prompts_ms)
+    decode_rows = [(1.0, one.context_tokens, one.decodes) for one in decode]
+    decode_ms, decode_slowdown = _fit_with_contention(decode_rows, decode, before_decodes_ms)
     times = FormulaTimes(
-        prefill_ms=of_prompts[0],
-        prefill_token_ms=of_prompts[1],
+        prefill_ms=prefill_ms[0],
+        prefill_token_ms=prefill_ms[1],
         prefill_square_ms=0.0,
-        decode_ms=of_streams[0],
-        decode_context_ms=of_streams[1],
-        decode_sequence_ms=of_streams[2],
+        decode_ms=decode_ms[0],
+        decode_context_ms=decode_ms[1],
+        decode_sequence_ms=decode_ms[2],
     )
-    return Fitted(times, Contention(prompts_slower, streams_slower), before_prompts_ms)
+    return Fitted(times, Contention(prefill_slowdown, decode_slowdown), before_prompts_ms)
 
 
-def _mostly_between_ms(steps: Sequence[StepCost]) -> float:
+def _median_between_ms(steps: Sequence[StepCost]) -> float:
     known = [one.between_ms for one in steps if one.between_ms is not None]
     return median(known) if known else 0.0
 
 
-def _contended(
-    rows: Sequence[Sequence[float]], steps: Sequence[StepCost], mostly_ms: float
+def _fit_with_contention(
+    rows: Sequence[Sequence[float]], steps: Sequence[StepCost], median_between_ms: float
 ) -> tuple[list[float], float]:
-    """Coefficients of the columns, and how much slower a step is beside a node that computes all the while."""
+    """Returns the columns' coefficients, and the slowdown of a step while another node computes all the time."""
     matrix = np.array(rows, dtype=np.float64)
-    took = np.array([one.ms + (mostly_ms if one.between_ms is None else one.between_ms) for one in steps])
+    took = np.array([one.ms + (median_between_ms if one.between_ms is None else one.between_ms) for one in steps])
     beside = np.array([one.beside for one in steps])
     best: tuple[float, Values, float] | None = None
     for slower in _SLOWDOWNS.tolist() if beside.any() else (0.0,):
-        # Work is done at 1 / (1 + slower) of the speed for that share of the time: so much less than alone.
+        # While the other node computes, this one works at 1 / (1 + slower) of its speed.
         stretch = 1 / np.maximum(0.05, 1 - beside * slower / (1 + slower))
         found = _least_squares(matrix * stretch[:, None], took)
         predicted = (matrix @ found) * stretch
@@ -165,7 +167,7 @@ def _contended(
 
 
 def _least_squares(matrix: Values, wanted: Values) -> Values:
-    """Coefficients of the columns, none below 0: whichever would be is left out."""
+    """Coefficients of the columns by least squares; columns whose coefficient would be negative are left out."""
     kept = list(range(matrix.shape[1]))
     while True:
         part, *_ = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)

@@ -1,4 +1,4 @@
-"""What a validation says: the result file, and lines for a person. Pure."""
+"""The result file and the printed lines of a validation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.bench.results.result_file import Result, new_result
 from baton.bench.results.summary import distributions, summarize, ttft_parts
 from baton.bench.simulator.plan import timeline_rows
 from baton.bench.simulator.router import FirstTokenParts
-from baton.bench.validate.predict import QUIET, LoadPair, Means
+from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means
 from baton.bench.validate.run import Validated
 from baton.errors import BatonError
 
 WITHIN = 0.15
-"""How far simulated means may be from live ones."""
+"""How far simulated means may be from live ones, as a share."""
 COLUMNS = (
     *("MODEL", "RATE/S", "REQUESTS", "TTFT MS", "SIMULATED", "RATIO", "OWN STEPS"),
     *("TPOT MS", "SIMULATED", "RATIO", "OWN STEPS", "OTHERS"),
@@ -24,21 +24,23 @@ COLUMNS = (
 
 
 def compared(pair: LoadPair) -> dict[str, Any]:
-    """Live and simulated means of one load; `own_steps`: simulated with what this very load's steps cost; `others`: the
-    largest share of the machine that strangers had in any stretch of it.
+    """Live and simulated means of one load.
+
+    `own_steps`: simulated with step times fitted to this load. `others`: the largest share of the machine that other
+    processes used in any segment.
     """
     live, simulated, own = _means(pair)
     each = [_means(replace(pair, **parts)) for parts in _parts(pair)]
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "rate": pair.rate,
-        "requests": sum(len(one.outcomes) for one in pair.stretches),
-        "stretches": len(pair.stretches),
-        "others": max(one.strangers for one in pair.stretches),
+        "requests": sum(len(one.outcomes) for one in pair.segments),
+        "stretches": len(pair.segments),
+        "others": max(one.background_share for one in pair.segments),
         "overheads": asdict(pair.overheads),
     }
     for name in ("ttft_ms", "tpot_ms"):
         measured, predicted, known = (getattr(one, name) for one in (live, simulated, own))
-        said[name] = {
+        values[name] = {
             "live": measured,
             "simulated": predicted,
             "ratio": _ratio(predicted, measured),
@@ -46,20 +48,20 @@ def compared(pair: LoadPair) -> dict[str, Any]:
             "own_steps_ratio": _ratio(known, measured),
             "ratio_by_stretch": [_ratio(getattr(theirs, name), getattr(mine, name)) for mine, theirs, _ in each],
         }
-    return said
+    return values
 
 
 def _means(pair: LoadPair) -> tuple[Means, Means, Means]:
-    """Live, simulated, and simulated with its own steps."""
+    """Means of live requests, of simulated ones, and of those simulated with the load's own steps."""
     live, simulated, own = (
-        Means.of(*(one.outcomes for one in runs)) for runs in (pair.stretches, pair.simulated, pair.with_own_steps)
+        Means.of(*(one.outcomes for one in runs)) for runs in (pair.segments, pair.simulated, pair.with_own_steps)
     )
     return live, simulated, own
 
 
 def _parts(pair: LoadPair) -> Iterator[dict[str, Any]]:
-    for live, simulated, own in zip(pair.stretches, pair.simulated, pair.with_own_steps, strict=True):
-        yield {"stretches": [live], "simulated": [simulated], "with_own_steps": [own]}
+    for live, simulated, own in zip(pair.segments, pair.simulated, pair.with_own_steps, strict=True):
+        yield {"segments": [live], "simulated": [simulated], "with_own_steps": [own]}
 
 
 def _ratio(simulated: float, live: float) -> float:
@@ -69,7 +71,10 @@ def _ratio(simulated: float, live: float) -> float:
 def validation_result(
     validated: Sequence[Validated], seed: int, created: str, failed: Mapping[str, BatonError] | None = None
 ) -> Result:
-    """The file's content: both are arrangements, so a report shows them beside each other. `failed`: other models."""
+    """The result file's content. `failed`: errors of models that were not measured.
+
+    Live and simulated are two arrangements, so a report compares them.
+    """
     arrangements = [one for each in validated for one in _arrangements(each)]
     workload = validated[0].config.workload.to_json() if validated else {}
     result = new_result("validate", workload, arrangements, seed, created)
@@ -94,7 +99,7 @@ def validation_result(
 
 
 def rows(result: Result) -> list[list[str]]:
-    """A line for each load of each model."""
+    """Table rows, one for each load of each model."""
     return [
         [
             model["model"],
@@ -110,7 +115,7 @@ def rows(result: Result) -> list[list[str]]:
 
 
 def verdict(result: Result) -> list[str]:
-    """What it comes to, in words."""
+    """The conclusions as sentences."""
     lines = list(result["notes"])
     ratios = [
         (abs(load[name]["ratio"] - 1), f"{model['model']} at {load['rate']:.2f}/s, {name.removesuffix('_ms').upper()}")
@@ -138,16 +143,16 @@ def verdict(result: Result) -> list[str]:
         if _is_noisy(load)
     ]
     if noisy:
-        lines.append(f"others took more than {QUIET:.0%} of the machine meanwhile: {', '.join(noisy)}")
+        lines.append(f"other processes used more than {MAX_BACKGROUND_SHARE:.0%} of the machine: {', '.join(noisy)}")
     return lines
 
 
-def _cells(said: dict[str, float]) -> list[str]:
-    return [f"{said['live']:.2f}", f"{said['simulated']:.2f}", f"{said['ratio']:.2f}", f"{said['own_steps_ratio']:.2f}"]
+def _cells(means: dict[str, float]) -> list[str]:
+    return [f"{means[name]:.2f}" for name in ("live", "simulated", "ratio", "own_steps_ratio")]
 
 
 def _is_noisy(load: Mapping[str, Any]) -> bool:
-    return bool(load["others"] > QUIET)
+    return bool(load["others"] > MAX_BACKGROUND_SHARE)
 
 
 def _arrangements(each: Validated) -> list[dict[str, Any]]:
@@ -159,12 +164,12 @@ def _arrangements(each: Validated) -> list[dict[str, Any]]:
 
 
 def _live(pair: LoadPair) -> dict[str, Any]:
-    """Of all stretches together; pictures over time are those of the first."""
-    runs = [one.live.run for one in pair.stretches]
-    outcomes = _together(run.outcomes for run in runs)
-    offered = sum(one.workload.num_prompts or 0 for one in pair.stretches)
+    """All segments merged; plots over time are those of the first segment."""
+    runs = [one.live.run for one in pair.segments]
+    outcomes = _merged(run.outcomes for run in runs)
+    offered = sum(one.workload.num_prompts or 0 for one in pair.segments)
     summary = summarize(outcomes, sum(run.duration_s for run in runs), offered=offered)
-    first = pair.stretches[0].live
+    first = pair.segments[0].live
     return {
         "rate": pair.rate,
         "summary": summary,
@@ -177,7 +182,7 @@ def _live(pair: LoadPair) -> dict[str, Any]:
 
 
 def _simulated(pair: LoadPair) -> dict[str, Any]:
-    outcomes = _together(one.outcomes for one in pair.simulated)
+    outcomes = _merged(one.outcomes for one in pair.simulated)
     summary = summarize(outcomes, sum(one.duration_s for one in pair.simulated))
     parts = FirstTokenParts()
     for one in pair.simulated:
@@ -191,8 +196,8 @@ def _simulated(pair: LoadPair) -> dict[str, Any]:
     }
 
 
-def _together(runs: Iterable[Outcomes]) -> Outcomes:
-    together = Outcomes()
+def _merged(runs: Iterable[Outcomes]) -> Outcomes:
+    merged = Outcomes()
     for one in runs:
-        together.extend(one)
-    return together
+        merged.extend(one)
+    return merged

@@ -1,4 +1,4 @@
-"""What `baton bench overload` makes of its loads: goodput by window, refusals, tenants, and the time to recover."""
+"""The evaluation of `baton bench overload`: goodput by window, refusals, tenants, and the time to recover."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.bench.overload.overload import (
     OverloadConfig,
     OverloadReport,
     Shifted,
-    measured,
+    evaluate,
     recovery_s,
 )
 from baton.bench.results.outcome import Outcome, Outcomes
@@ -25,7 +25,7 @@ def load(*outcomes: Outcome, offset_s: float = 0.0) -> Shifted:
     taken = Outcomes()
     for outcome in outcomes:
         taken.append(outcome)
-    # As they come from a generator process.
+    # Outcomes arrive in this form from a generator process.
     return Shifted(Outcomes.from_bytes(taken.to_bytes()), offset_s, 1.0)
 
 
@@ -39,14 +39,14 @@ def refused(at_s: float, error: str = "RESOURCE_EXHAUSTED: busy", retry_after_s:
 
 def report(*greedy: Outcome) -> OverloadReport:
     probe = load(*(served(float(at)) for at in range(40)), offset_s=-10.0)
-    return measured(CONFIG, 1.0, 10.0, {GREEDY: load(*greedy), MODEST: load(served(3.0)), PROBE: probe})
+    return evaluate(CONFIG, 1.0, 10.0, {GREEDY: load(*greedy), MODEST: load(served(3.0)), PROBE: probe})
 
 
 def verdicts(found: OverloadReport) -> list[bool]:
     return [ok for _, _, ok in found.checks()]
 
 
-def test_what_is_refused_at_once_and_served_in_time_passes() -> None:
+def test_prompt_refusals_and_answers_within_the_slo_pass() -> None:
     found = report(refused(1.0), refused(2.0, "UNAVAILABLE: full"), refused(2.0, "HTTP 429: busy"))
     assert verdicts(found) == [True] * 5
     assert (found.refusals.count, found.refusals.typed, found.refusals.with_retry_after) == (3, 3, 3)
@@ -55,18 +55,18 @@ def test_what_is_refused_at_once_and_served_in_time_passes() -> None:
     assert found.tenants[MODEST]["good"] == 1 / CONFIG.overload_s
 
 
-def test_a_refusal_without_retry_after_or_without_a_type_is_found() -> None:
+def test_a_refusal_without_retry_after_or_without_a_type_fails() -> None:
     assert verdicts(report(refused(1.0, retry_after_s=None)))[1:3] == [False, True]
     assert verdicts(report(refused(1.0, "INTERNAL: broken", None)))[1:3] == [True, False]
 
 
-def test_late_tokens_are_no_goodput() -> None:
+def test_late_tokens_do_not_count_as_goodput() -> None:
     found = report(*(served(float(at), ttft_s=2.5, length_s=3.0) for at in range(15)))
     assert found.tenants[GREEDY]["completed"] > 0.0
     assert found.tenants[GREEDY]["good"] == 0.0
 
 
-def test_latency_that_comes_back_late_or_never() -> None:
+def test_the_recovery_time_of_latency_that_becomes_normal_late_or_never() -> None:
     planned = np.arange(20.0, 40.0)
     late = np.where(planned < 31.0, 0.5, 0.1)
     assert recovery_s(planned, late, 0.1, 20.0, 20.0) == 10.0

@@ -1,4 +1,4 @@
-"""The simulator held against a cluster that is a formula itself: then both must say the same."""
+"""Validation of the simulator against a cluster that is simulated with a known formula: both must agree."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.shared_host import Contention
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig, simulate
 from baton.bench.simulator.step_times import FormulaTimes
-from baton.bench.validate.fit import costs, costs_of, fitted
-from baton.bench.validate.predict import Predictor, Stretch
+from baton.bench.validate.background_load import ProcBackgroundLoad
+from baton.bench.validate.fit import costs, costs_of, fit
+from baton.bench.validate.predict import Predictor, Segment
 from baton.bench.validate.report import rows, validation_result, verdict
-from baton.bench.validate.run import Bench, ValidateConfig, Validated
-from baton.bench.validate.strangers import ProcStrangers
+from baton.bench.validate.run import ValidateConfig, Validated, Validation
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
@@ -50,8 +50,8 @@ CONFIG = ValidateConfig(
 )
 
 
-class Visitors:
-    """Fake `Strangers`: what they take in each run, in turn; nothing in those that are not named."""
+class FakeBackgroundLoad:
+    """Fake `BackgroundLoad`: the share that other processes use in each run, by the run's number; 0 in all others."""
 
     def __init__(self, shares: Mapping[int, float] | None = None) -> None:
         self._shares = shares or {}
@@ -72,10 +72,10 @@ def step(ended_s: float, step_ms: float, prefill: int, decodes: int, *, goes_on:
 
 
 class FormulaCluster:
-    """Runs loads in virtual time, stepwise, and says what its nodes' steps were."""
+    """Runs loads in virtual time, step by step, and reports its nodes' steps."""
 
     def __init__(self, clock: FakeClock, slow_runs: Mapping[int, float] | None = None) -> None:
-        """`slow_runs`: by number, how many times as long every step takes in it."""
+        """`slow_runs`: the slowdown of every step in a run, by the run's number."""
         self.clock = clock
         self.plans: list[LoadPlan] = []
         self.dies_in_run = math.inf
@@ -93,7 +93,7 @@ class FormulaCluster:
         self.plans.append(plan)
         workload = plan.workload
         if workload.num_prompts is not None and workload.num_prompts > 1000:
-            workload = replace(workload, num_prompts=40)  # as much as the limit would let it
+            workload = replace(workload, num_prompts=40)  # about as many as the time limit allows
         config = replace(self._config, max_concurrency=plan.max_concurrency)
         slow = self._slow_runs.get(len(self.plans), 1.0)
         times = FormulaTimes(*(slow * ms for ms in astuple(TRUTH)))
@@ -108,7 +108,7 @@ class FormulaCluster:
 
 
 def _steps(entries: Sequence[TimelineEntry]) -> list[TraceStep]:
-    """As a node tells of them."""
+    """The steps as a node reports them."""
     steps = []
     for number, (one, following) in enumerate(zip_longest(entries, entries[1:])):
         decodes = one.tokens if one.kind == "decode" else 0
@@ -131,11 +131,13 @@ def descriptions() -> dict[str, NodeDescription]:
     return {role.value: replace(described, role=role) for role in (Role.PREFILL, Role.DECODE)}
 
 
-def validated(cluster: FormulaCluster, deadline_s: float = math.inf, visitors: Visitors | None = None) -> Validated:
-    strangers = visitors or Visitors()
-    target = Target("baton", "x")
-    bench = Bench(CONFIG, descriptions(), target, cluster.run, strangers, lambda _: None, cluster.clock, deadline_s)
-    return bench.run()
+def validated(
+    cluster: FormulaCluster, deadline_s: float = math.inf, background: FakeBackgroundLoad | None = None
+) -> Validated:
+    return Validation(
+        *(CONFIG, descriptions(), Target("baton", "x"), cluster.run, background or FakeBackgroundLoad()),
+        *(lambda _: None, cluster.clock, deadline_s),
+    ).run()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,9 @@ def undisturbed() -> tuple[FormulaCluster, Validated]:
     return cluster, validated(cluster)
 
 
-def test_a_cluster_that_is_the_formula_is_predicted_as_it_is(undisturbed: tuple[FormulaCluster, Validated]) -> None:
+def test_a_cluster_with_the_formulas_step_times_is_predicted_exactly(
+    undisturbed: tuple[FormulaCluster, Validated],
+) -> None:
     _, found = undisturbed
     assert found.failure is None
     times, contention, _ = found.steps
@@ -170,13 +174,13 @@ def _by_index(outcomes: Outcomes, column: str) -> dict[int, float]:
     return dict(zip(outcomes.index.tolist(), getattr(outcomes, column).tolist(), strict=True))
 
 
-def test_both_are_given_the_same_requests_and_no_prompt_comes_twice(
+def test_live_and_simulated_requests_are_the_same_and_no_prompt_is_sent_twice(
     undisturbed: tuple[FormulaCluster, Validated],
 ) -> None:
     cluster, found = undisturbed
     for pair in found.pairs:
-        assert len(pair.stretches) == 3
-        for live, simulated in zip(pair.stretches, pair.simulated, strict=True):
+        assert len(pair.segments) == 3
+        for live, simulated in zip(pair.segments, pair.simulated, strict=True):
             mine, theirs = simulated.outcomes, live.outcomes
             for column in ("planned_s", "input_length", "output_length"):
                 by_index = [
@@ -188,7 +192,7 @@ def test_both_are_given_the_same_requests_and_no_prompt_comes_twice(
     assert rates == pytest.approx([rates[0], 2 * rates[0], 3 * rates[0]])
 
 
-def test_loads_take_turns_with_single_requests_between_them(undisturbed: tuple[FormulaCluster, Validated]) -> None:
+def test_loads_are_interleaved_with_single_requests_between_them(undisturbed: tuple[FormulaCluster, Validated]) -> None:
     cluster, found = undisturbed
     least = min(pair.rate for pair in found.pairs)
     asked = [round(plan.workload.request_rate / least) if plan.max_concurrency is None else 0 for plan in cluster.plans]
@@ -205,22 +209,22 @@ def test_a_load_is_predicted_from_the_others() -> None:
     assert said["tpot_ms"]["own_steps_ratio"] == pytest.approx(1.0, abs=0.06)
 
 
-def test_what_strangers_disturbed_is_measured_again_and_left_out() -> None:
-    disturbed = 5  # the middle load's first stretch
+def test_a_segment_that_other_processes_disturbed_is_measured_again_and_left_out() -> None:
+    disturbed = 5  # the middle load's first segment
     cluster = FormulaCluster(FakeClock(), {disturbed: 3.0})
-    found = validated(cluster, visitors=Visitors({disturbed: 0.4}))
-    assert [len(pair.stretches) for pair in found.pairs] == [3, 3, 3]
+    found = validated(cluster, background=FakeBackgroundLoad({disturbed: 0.4}))
+    assert [len(pair.segments) for pair in found.pairs] == [3, 3, 3]
     assert cluster.plans[-1].workload.request_rate == cluster.plans[disturbed - 1].workload.request_rate
     result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
     assert verdict(result)[0].startswith("6 of 6 means within 15%")
-    assert not any("others took" in line for line in verdict(result))
+    assert not any("other processes used" in line for line in verdict(result))
 
 
-def test_where_strangers_are_always_there_it_is_said() -> None:
+def test_the_verdict_says_when_other_processes_always_used_the_machine() -> None:
     cluster = FormulaCluster(FakeClock())
-    found = validated(cluster, 120.0, Visitors(dict.fromkeys(range(100), 0.4)))
+    found = validated(cluster, 120.0, FakeBackgroundLoad(dict.fromkeys(range(100), 0.4)))
     said = verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))
-    assert "others took more than 8% of the machine" in said[-1]
+    assert "other processes used more than 8% of the machine" in said[-1]
 
 
 def test_a_budget_shortens_runs_and_what_was_measured_is_kept(undisturbed: tuple[FormulaCluster, Validated]) -> None:
@@ -228,42 +232,46 @@ def test_a_budget_shortens_runs_and_what_was_measured_is_kept(undisturbed: tuple
     cluster = FormulaCluster(FakeClock())
     assert validated(cluster, needs_s * 0.8).failure is None
     assert needs_s * 0.4 <= cluster.clock.monotonic() <= needs_s * 0.8
-    for slow_run in (5, 9):  # in the first round, when nothing is known of the last load, and in the second one
+    for slow_run in (5, 9):  # in the first round, before the last load was measured, and in the second round
         cluster = FormulaCluster(FakeClock(), {slow_run: 40.0})
         found = validated(cluster, needs_s)
-        assert [len(pair.stretches) for pair in found.pairs] == ([1, 1] if slow_run == 5 else [1, 2, 2])
+        assert [len(pair.segments) for pair in found.pairs] == ([1, 1] if slow_run == 5 else [1, 2, 2])
         assert (found.failure is None) == (slow_run == 9)
     dying = FormulaCluster(FakeClock())
     dying.dies_in_run = 4
     found = validated(dying)
     assert isinstance(found.failure, Unreachable)
-    assert [len(pair.stretches) for pair in found.pairs] == [1]
+    assert [len(pair.segments) for pair in found.pairs] == [1]
     assert "ended early" in verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))[0]
 
 
-def test_a_step_costs_what_its_node_does_around_it_but_not_what_it_sleeps() -> None:
+def test_a_steps_cost_includes_the_work_before_it_but_no_idle_time() -> None:
     steps = [
-        *(step(1.000, 10, 0, 2), step(1.012, 10, 0, 2), step(1.062, 10, 0, 3)),  # somebody else had its core for 40 ms
-        *(step(1.074, 10, 0, 1, goes_on=False), step(2.0, 10, 0, 1)),  # and then it slept
+        *(
+            step(1.000, 10, 0, 2),
+            step(1.012, 10, 0, 2),
+            step(1.062, 10, 0, 3),
+        ),  # its core was taken for 40 ms
+        *(step(1.074, 10, 0, 1, goes_on=False), step(2.0, 10, 0, 1)),  # and then the node was idle
     ]
     assert [one.ms for one in costs(steps)] == [10] * 5
     assert [one.between_ms for one in costs(steps)] == [None, *map(pytest.approx, (2, 40, 2)), None]
-    late = [step(1.000, 10, 0, 2), step(3.0, 10, 0, 2)]  # it waited for KV, or its clients had left
+    late = [step(1.000, 10, 0, 2), step(3.0, 10, 0, 2)]  # the node waited for KV, or its clients had left
     assert [one.between_ms for one in costs(late)] == [None, None]
 
 
-def test_what_is_done_before_a_step_is_what_it_mostly_is_where_nobody_knows() -> None:
+def test_the_median_stands_for_work_before_a_step_that_could_not_be_measured() -> None:
     prompts = [step(n + 1.0, 100, 500, 0) for n in range(3)]
     ends = itertools.accumulate([2.0, 0.012, 0.012, 0.013, 0.05, 1.0])
-    steps, _, before_prompts_ms = fitted([*costs(prompts), *costs([step(ended_s, 10, 0, 1) for ended_s in ends])])
+    steps, _, before_prompts_ms = fit([*costs(prompts), *costs([step(ended_s, 10, 0, 1) for ended_s in ends])])
     assert before_prompts_ms == 0
     assert steps.prefill_ms + 500 * steps.prefill_token_ms == pytest.approx(100)
-    mostly_ms = 2.5
-    total_ms = (mostly_ms, 2, 2, 3, 40, mostly_ms)
+    median_ms = 2.5
+    total_ms = (median_ms, 2, 2, 3, 40, median_ms)
     assert steps.decode_ms + steps.decode_sequence_ms == pytest.approx(10 + sum(total_ms) / 6)
 
 
-def test_a_step_knows_for_how_long_the_other_node_computed() -> None:
+def test_a_steps_cost_has_the_share_of_time_in_which_other_nodes_computed() -> None:
     prompts = [step(1.100, 100, 64, 0, goes_on=False)]
     streams = [step(1.010, 20, 0, 1), step(1.030, 20, 0, 1), step(1.110, 80, 0, 1, goes_on=False)]
     found = costs_of({"prefill-0": prompts, "decode-0": streams})
@@ -271,7 +279,7 @@ def test_a_step_knows_for_how_long_the_other_node_computed() -> None:
     assert [one.beside for one in costs(streams)] == [0, 0, 0]
 
 
-def test_a_message_is_what_neither_waiting_nor_computing_nor_the_work_before_a_step_explains() -> None:
+def test_message_latency_is_the_time_that_waiting_and_computing_and_work_before_steps_do_not_explain() -> None:
     outcomes = Outcomes()
     for index, wait_s in enumerate([0.001, 0.001, 0.001, 0.2]):
         ends_s = (0.030 + wait_s, 0.130 + wait_s)
@@ -283,41 +291,42 @@ def test_a_message_is_what_neither_waiting_nor_computing_nor_the_work_before_a_s
         timeline.add(0.0, NodeTrace(0, [], steps))
     run = LoadRun(outcomes, 1.0, 4, GeneratorLoad(1, 0.1, 0.1, 0.1), False, False)
     workload = replace(CONFIG.workload, num_prompts=4, request_rate=2.0)
-    stretch = Stretch(workload, NodesRun(run, {}, timelines, 0), strangers=0.0)
-    pairs = Predictor(PAIR, descriptions(), [stretch]).pairs({1.0: [stretch], 2.0: [stretch]})
-    # Of 10 ms a step's 3 ms before it are none; 1 ms is the way into the queue, for who waits for nobody.
+    segment = Segment(workload, NodesRun(run, {}, timelines, 0), background_share=0.0)
+    pairs = Predictor(PAIR, descriptions(), [segment]).pairs({1.0: [segment], 2.0: [segment]})
+    # 10 ms of the time to first token were neither waiting nor computing. 3 ms of them are work before a step. 1 ms of
+    # waiting is added: the way into the queue, which requests that find an idle node have, too.
     assert [pair.overheads.message_s for pair in pairs] == pytest.approx([0.004] * 2)
 
 
-def test_no_coefficient_is_below_nothing() -> None:
+def test_no_coefficient_is_negative() -> None:
     prompts = [
         step(n + 1.0, ms, tokens, 0, goes_on=False)
         for n, (tokens, ms) in enumerate([(100, 9.0), (200, 21.0), (300, 31.0)])
     ]
     streams = [step(n + 9.0, 10.0 - n, 0, n + 1, goes_on=False) for n in range(3)]
-    times, contention, _ = fitted([*costs(prompts), *costs(streams)])
+    times, contention, _ = fit([*costs(prompts), *costs(streams)])
     assert contention == Contention(0.0, 0.0)
     assert min(times.prefill_ms, times.prefill_token_ms, times.decode_ms, times.decode_sequence_ms) >= 0
     assert times.prefill_token_ms == pytest.approx(0.1, rel=0.05)
     with pytest.raises(BatonError, match="too few"):
-        fitted(costs(prompts))
+        fit(costs(prompts))
 
 
-def test_strangers_are_who_is_neither_the_cluster_nor_this_process() -> None:
+def test_background_load_excludes_the_cluster_and_this_process() -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     files = {"stat": "cpu  9 9 9 9 9 9 9 9\ncpu0 100 0 0 50 0 0 0 0 0 0\ncpu1 100 0 0 50 0 0 0 0 0 0\n"}
     files |= {f"{os.getpid()}/stat": _process(0), "7/stat": _process(0)}
-    strangers = ProcStrangers([7], (0, 1), lambda name: files[name])
-    strangers.mark()
-    assert strangers.share() == 0
+    background = ProcBackgroundLoad([7], (0, 1), lambda name: files[name])
+    background.mark()
+    assert background.share() == 0
     busy = 1000 * ticks
     files["stat"] = (
         f"cpu0 {100 + busy} 0 0 50 0 0 0 0 0 0\ncpu1 100 0 0 50 0 0 0 {busy} 0 0\ncpu2 {busy} 0 0 0 0 0 0 0\n"
     )
     files["7/stat"] = _process(2 * busy)
-    assert strangers.share() == 0
+    assert background.share() == 0
     files["7/stat"] = _process(busy)
-    assert strangers.share() == 1
+    assert background.share() == 1
 
 
 def _process(ticks: int) -> str:

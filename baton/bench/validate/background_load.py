@@ -1,4 +1,4 @@
-"""How much of this machine's cores is taken by others while something is measured: that is in nobody's formula."""
+"""Measures how much of this machine's cores other processes use during a measurement."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOMENT_S = 0.5
 
 
-class Strangers(Protocol):
-    """Whoever is neither the cluster nor this process."""
+class BackgroundLoad(Protocol):
+    """CPU use of all processes that are neither the cluster's nor this one."""
 
     def mark(self) -> None:
-        """From now on it is counted."""
+        """Starts counting."""
         ...
 
     def share(self) -> float:
-        """Of the cores' time since `mark`, 0 to 1."""
+        """Share of the cores' time since `mark`, 0 to 1."""
         ...
 
     def watch(self) -> float:
-        """Of the cores' time in a moment in which nothing is measured; returns when it is over."""
+        """Waits for a moment without a measurement, and returns the share of the cores' time in it."""
         ...
 
 
-class ProcStrangers:
-    """By Linux's accounts of its cores and of those processes that are no strangers."""
+class ProcBackgroundLoad:
+    """Reads /proc: the time that all cores were busy, minus that of the cluster and of this process."""
 
     def __init__(self, pids: Sequence[int], cores: Collection[int], read: Callable[[str], str] | None = None) -> None:
-        """`pids`: besides this process and its children that ended; `read`: of a file under /proc."""
+        """`pids`: the cluster's processes. `read`: reads a file under /proc. This process and its children that have
+        ended are not background load either."""
         self._pids = [*pids, os.getpid()]
         self._cores = cores
         self._read = read or (lambda name: (Path("/proc") / name).read_text(encoding="utf-8"))
@@ -62,7 +63,7 @@ class ProcStrangers:
 
 
 def busy_ticks(stat: str, cores: Collection[int]) -> int:
-    """Of /proc/stat: what these cores were not idle; with what a hypervisor gave to others."""
+    """Ticks that these cores were busy, from /proc/stat; with time that a hypervisor gave to other guests."""
     busy = 0
     for line in stat.splitlines():
         name, *values = line.split()
@@ -73,7 +74,7 @@ def busy_ticks(stat: str, cores: Collection[int]) -> int:
 
 
 def process_ticks(stat: str) -> int:
-    """Of /proc/PID/stat: what the process used, with its children that were waited for."""
-    # A command's name may have anything in it, also brackets and blanks.
+    """CPU ticks of a process and of its children that were waited for, from /proc/PID/stat (proc(5))."""
+    # A command's name may contain anything, also brackets and blanks.
     values = stat.rpartition(")")[2].split()
     return sum(map(int, values[11:15]))

@@ -1,8 +1,8 @@
-"""A cluster in cells: several routers, each with nodes of its own, behind something that deals requests out in turn.
+"""A cluster in cells: several routers, each with its own nodes, behind a load balancer that distributes in turn.
 
-Nothing that happens in one cell changes anything in another one, so each is a simulation by itself, in a process of its
-own, and as many as there are cores run at once. Which process computes what changes nothing: the same seed gives the
-same figures. It is not what one router over all nodes would do, since each sees only its own.
+Cells do not influence each other, so each is a simulation in a process of its own, and as many processes as there are
+cores run at once. The same seed gives the same figures, whichever process computes a cell. The result differs from one
+router over all nodes, since each router sees only the nodes of its cell.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _FIGURES, _FAILED, _PROGRESS = b"r", b"f", b"p"
 
 
 def simulate_cells(workload: Workload, config: SimulationConfig, progress: Progress = lambda ended: None) -> Simulated:
-    """Run all cells to their end. Raises InvalidRequest for what can't be divided by their number."""
+    """Simulates all cells to their end. Raises InvalidRequest if nodes or concurrency can't be divided evenly."""
     if config.cells == 1:
         return simulate(workload, config, progress)
-    return _merged(_in_processes(workload, parts_of(config), progress))
+    return _merged(_in_processes(workload, cell_configs(config), progress))
 
 
-def parts_of(config: SimulationConfig) -> list[SimulationConfig]:
-    """Of each cell. Raises InvalidRequest for what can't be shared evenly."""
-    cells, whole, most = config.cells, config.arrangement, config.max_concurrency
-    if whole.prefill % cells or whole.decode % cells or (most or 0) % cells:
+def cell_configs(config: SimulationConfig) -> list[SimulationConfig]:
+    """The configuration of each cell. Raises InvalidRequest if nodes or concurrency can't be divided evenly."""
+    cells, whole, limit = config.cells, config.arrangement, config.max_concurrency
+    if whole.prefill % cells or whole.decode % cells or (limit or 0) % cells:
         raise InvalidRequest("--cells", f"{cells} can't share the nodes of {whole}, or the concurrency, evenly")
     part = Arrangement(whole.prefill // cells, whole.decode // cells, whole.is_conditional)
-    shared = replace(config, cells=1, arrangement=part, max_concurrency=None if most is None else most // cells)
+    shared = replace(config, cells=1, arrangement=part, max_concurrency=None if limit is None else limit // cells)
     return [
         replace(shared, cell=cell, seed=config.seed + cell, failures=_failures(config.failures, part, cell))
         for cell in range(cells)
@@ -49,30 +49,30 @@ def parts_of(config: SimulationConfig) -> list[SimulationConfig]:
 
 
 def _failures(failures: Sequence[Failure], part: Arrangement, cell: int) -> Sequence[Failure]:
-    """Those of one cell's nodes."""
+    """The failures of one cell's nodes."""
     roles = ((Role.PREFILL, part.prefill), (Role.DECODE, part.decode))
     names = {f"{role.value}-{cell * count + number}" for role, count in roles for number in range(count)}
     return [failure for failure in failures if failure.node_id in names]
 
 
-def _dealt(workload: Iterable[WorkloadRequest], cell: int, cells: int) -> Iterator[WorkloadRequest]:
-    """What one cell gets: one of so many requests, or sessions, whose turns stay together."""
+def _share_of(workload: Iterable[WorkloadRequest], cell: int, cells: int) -> Iterator[WorkloadRequest]:
+    """The requests of one cell: every `cells`-th one, or every `cells`-th session, whose turns stay together."""
     for request in workload:
         if (request.index if request.session is None else request.session) % cells == cell:
             yield request
 
 
 def _in_processes(workload: Workload, parts: Sequence[SimulationConfig], progress: Progress) -> list[Simulated]:
-    """As many at once as there are cores."""
+    """Runs as many processes at once as there are cores."""
     done: dict[int, Simulated] = {}
     ended = [0] * len(parts)
     running: dict[Connection, _Process] = {}
-    to_come = list(range(len(parts)))
+    waiting = list(range(len(parts)))
     try:
-        while to_come or running:
-            while to_come and len(running) < usable_cores():
-                cell = to_come.pop(0)
-                process = _Process(cell, _dealt(workload, cell, len(parts)), parts[cell])
+        while waiting or running:
+            while waiting and len(running) < usable_cores():
+                cell = waiting.pop(0)
+                process = _Process(cell, _share_of(workload, cell, len(parts)), parts[cell])
                 running[process.answers] = process
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
@@ -83,15 +83,15 @@ def _in_processes(workload: Workload, parts: Sequence[SimulationConfig], progres
                     progress(sum(ended))
                 else:
                     done[process.cell] = message
-                    running.pop(ready).end()
+                    running.pop(ready).stop()
     finally:
         for process in running.values():
-            process.end()
+            process.stop()
     return [done[cell] for cell in range(len(parts))]
 
 
 class _Process:
-    """Simulates one cell. It is forked, so nothing has to be sent to it."""
+    """A process that simulates one cell. It is forked, so its input needs no encoding."""
 
     def __init__(self, cell: int, requests: Iterable[WorkloadRequest], config: SimulationConfig) -> None:
         self.cell = cell
@@ -102,7 +102,7 @@ class _Process:
         theirs.close()
 
     def next(self) -> int | Simulated:
-        """What it says next: how many requests have ended, or all. Raises BatonError."""
+        """Waits for the next message: the number of ended requests, or the result. Raises BatonError."""
         try:
             message = self.answers.recv_bytes()
             kind, text = message[:1], message[1:]
@@ -111,18 +111,18 @@ class _Process:
             if kind == _FIGURES:
                 return _simulated(json.loads(text), Outcomes.from_bytes(self.answers.recv_bytes()))
         except EOFError:
-            raise BatonError(f"the process of cell {self.cell} died") from None
+            raise BatonError(f"the process that simulated cell {self.cell} died; its output is printed above") from None
         raise BatonError(text.decode())
 
-    def end(self) -> None:
-        """Once it has said all, or before."""
+    def stop(self) -> None:
+        """Ends the process, whether it is done or not."""
         self._process.terminate()
         self._process.join()
         self.answers.close()
 
 
 def _run(requests: Iterable[WorkloadRequest], config: SimulationConfig, answers: Connection) -> None:
-    """In a process of its own: send how many requests have ended, by and by, and then what came of them."""
+    """Simulates one cell in a child process, which sends the number of ended requests and at last the result."""
     try:
         done = simulate(requests, config, lambda ended: answers.send_bytes(_PROGRESS + str(ended).encode()))
         answers.send_bytes(_FIGURES + json.dumps(_figures(done)).encode())

@@ -1,7 +1,7 @@
-"""Running requests whose tokens are known in advance: they are counted, not asked.
+"""Running requests whose tokens are known in advance: their tokens are counted instead of computed.
 
 In a simulation every request draws the same token in every step. A request is therefore brought up to date only when it
-needs a block, fills one, ends or leaves, and when somebody looks (`bring_up`). Between those moments its number of
+needs a block, fills one, ends or leaves, and when its state is read (`bring_up`). Between those moments its number of
 computed tokens and its output lag behind.
 """
 

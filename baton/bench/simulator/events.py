@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, in one order that a seed decides. The fake beside the machine's clock and timers."""
+"""Virtual time: an event queue that stands for the machine's clock and timers. Its order depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Event:
-    """Something that will happen, unless it is cancelled."""
+    """A callback that is due at a time, unless it is cancelled."""
 
     __slots__ = ("action",)
 
@@ -15,16 +15,16 @@ class Event:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """It does not happen. Idempotent."""
+        """Drops the callback. Idempotent."""
         self.action = None
 
 
 class Timeline:
-    """A `Clock` for engines, `Timers` for the router. What is planned for one time happens in the order of planning."""
+    """A `Clock` for engines and `Timers` for the router. Events that are due at the same time keep their order."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds."""
+        """Virtual time in seconds."""
         self._due: list[tuple[float, int, Event]] = []
         self._count = 0
 
@@ -35,18 +35,18 @@ class Timeline:
         return self.now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Event:
-        """Have something happen at a time, at the earliest now."""
+        """Schedules a callback for a time, or for now if that is past."""
         event = Event(callback)
         self._count += 1
         heapq.heappush(self._due, (when if when > self.now else self.now, self._count, event))
         return event
 
     def call_soon(self, callback: Callable[[], None], name: str) -> None:
-        """Have something happen now, after everything that is planned for now."""
+        """Schedules a callback for now, after everything that is due now."""
         self.call_at(self.now, callback)
 
     def run(self) -> None:
-        """Let everything happen, in order."""
+        """Runs all events in order of time, until none is left."""
         due, pop = self._due, heapq.heappop
         while due:
             when, _, event = pop(due)

@@ -1,8 +1,8 @@
-"""KV on its way from prefill to decode nodes: what leases, links and reads come to when all of them work.
+"""KV hand-offs from prefill to decode nodes, simplified: leases, links and reads without their failures.
 
-A prefill node offers what each step computed; it moves while the next chunk is computed, if the decode node has
-reserved its blocks by then. When the prompt is computed and all of it has arrived the request joins, one latency later,
-and the sender's blocks are free again. Blocks that a read may still write are not held in quarantine here.
+A prefill node offers the KV of each step; it is transferred while the next chunk is computed, if the decode node has
+reserved its blocks by then. When the whole prompt is computed and has arrived, the request joins the decode node's
+batch, one network latency later, and the sender's blocks are freed. There is no quarantine here.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ _ARRIVED = ArrivedKV((TOKEN,))
 _COMPUTED = (RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED)
 
 
-class Place(Protocol):
-    """A node, as hand-offs see it."""
+class HandOffNode(Protocol):
+    """What hand-offs need of a node."""
 
     incarnation: str
     is_gone: bool
 
-    def told(self, news: KVTransferOutput) -> None:
-        """What the transfer side has to say."""
+    def on_transfer(self, output: KVTransferOutput) -> None:
+        """Tells the node's scheduler what arrived, failed or was released."""
         ...
 
 
 class _HandOff:
-    """One request's."""
+    """The hand-off of one request."""
 
-    __slots__ = ("began_at", "computed", "cut", "flow", "is_computed", "moved", "num_tokens", "reader", "sender")
+    __slots__ = (
+        *("began_at", "computed", "flow", "is_arriving", "is_computed", "moved", "num_tokens", "reader", "sender"),
+    )
 
     def __init__(self) -> None:
-        self.sender: Place | None = None
-        self.reader: Place | None = None
+        self.sender: HandOffNode | None = None
+        self.reader: HandOffNode | None = None
         self.flow: Flow | None = None
         self.num_tokens = 0
         self.computed = 0
         self.moved = 0
-        """Tokens whose bytes were sent, or which the reader had."""
+        """Tokens whose bytes were sent, or which the reader had in its cache."""
         self.is_computed = False
         self.began_at = 0.0
-        self.cut = False
+        self.is_arriving = False
 
 
 class HandOffs:
-    """All hand-offs of a cluster, by the engines' request id, which both legs have."""
+    """All hand-offs of a cluster, by the engines' request id, which is the same for both legs."""
 
     def __init__(self, timeline: Timeline, network: Network, bytes_per_token: float) -> None:
         self._timeline = timeline
@@ -61,15 +63,15 @@ class HandOffs:
         self._open: dict[str, _HandOff] = {}
         self._gone: set[str] = set()
         self.transfers: dict[str, tuple[float, float]] = {}
-        """Of those that arrived: seconds from the reservation on, and bytes; whoever tells of them takes them out."""
+        """Hand-offs that arrived: seconds since the reservation, and bytes. The node that reports one removes it."""
 
-    def subscribe(self, reader: Place, request: Request, num_external_tokens: int) -> None:
-        """The decode node's blocks are reserved."""
+    def subscribe(self, reader: HandOffNode, request: Request, num_external_tokens: int) -> None:
+        """The decode node has reserved its blocks."""
         assert request.kv_source is not None
         source = request.kv_source.incarnation
         if source in self._gone:
             lost = KVTransferOutput(failed={request.request_id: _gone(source)})
-            self._timeline.call_at(self._timeline.now, lambda: reader.told(lost))
+            self._timeline.call_at(self._timeline.now, lambda: reader.on_transfer(lost))
             return
         handoff = self._of(request.request_id)
         handoff.reader = reader
@@ -78,29 +80,29 @@ class HandOffs:
         handoff.began_at = self._timeline.now
         self._move(request.request_id, handoff)
 
-    def computed(self, sender: Place, request_id: str, num_tokens: int) -> None:
-        """The prefill node has KV of so many tokens."""
+    def computed(self, sender: HandOffNode, request_id: str, num_tokens: int) -> None:
+        """The prefill node has computed the KV of `num_tokens` tokens."""
         handoff = self._of(request_id)
         handoff.sender, handoff.computed = sender, num_tokens
         self._move(request_id, handoff)
 
-    def prompt_done(self, sender: Place, request_id: str) -> None:
-        """All of it, and there is a first token."""
+    def prompt_done(self, sender: HandOffNode, request_id: str) -> None:
+        """The prefill node has computed the whole prompt and the first token."""
         handoff = self._of(request_id)
         handoff.sender, handoff.is_computed = sender, True
         self._move(request_id, handoff)
 
-    def drop(self, request_id: str, here: Place) -> None:
-        """The attempt is over at one end: blocks of the sender are free."""
+    def drop(self, request_id: str, node: HandOffNode) -> None:
+        """The attempt has ended on one of its nodes; the sender's blocks are released."""
         handoff = self._open.get(request_id)
-        if handoff is None or here not in (handoff.sender, handoff.reader):
+        if handoff is None or node not in (handoff.sender, handoff.reader):
             return
         self._close(request_id, handoff)
         if handoff.sender is not None and handoff.is_computed and not handoff.sender.is_gone:
-            handoff.sender.told(KVTransferOutput(released=frozenset((request_id,))))
+            handoff.sender.on_transfer(KVTransferOutput(released=frozenset((request_id,))))
 
-    def node_gone(self, node: Place) -> None:
-        """Nothing moves to or from it any more; who reads from it is told."""
+    def node_gone(self, node: HandOffNode) -> None:
+        """The node has died: its transfers end, and fail on nodes that read from it."""
         self._gone.add(node.incarnation)
         for request_id, handoff in list(self._open.items()):
             if handoff.reader is node:
@@ -108,7 +110,7 @@ class HandOffs:
             elif handoff.sender is node:
                 self._close(request_id, handoff)
                 if handoff.reader is not None and not handoff.reader.is_gone:
-                    handoff.reader.told(KVTransferOutput(failed={request_id: _gone(node.incarnation)}))
+                    handoff.reader.on_transfer(KVTransferOutput(failed={request_id: _gone(node.incarnation)}))
 
     def num_bytes(self, num_tokens: int) -> float:
         return num_tokens * self._bytes_per_token
@@ -139,9 +141,9 @@ class HandOffs:
             self._drained(request_id, handoff)
 
     def _drained(self, request_id: str, handoff: _HandOff) -> None:
-        """All that was offered is there."""
-        if handoff.is_computed and not handoff.cut:
-            handoff.cut = True
+        """Everything that was offered has arrived."""
+        if handoff.is_computed and not handoff.is_arriving:
+            handoff.is_arriving = True
             self._timeline.call_at(
                 self._timeline.now + self._network.latency_s, lambda: self._arrive(request_id, handoff)
             )
@@ -150,7 +152,7 @@ class HandOffs:
         if self._open.get(request_id) is not handoff:
             return
         del self._open[request_id]
-        # It knows its flow, which knows it: nobody collects cycles while a simulation runs.
+        # Hand-off and flow refer to each other, and the cycle collector is off while a simulation runs.
         handoff.flow = None
         sender, reader = handoff.sender, handoff.reader
         assert sender is not None
@@ -158,8 +160,8 @@ class HandOffs:
         seconds = self._timeline.now - handoff.began_at
         self.transfers[request_id] = (seconds, self.num_bytes(handoff.num_tokens))
         if not sender.is_gone:
-            sender.told(KVTransferOutput(released=frozenset((request_id,))))
-        reader.told(KVTransferOutput(arrived={request_id: _ARRIVED}))
+            sender.on_transfer(KVTransferOutput(released=frozenset((request_id,))))
+        reader.on_transfer(KVTransferOutput(arrived={request_id: _ARRIVED}))
 
     def _close(self, request_id: str, handoff: _HandOff) -> None:
         del self._open[request_id]
@@ -169,9 +171,9 @@ class HandOffs:
 
 
 class OfferingConnector(NullConnector):
-    """A prefill node's."""
+    """The connector of a prefill node: offers computed blocks."""
 
-    def __init__(self, node: Place, handoffs: HandOffs) -> None:
+    def __init__(self, node: HandOffNode, handoffs: HandOffs) -> None:
         self._node = node
         self._handoffs = handoffs
 
@@ -188,10 +190,10 @@ class OfferingConnector(NullConnector):
         return BlockFate.FREE
 
 
-class TakingConnector(NullConnector):
-    """A decode node's."""
+class ReadingConnector(NullConnector):
+    """The connector of a decode node: subscribes to blocks."""
 
-    def __init__(self, node: Place, handoffs: HandOffs) -> None:
+    def __init__(self, node: HandOffNode, handoffs: HandOffs) -> None:
         self._node = node
         self._handoffs = handoffs
 

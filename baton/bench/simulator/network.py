@@ -1,4 +1,4 @@
-"""Bytes between nodes: each NIC's bandwidth is shared fairly by what goes through it, in and out apart."""
+"""A network whose NICs share their bandwidth equally among their flows; both directions are independent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.bench.simulator.events import Event, Timeline
 
 
 class Flow:
-    """Bytes from one node to another. More may be added while it goes on; `drained` is called when none is left."""
+    """A transfer of bytes between two nodes. Bytes may be added at any time; `drained` is called when none is left."""
 
     __slots__ = ("_network", "drained", "due", "left", "rate", "sink", "source", "updated_at")
 
@@ -19,22 +19,22 @@ class Flow:
         self.sink = sink
         self.drained = drained
         self.left = 0.0
-        """Bytes, as of `updated_at`."""
+        """Bytes that were left at `updated_at`."""
         self.rate = 0.0
         self.updated_at = 0.0
         self.due: Event | None = None
 
     def add(self, num_bytes: float) -> None:
-        """So many more are to go."""
+        """Adds bytes to transfer."""
         self._network.add(self, num_bytes)
 
     def cancel(self) -> None:
-        """Nothing of it goes any more. Idempotent."""
+        """Ends the transfer. Idempotent."""
         self._network.leave(self)
 
 
 class Network:
-    """All flows. A flow gets the smaller one of its shares of the NICs at its two ends."""
+    """All flows of a cluster. A flow's rate is the smaller of its shares of the NICs at its two ends."""
 
     def __init__(self, timeline: Timeline, bytes_per_s: float, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
@@ -45,7 +45,7 @@ class Network:
         self._in: defaultdict[str, dict[Flow, None]] = defaultdict(dict)
 
     def flow(self, source: str, sink: str, drained: Callable[[], None]) -> Flow:
-        """A flow with nothing in it."""
+        """Makes a flow without bytes."""
         return Flow(self, source, sink, drained)
 
     def add(self, flow: Flow, num_bytes: float) -> None:
@@ -57,9 +57,9 @@ class Network:
             self._out[flow.source][flow] = self._in[flow.sink][flow] = None
             self._share(flow)
         else:
-            self._go_on(flow)
+            self._advance(flow)
             flow.left += num_bytes
-            self._plan(flow)
+            self._schedule_end(flow)
 
     def leave(self, flow: Flow) -> None:
         if flow.due is None:
@@ -71,23 +71,23 @@ class Network:
         self._share(flow)
 
     def _share(self, changed: Flow) -> None:
-        """A flow came or went: those at the same NICs get more or less."""
+        """Updates the rates of all flows at the same NICs, after a flow was added or removed."""
         touched = dict(self._out[changed.source])
         touched.update(self._in[changed.sink])
         for flow in touched:
             share = max(len(self._out[flow.source]), len(self._in[flow.sink]))
             rate = self.bytes_per_s / share
             if rate != flow.rate or flow.due is None:
-                self._go_on(flow)
+                self._advance(flow)
                 flow.rate = rate
-                self._plan(flow)
+                self._schedule_end(flow)
 
-    def _go_on(self, flow: Flow) -> None:
+    def _advance(self, flow: Flow) -> None:
         now = self._timeline.now
         flow.left -= flow.rate * (now - flow.updated_at)
         flow.updated_at = now
 
-    def _plan(self, flow: Flow) -> None:
+    def _schedule_end(self, flow: Flow) -> None:
         if flow.due is not None:
             flow.due.cancel()
         when = self._timeline.now + max(0.0, flow.left) / flow.rate

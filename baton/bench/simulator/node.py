@@ -1,10 +1,10 @@
-"""A node in virtual time: the real scheduler and block pool, and steps that take as long as a formula says.
+"""A node in virtual time: the real scheduler and block pool, with step times from a formula.
 
-A step is decided, lasts, and is committed, as on a node without asynchronous scheduling. While nothing but decoding
-happens many steps are one event (`DecodeRun`); `stepwise` forbids that, and must change nothing.
+A step is scheduled, takes its time, and is committed, as on a node without asynchronous scheduling. While all requests
+only decode, many steps are one event (`DecodeRun`). `stepwise` turns that off, and must not change any result.
 
-Routers hear of a step when a request came into it, ended in it or was preempted for it. Steps that only decode would
-tell that contexts have grown; so a router knows context lengths as of a request's arrival or end on the node.
+A node reports a step to its router if a request joined, ended or was preempted in it. Steps that only decode are not
+reported, so a router knows context lengths as of the last time that a request joined or ended on the node.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from baton.bench.simulator.counted_decodes import same_token_output
 from baton.bench.simulator.decode_run import DecodeRun
 from baton.bench.simulator.events import Event, Timeline
-from baton.bench.simulator.handoff import HandOffs, OfferingConnector, TakingConnector
-from baton.bench.simulator.prompt import TOKEN, NamelessTokens, SimulatedPrompt
+from baton.bench.simulator.handoff import HandOffs, OfferingConnector, ReadingConnector
+from baton.bench.simulator.prompt import TOKEN, RepeatedToken, SimulatedPrompt
 from baton.bench.simulator.scheduler import SimulatedScheduler
-from baton.bench.simulator.shared_host import Computing, SharedHost
+from baton.bench.simulator.shared_host import RunningStep, SharedHost
 from baton.bench.simulator.step_times import StepTimes
 from baton.engine.batch import (
     CachedRequestData,
@@ -60,14 +60,14 @@ _SAME_TOKEN = same_token_output(TOKEN)
 _KEPT_ENDS = 1 << 11
 _KEPT_KEYS = 1024
 _LONGEST_RUN = 64
-"""Steps of a run that are planned at once: most are cut short."""
+"""Largest number of steps in a run: most runs are interrupted earlier."""
 TokenTimes = dict[tuple[AttemptKey, int], Sequence[float]]
-"""When tokens were drawn, by attempt and first index: a delta's last ones. Whoever reads them takes them out."""
+"""When the last tokens of a delta were drawn, by attempt and first token index. The reader removes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """A stretch of a node's time, for pictures. `kind`: prefill, decode or mixed; `tokens`: computed in it."""
+    """A step or a run of steps, for plots. `kind`: prefill, decode or mixed; `tokens`: computed in it."""
 
     start_s: float
     end_s: float
@@ -77,19 +77,19 @@ class TimelineEntry:
 
 @dataclass(slots=True)
 class _Attempt:
-    """What a node has of one attempt."""
+    """A node's state of one attempt."""
 
     key: AttemptKey
     request: Request
     leg: Leg
     submitted_at: float
-    num_told: int
-    """Of its output tokens, those of which the router knows."""
+    num_reported: int
+    """Output tokens that the router knows."""
     scheduled_at: float | None = None
-    since: int | None = None
-    """While it draws tokens step by step: the step, of all of the node's, that drew the first one not told of."""
+    first_unreported_step: int | None = None
+    """While it draws a token in each step: the number of the node's step that drew the first unreported one."""
     times: list[float] = field(default_factory=list)
-    """When tokens came that were not told of, before that."""
+    """When earlier unreported tokens were drawn."""
     first_token_at: float | None = None
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
@@ -112,9 +112,9 @@ class SimulatedNode:
         keeps_timeline: bool = False,
         host: SharedHost | None = None,
     ) -> None:
-        """`report` is given what the node tells its router, when it does, and when the tokens in it were drawn here.
+        """`report` is called with each report to the router, and the times at which the tokens in it were drawn.
 
-        `host`: the machine that it shares with other nodes; it must be stepwise then.
+        `host`: the machine that the node shares with others; it needs `stepwise`.
         """
         self.description = description
         self.incarnation = description.incarnation
@@ -129,7 +129,7 @@ class SimulatedNode:
         self._stepwise = stepwise
         self._host = host
         is_prefill = description.role is Role.PREFILL
-        connector = OfferingConnector(self, handoffs) if is_prefill else TakingConnector(self, handoffs)
+        connector = OfferingConnector(self, handoffs) if is_prefill else ReadingConnector(self, handoffs)
         fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
         self.scheduler = SimulatedScheduler(
             config,
@@ -140,33 +140,33 @@ class SimulatedNode:
             prompts_first=prompts_first,
         )
         self.scheduler.stop_events()
-        # It is read after each step; what was read is not worth its memory, in hundreds of nodes.
+        # Events are read after each step, and keeping them would take much memory with hundreds of nodes.
         self.scheduler.kv_cache_manager.kv_events = KVEventLog(
             max(_KEPT_KEYS, description.num_blocks), with_tokens=False
         )
         self._attempts: dict[str, _Attempt] = {}
         self._ends = array("d")
-        """When steps ended, the latest ones, from the step `_first_end` on."""
+        """End times of the latest steps, from step number `_first_end`."""
         self._first_end = 0
-        self._due: Event | Computing | None = None
-        """The end of the step or the run that is under way."""
+        self._due: Event | RunningStep | None = None
+        """The end of the current step or run."""
         self._decided: SchedulerOutput | None = None
         self._run: DecodeRun | None = None
         self._run_ends: list[float] = []
         self._num_run = 0
-        """Of those, steps that are over."""
-        self._run_has_begun = False
+        """The number of these steps that have ended."""
+        self._is_run_in_step = False
         self._num_quiet = 0
-        """Stepwise: so many steps would be one run, of which nobody hears."""
+        """With `stepwise`: the number of steps that would be one run and are therefore not reported."""
         self._started_at = 0.0
         self._next_kv_event = 0
         self._kept_ends = _KEPT_ENDS
         self._token_times: TokenTimes = {}
 
-    # What others ask.
+    # Called by router and hand-offs.
 
     def submit(self, submit: Submit) -> None:
-        """Run a leg."""
+        """Starts a leg."""
         if self.is_gone:
             return
         self._interrupt()
@@ -182,17 +182,17 @@ class SimulatedNode:
             kv_source=submit.kv_source,
             output_token_ids=submit.output_token_ids,
         )
-        # Nobody writes to a prompt, and the keys of all its blocks are known.
+        # A prompt is not written to, and the keys of all its blocks are known.
         request.take_prompt(prompt)
         request.num_submitted_tokens += len(prompt) - len(_ONE_TOKEN)
         request.block_hashes = prompt.block_keys
         num_given = len(submit.output_token_ids)
         self._attempts[request_id] = _Attempt(submit.attempt, request, submit.leg, self._clock.now, num_given)
         self.scheduler.add_request(request)
-        self._go_on()
+        self._start_next_step()
 
     def abort(self, key: AttemptKey) -> None:
-        """An attempt is over; nothing of it is told any more."""
+        """Aborts an attempt; nothing more is reported of it."""
         if self.is_gone:
             return
         request_id = str(key)
@@ -200,31 +200,31 @@ class SimulatedNode:
             self._interrupt()
             self.scheduler.finish_requests([request_id], RequestStatus.ABORTED)
         self._handoffs.drop(request_id, self)
-        self._go_on()
+        self._start_next_step()
 
-    def told(self, news: KVTransferOutput) -> None:
-        """The transfer side has something to say."""
+    def on_transfer(self, output: KVTransferOutput) -> None:
+        """Tells the scheduler what arrived, failed or was released."""
         if self.is_gone:
             return
         self._interrupt()
-        outputs = self.scheduler.update_from_kv_transfer(news)
+        outputs = self.scheduler.update_from_kv_transfer(output)
         if outputs:
             self._publish(outputs, (), None)
-        self._go_on()
+        self._start_next_step()
 
     def watch_kv_cache(self) -> KVCacheUpdate:
-        """Tell of the prefix cache from now on; a node that is asked at its begin has nothing in it."""
+        """Reports the prefix cache's changes from now on; returns its contents."""
         snapshot = self.scheduler.kv_snapshot()
         self.watches_kv_cache = True
         self._next_kv_event = snapshot.next_sequence
         return next(iter(kv_cache_updates(snapshot)))
 
-    def take_in(self, keys: Sequence[bytes]) -> bool:
-        """Put blocks into the prefix cache that came from elsewhere; False, and nothing happens, without room."""
+    def cache_fetched_blocks(self, keys: Sequence[bytes]) -> bool:
+        """Puts blocks from another node into the prefix cache; without room returns False and changes nothing."""
         self._interrupt()
         manager, size = self.scheduler.kv_cache_manager, self.description.block_size
-        request = Request(f"taken-in-{keys[-1].hex()}", _ONE_TOKEN, SamplingParams())
-        request.take_prompt(NamelessTokens(len(keys) * size + 1))
+        request = Request(f"fetched-{keys[-1].hex()}", _ONE_TOKEN, SamplingParams())
+        request.take_prompt(RepeatedToken(len(keys) * size + 1))
         request.block_hashes = list(keys)
         computed = manager.get_computed_blocks(request)
         missing = len(keys) * size - computed.num_tokens
@@ -236,14 +236,14 @@ class SimulatedNode:
         return True
 
     def fail(self) -> None:
-        """The process is gone, at once. What it had computed by now has been told."""
+        """The process dies. What it had computed until now was reported."""
         self._interrupt()
         self.scheduler.bring_up_decodes()
         self.is_gone = True
         if self._due is not None:
             self._due.cancel()
-        told = [self._delta(attempt, None, "") for attempt in self._attempts.values() if attempt.leg is not Leg.PREFILL]
-        deltas = [delta for delta in told if delta.token_ids]
+        last = [self._delta(attempt, None, "") for attempt in self._attempts.values() if attempt.leg is not Leg.PREFILL]
+        deltas = [delta for delta in last if delta.token_ids]
         if deltas:
             self._report(self, StepReport(deltas, LoadReport()), self._token_times)
         self._attempts.clear()
@@ -253,19 +253,19 @@ class SimulatedNode:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every block is free, or only cached, and nothing runs or waits."""
+        """Whether every block is free or only cached, and no request runs or waits."""
         stats = self.scheduler.make_stats()
         return not self._attempts and not self.scheduler.has_requests() and stats.free_blocks == stats.total_blocks
 
     # Steps.
 
-    def _go_on(self) -> None:
-        """Begin a step if none is under way and there is anything to do."""
+    def _start_next_step(self) -> None:
+        """Starts a step if none is in flight and there is work."""
         while self._due is None and not self.is_gone and self.scheduler.has_work():
             if not self._stepwise:
                 run = self.scheduler.decode_run()
                 if run is not None:
-                    self._begin_run(run)
+                    self._start_run(run)
                     return
             elif self._num_quiet == 0:
                 self._num_quiet = min(self.scheduler.num_quiet_steps(), _LONGEST_RUN)
@@ -273,9 +273,9 @@ class SimulatedNode:
             if decided.is_empty:
                 self._publish(self.scheduler.update_from_output(decided, _NOTHING), (), None)
             else:
-                self._begin_step(decided)
+                self._start_step(decided)
 
-    def _begin_step(self, decided: SchedulerOutput) -> None:
+    def _start_step(self, decided: SchedulerOutput) -> None:
         now = self._clock.now
         for new in decided.scheduled_new_reqs:
             attempt = self._attempts.get(new.request_id)
@@ -284,7 +284,7 @@ class SimulatedNode:
         for request_id in decided.preempted_req_ids:
             preempted = self._attempts.get(request_id)
             if preempted is not None:
-                self._end_stretch(preempted)
+                self._collect_times(preempted)
         batch = decided.total_num_scheduled_tokens - decided.num_prefill_tokens
         if decided.num_prefill_tokens:
             step_s = self._times.step_s(self._chunks(decided), batch, decided.num_decode_context_tokens)
@@ -292,22 +292,22 @@ class SimulatedNode:
             step_s = self._times.decode_s(batch, decided.num_decode_context_tokens)
         self._decided, self._started_at = decided, now
         if self._host is None:
-            self._due = self._clock.call_at(now + step_s, self._step_over)
+            self._due = self._clock.call_at(now + step_s, self._end_step)
         else:
-            self._due = self._host.compute(step_s, decided.num_prefill_tokens > 0, self._step_over)
+            self._due = self._host.compute(step_s, decided.num_prefill_tokens > 0, self._end_step)
 
     def _chunks(self, decided: SchedulerOutput) -> list[tuple[int, int]]:
-        """From where to where each prompt is computed."""
+        """Start and end position of each prompt's chunk; the end is exclusive."""
         num_scheduled, requests = decided.num_scheduled_tokens, self.scheduler.requests
         chunks = []
         for data in _scheduled(decided):
-            # Who decodes and got a block has one.
+            # A decoding request that got a block has no entry; it computes one token.
             num_tokens = num_scheduled.get(data.request_id, 1)
             if num_tokens > 1 or not requests[data.request_id].output_token_ids:
                 chunks.append((data.num_computed_tokens, data.num_computed_tokens + num_tokens))
         return chunks
 
-    def _step_over(self) -> None:
+    def _end_step(self) -> None:
         decided, self._decided, self._due = self._decided, None, None
         assert decided is not None
         drawn: dict[str, Sequence[int]] = (
@@ -317,20 +317,20 @@ class SimulatedNode:
         index, now = self._first_end + len(self._ends), self._clock.now
         for data in _scheduled(decided):
             attempt = self._attempts.get(data.request_id)
-            if attempt is None or attempt.since is not None:
+            if attempt is None or attempt.first_unreported_step is not None:
                 continue
             if attempt.request.num_computed_tokens < attempt.request.num_tokens:
-                # A chunk that does not reach the end of its prompt draws nothing.
+                # A chunk that does not reach the end of its prompt draws no token.
                 drawn.pop(data.request_id, None)
             else:
-                attempt.since = index
+                attempt.first_unreported_step = index
                 joined.add(data.request_id)
         self._note_ends((now,))
         outputs = self.scheduler.update_from_output(
             decided, ModelRunnerOutput(drawn) if self._stepwise else _SAME_TOKEN
         )
         if self.timeline is not None:
-            self.timeline.append(_picture(self._started_at, now, decided))
+            self.timeline.append(_timeline_entry(self._started_at, now, decided))
         if self._num_quiet == 0:
             num_prefill_tokens = decided.num_prefill_tokens
             figures = StepFigures(
@@ -342,12 +342,12 @@ class SimulatedNode:
             self._publish(outputs, joined, figures)
         else:
             self._num_quiet -= 1
-        self._go_on()
+        self._start_next_step()
 
     # Runs of steps.
 
-    def _begin_run(self, run: DecodeRun) -> None:
-        self._run, self._num_run, self._run_has_begun = run, 0, False
+    def _start_run(self, run: DecodeRun) -> None:
+        self._run, self._num_run, self._is_run_in_step = run, 0, False
         self._started_at = when = self._clock.now
         batch, context, decode_s = run.num_sequences, run.num_context_tokens, self._times.decode_s
         ends = self._run_ends = []
@@ -355,27 +355,27 @@ class SimulatedNode:
             when += decode_s(batch, context)
             context += batch
             ends.append(when)
-        self._due = self._clock.call_at(when, self._run_over)
+        self._due = self._clock.call_at(when, self._end_run)
 
     def _interrupt(self) -> None:
-        """Something is about to happen on the node: a run is over with the step that is under way."""
+        """Ends a run with its current step, because the node's state is about to change."""
         if self._num_quiet:
             self._num_quiet = 1
         run, due = self._run, self._due
-        if run is None or due is None or self._run_has_begun:
+        if run is None or due is None or self._is_run_in_step:
             return
         num_over = min(bisect_right(self._run_ends, self._clock.now), len(self._run_ends) - 1)
         run.advance(num_over)
         run.begin()
-        self._num_run, self._run_has_begun = num_over, True
+        self._num_run, self._is_run_in_step = num_over, True
         self._note_ends(self._run_ends[:num_over])
         due.cancel()
-        self._due = self._clock.call_at(self._run_ends[num_over], self._run_over)
+        self._due = self._clock.call_at(self._run_ends[num_over], self._end_run)
 
-    def _run_over(self) -> None:
+    def _end_run(self) -> None:
         run, self._run, self._due = self._run, None, None
         assert run is not None
-        if self._run_has_begun:
+        if self._is_run_in_step:
             run.commit()
             self._note_ends(self._run_ends[self._num_run : self._num_run + 1])
         else:
@@ -383,9 +383,9 @@ class SimulatedNode:
             self._note_ends(self._run_ends)
         if self.timeline is not None:
             self.timeline.append(TimelineEntry(self._started_at, self._clock.now, "decode", run.num_sequences))
-        self._go_on()
+        self._start_next_step()
 
-    # What is told.
+    # Reports.
 
     def _publish(
         self, outputs: Mapping[int, EngineCoreOutputs], joined: Collection[str], figures: StepFigures | None
@@ -397,11 +397,11 @@ class SimulatedNode:
                     continue
                 attempt = self._attempts.get(output.request_id)
                 if attempt is not None:
-                    deltas += self._told_output(attempt, output)
+                    deltas += self._deltas_of(attempt, output)
         update = self._kv_cache_update() if self.watches_kv_cache else None
         self._report(self, StepReport(deltas, self.load(), update, step=figures), self._token_times)
 
-    def _told_output(self, attempt: _Attempt, output: EngineCoreOutput) -> Sequence[RequestDelta]:
+    def _deltas_of(self, attempt: _Attempt, output: EngineCoreOutput) -> Sequence[RequestDelta]:
         now = self._clock.now
         if attempt.first_token_at is None and output.new_token_ids:
             attempt.first_token_at = now
@@ -409,19 +409,19 @@ class SimulatedNode:
             attempt.num_external_tokens = output.num_external_tokens
         if output.outcome is None:
             return (self._delta(attempt, None, ""),)
-        # Tokens that simply follow are told by themselves: a flight takes them all at once.
-        before = [self._delta(attempt, None, "", spared=1)] if attempt.num_told else []
+        # Tokens before the last one get a delta without an outcome: a flight processes them all at once.
+        before = [self._delta(attempt, None, "", spared=1)] if attempt.num_reported else []
         delta = self._delta(attempt, output.outcome, output.error or "")
         delta.timings = self._timings(attempt)
         del self._attempts[output.request_id]
         return (*before, delta) if before and before[0].token_ids else (delta,)
 
     def _delta(self, attempt: _Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:
-        """What the router does not know yet, but for the last `spared` tokens."""
-        self._end_stretch(attempt, goes_on=outcome is None)
-        first, tokens, times = attempt.num_told, attempt.request.output_token_ids, attempt.times
+        """A delta of the unreported tokens, without the last `spared` ones."""
+        self._collect_times(attempt, goes_on=outcome is None)
+        first, tokens, times = attempt.num_reported, attempt.request.output_token_ids, attempt.times
         num_tokens = len(tokens)
-        end = attempt.num_told = max(first, num_tokens - spared)
+        end = attempt.num_reported = max(first, num_tokens - spared)
         cut = max(0, len(times) - (num_tokens - end))
         if cut == len(times):
             self._token_times[attempt.key, first], attempt.times = times, []
@@ -430,14 +430,14 @@ class SimulatedNode:
         return RequestDelta(attempt.key, first, tokens[first:end], (), outcome, None, error)
 
     def _timings(self, attempt: _Attempt) -> StageTimings:
-        begun = attempt.submitted_at if attempt.scheduled_at is None else attempt.scheduled_at
-        first = begun if attempt.first_token_at is None else attempt.first_token_at
+        started = attempt.submitted_at if attempt.scheduled_at is None else attempt.scheduled_at
+        first = started if attempt.first_token_at is None else attempt.first_token_at
         transfer_s, num_bytes = 0.0, 0.0
         if attempt.leg is Leg.DECODE:
             transfer_s, num_bytes = self._handoffs.transfers.pop(attempt.request.request_id, (0.0, 0.0))
         return StageTimings(
-            queue_ms=(begun - attempt.submitted_at) * 1e3,
-            prefill_ms=(first - begun) * 1e3 if attempt.leg is not Leg.DECODE else 0.0,
+            queue_ms=(started - attempt.submitted_at) * 1e3,
+            prefill_ms=(first - started) * 1e3 if attempt.leg is not Leg.DECODE else 0.0,
             transfer_ms=transfer_s * 1e3,
             cached_tokens=attempt.num_cached_tokens,
             external_tokens=attempt.num_external_tokens,
@@ -454,7 +454,7 @@ class SimulatedNode:
         self.scheduler.kv_cache_manager.kv_events.forget_before(batch.next_sequence)
         return next(iter(kv_cache_updates(batch)))
 
-    # When tokens came.
+    # Times of tokens.
 
     def _note_ends(self, ends: Sequence[float]) -> None:
         self.num_steps += len(ends)
@@ -463,21 +463,22 @@ class SimulatedNode:
             self._forget_ends()
 
     def _forget_ends(self) -> None:
-        """Nobody's untold tokens were drawn in these steps."""
+        """Drops the end times of steps that drew no unreported token."""
         last = self._first_end + len(self._ends)
-        first = min((a.since for a in self._attempts.values() if a.since is not None), default=last)
+        steps = (attempt.first_unreported_step for attempt in self._attempts.values())
+        first = min((step for step in steps if step is not None), default=last)
         del self._ends[: first - self._first_end]
         self._first_end = first
         self._kept_ends = max(_KEPT_ENDS, len(self._ends))
 
-    def _end_stretch(self, attempt: _Attempt, *, goes_on: bool = False) -> None:
-        """Take the times of tokens that were drawn one after the other."""
-        if attempt.since is not None:
-            attempt.times += self._ends[attempt.since - self._first_end :]
-            attempt.since = self._first_end + len(self._ends) if goes_on else None
+    def _collect_times(self, attempt: _Attempt, *, goes_on: bool = False) -> None:
+        """Adds the times of tokens that were drawn in consecutive steps. `goes_on`: the next step draws one, too."""
+        if attempt.first_unreported_step is not None:
+            attempt.times += self._ends[attempt.first_unreported_step - self._first_end :]
+            attempt.first_unreported_step = self._first_end + len(self._ends) if goes_on else None
 
 
-def _picture(start_s: float, end_s: float, decided: SchedulerOutput) -> TimelineEntry:
+def _timeline_entry(start_s: float, end_s: float, decided: SchedulerOutput) -> TimelineEntry:
     prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
     kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
     return TimelineEntry(start_s, end_s, kind, tokens)

@@ -1,4 +1,4 @@
-"""What `baton simulate` is asked for, and its result: one run for each arrangement, policy and rate."""
+"""The plan of `baton simulate` and its result: one run for each arrangement, policy and rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.bench.workloads.spec import WorkloadSpec
 
 @dataclass(frozen=True, slots=True)
 class SimulationPlan:
-    """Everything but the arrangement and the policy is the same in all runs."""
+    """What to simulate. All runs differ only in arrangement, policy and rate."""
 
     workload: WorkloadSpec
     config: SimulationConfig
@@ -29,13 +29,13 @@ class SimulationPlan:
     slo: Slo = field(default_factory=Slo)
     finds_goodput: bool = False
     attainment: float = 0.9
-    """Share of the requests that must keep the service level at a rate that counts as goodput."""
+    """Share of the requests that must keep the SLO at a rate that counts as goodput."""
     percentiles: Sequence[float] = (99.0,)
     keeps_outcomes: bool = False
 
 
 def run_plan(plan: SimulationPlan, created: str, progress: Callable[[str, int], None] = lambda name, n: None) -> Result:
-    """Simulate all of it. `progress` hears a run's name and how many of its requests have ended."""
+    """Simulates all runs. `progress` is called with a run's name and the number of its requests that have ended."""
     arrangements = []
     for arrangement in plan.arrangements:
         for policy in plan.policies:
@@ -105,7 +105,7 @@ def _rate(
 
 
 def _cpu_s() -> float:
-    """Of this process and of those that it has waited for."""
+    """CPU time of this process and of its children that have ended, seconds."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -125,7 +125,7 @@ def _simulator(done: Simulated, took_s: float, cells: int) -> dict[str, Any]:
 
 
 def timeline_rows(done: Simulated) -> dict[str, list[list[Any]]]:
-    """For a result file; nothing if it was not to be kept."""
+    """The timelines of a result file; empty if the simulation kept none."""
     return {node: list(map(_entry, entries)) for node, entries in (done.timeline or {}).items()}
 
 
@@ -134,12 +134,12 @@ def _entry(entry: TimelineEntry) -> list[Any]:
 
 
 def _compared(arrangements: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Goodput for each GPU, and how many times as much as where every node does both."""
+    """Goodput per GPU, and the ratio of the best other arrangement to the colocated one."""
     per_gpu = {one["name"]: one["goodput"]["per_gpu"] for one in arrangements}
     best = max((name for name in per_gpu if not name.startswith("colocated")), key=per_gpu.__getitem__, default=None)
-    together = max((rate for name, rate in per_gpu.items() if name.startswith("colocated")), default=0.0)
+    colocated = max((rate for name, rate in per_gpu.items() if name.startswith("colocated")), default=0.0)
     return {
         "goodput": per_gpu,
         "best_split": best,
-        "goodput_ratio": per_gpu[best] / together if best is not None and together else None,
+        "goodput_ratio": per_gpu[best] / colocated if best is not None and colocated else None,
     }

@@ -1,8 +1,8 @@
-"""Who chooses nodes: the router's own policies, and those that papers hold against them.
+"""Placement policies: the router's own, and those of papers for comparison.
 
-`global-cache` is Mooncake's (Qin et al., FAST 2025, algorithm 1): where another node has much more of a prompt than the
-one that would be quickest, its blocks are fetched first. Baton's router does not do that; the simulator says what it
-would bring.
+`global-cache` is Mooncake's (Qin et al., FAST 2025, algorithm 1): if another node has cached much more of a prompt than
+the node that would be fastest, its blocks are fetched first. Baton's router does not do that; the simulator shows what
+it would gain.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from router.placement.placer import Choice, PlacementSettings, Placer, Policy, d
 
 POLICIES = ("cost", "least-loaded", "round-robin", "random", "load-balanced", "local-cache", "global-cache")
 _BALANCING = 1.5
-"""How many times as much of a prompt another node must have, to be asked for it."""
+"""Blocks are fetched from a node that has cached at least this many times as much of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Blocks of a prompt's begin that a node gets from another one before it computes the rest."""
+    """The first blocks of a prompt, which a node fetches from another one before it computes the rest.
+
+    `source` and `sink` are incarnations.
+    """
 
     source: str
     sink: str
-    """Incarnations."""
     num_tokens: int
 
 
 def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per_s: float) -> Placer:
-    """The policy of that name; KeyError for a stranger."""
+    """Makes the placer of a policy in POLICIES; raises KeyError for other names."""
     from baton.bench.simulator.prompt import SimulatedKeys
 
     own = {"cost": Policy.COST, "local-cache": Policy.COST, "global-cache": Policy.COST, "load-balanced": Policy.COST}
     own |= {"least-loaded": Policy.LEAST_LOADED, "round-robin": Policy.ROUND_ROBIN, "random": Policy.LEAST_LOADED}
     settings = replace(settings, policy=own[policy])
-    # Nobody asks for an explanation.
+    # Decisions are never asked for.
     log = DecisionLog(kept=0)
     match policy:
         case "random":
             return RandomPlacer(settings, rng, log)
         case "load-balanced":
-            return BlindPlacer(settings, log, prompt_keys=SimulatedKeys.of)
+            return LoadBalancingPlacer(settings, log, prompt_keys=SimulatedKeys.of)
         case "global-cache":
             return FetchingPlacer(settings, bytes_per_s, log)
         case _:
@@ -55,7 +57,7 @@ def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per
 
 
 class RandomPlacer(Placer):
-    """Any prefill node, and the least loaded decode node; where one node does it all, any node."""
+    """A random prefill node and the least loaded decode node; if one node does both, a random node."""
 
     def __init__(self, settings: PlacementSettings, rng: Random, log: DecisionLog) -> None:
         super().__init__(settings, log)
@@ -83,8 +85,8 @@ class RandomPlacer(Placer):
         return Choice(placement, request, attempt)
 
 
-class BlindPlacer(Placer):
-    """The router's cost model, which is told of no cache: the least work ahead."""
+class LoadBalancingPlacer(Placer):
+    """The router's cost model without knowledge of caches: it chooses the node with the least queued work."""
 
     def on_attached(self, description: NodeDescription) -> bool:
         super().on_attached(description)
@@ -97,7 +99,7 @@ class BlindPlacer(Placer):
 
 
 class FetchingPlacer(Placer):
-    """The router's cost model, with blocks that other nodes have within reach of each."""
+    """The router's cost model, in which nodes may fetch blocks that other nodes have cached."""
 
     def __init__(self, settings: PlacementSettings, bytes_per_s: float, log: DecisionLog) -> None:
         from baton.bench.simulator.prompt import SimulatedKeys
@@ -106,8 +108,8 @@ class FetchingPlacer(Placer):
         self._ms_per_byte = 1e3 / bytes_per_s
         self._fetches: dict[str, Fetch] = {}
 
-    def take_fetch(self, request_id: str) -> Fetch | None:
-        """What the last choice for a request wants fetched."""
+    def pop_fetch(self, request_id: str) -> Fetch | None:
+        """Removes and returns the fetch that belongs to the last choice for a request, if any."""
         return self._fetches.pop(request_id, None)
 
     def _cheapest(
@@ -129,9 +131,9 @@ class FetchingPlacer(Placer):
         prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
         source = max(prefills, key=lambda cost: question.cached.get(cost.node.incarnation, 0))
         most = min(question.cached.get(source.node.incarnation, 0), demand.num_prompt_tokens - 1)
-        ways = {cost.node.incarnation: self._way_ms(question, cost, most) for cost in prefills}
-        best = min(prefills, key=lambda cost: (ways[cost.node.incarnation][0], cost.candidate.last_chosen))
-        num_fetched = ways[best.node.incarnation][1]
+        ttfts = {cost.node.incarnation: self._ttft_ms(question, cost, most) for cost in prefills}
+        best = min(prefills, key=lambda cost: (ttfts[cost.node.incarnation][0], cost.candidate.last_chosen))
+        num_fetched = ttfts[best.node.incarnation][1]
         if num_fetched:
             fetch = Fetch(source.node.incarnation, best.node.incarnation, most)
             self._fetches[request.request_id] = fetch
@@ -142,8 +144,8 @@ class FetchingPlacer(Placer):
         placement = Placement(taken.prefill.node, taken.decode.node, "with blocks from elsewhere")
         return replace(choice, placement=placement, found=taken)
 
-    def _way_ms(self, question: Question, cost: NodeCosts, most: int) -> tuple[float, int]:
-        """Until the first token, and how many tokens are fetched for it."""
+    def _ttft_ms(self, question: Question, cost: NodeCosts, most: int) -> tuple[float, int]:
+        """Time to first token on this node, and the number of tokens to fetch for it."""
         tokens = question.demand.num_prompt_tokens
         here = min(question.cached.get(cost.node.incarnation, 0), tokens - 1)
         alone = cost.queue_ms + cost.prefill_ms(tokens - here)
@@ -151,13 +153,13 @@ class FetchingPlacer(Placer):
             return alone, 0
         token_bytes = cost.node.block_bytes / cost.node.block_size
         fetch_ms = (most - here) * token_bytes * self._ms_per_byte
-        # What is ahead of it in the queue is computed meanwhile.
+        # Requests ahead in the queue are computed while blocks are fetched.
         fetched = max(cost.queue_ms, fetch_ms) + cost.prefill_ms(tokens - most)
         return (fetched, most - here) if fetched < alone else (alone, 0)
 
     @staticmethod
     def _with_prefill(question: Question, prefill: NodeCosts, cached: int) -> Found | None:
-        """The cheapest way that begins at this node, which then has so much of the prompt."""
+        """The cheapest placement with this prefill node, which then has `cached` tokens of the prompt."""
         costs = [cost for cost in question.costs if cost.node.role is Role.DECODE] + [prefill]
         there = {prefill.node.incarnation: max(cached, question.cached.get(prefill.node.incarnation, 0))}
         return cheapest(replace(question, costs=costs, cached={**question.cached, **there}, alone_tokens=0))

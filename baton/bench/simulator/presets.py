@@ -1,4 +1,4 @@
-"""Runs of papers, with the coefficients that they or others published; what is ours is said."""
+"""Simulations of published experiments, with published coefficients where there are any."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PRESETS = ("distserve", "mooncake", "fleet")
 
 
 def preset(name: str, trace: Path | None, seed: int) -> SimulationPlan:
-    """The plan of that name; KeyError for a stranger."""
+    """Makes the plan of a name in PRESETS; raises KeyError for other names."""
     plans = {"distserve": distserve, "fleet": fleet}
     return mooncake(trace, seed) if name == "mooncake" else plans[name](seed)
 
 
 def distserve(seed: int = 0) -> SimulationPlan:
-    """DistServe's chatbot on OPT-13B (Zhong et al., OSDI 2024, table 1 and figure 8): every split of four A100.
+    """DistServe's chatbot on OPT-13B (Zhong et al., OSDI 2024, table 1 and figure 8), with every split of four A100.
 
-    Their links are NVLink, 300 GB/s in each direction here; 26 of 80 GB are weights.
+    The GPUs are linked by NVLink with 300 GB/s in each direction; 26 of 80 GB are weights.
     """
     return SimulationPlan(
         WorkloadSpec(dataset="sharegpt-like", num_prompts=2000, seed=seed),
@@ -43,12 +43,12 @@ LLAMA2_70B_ON_8_A800 = FormulaTimes(
     decode_context_ms=2.0e-5,
     decode_sequence_ms=0.05,
 )
-"""Ours: half of 8 x 312 TFLOPS for 140 GFLOP a token and attention's own 1.3 MFLOP a token squared; a step reads
-140 GB of weights, and 328 kB of keys and values for each token, at 7 and 16 TB/s."""
+"""Our estimate: half of 8 x 312 TFLOPS for 140 GFLOP per token and 1.3 MFLOP per squared token in attention; a step
+reads 140 GB of weights at 7 TB/s, and 328 kB of keys and values for each token at 16 TB/s."""
 
 
 def mooncake(trace: Path | None, seed: int = 0) -> SimulationPlan:
-    """Mooncake's conversation trace on 8 prefill and 8 decode nodes, by how a prefill node is chosen (figure 8)."""
+    """Mooncake's conversation trace on 8 prefill and 8 decode nodes, with its policies (FAST 2025, figure 8)."""
     sizes = NodeSizes(
         times=LLAMA2_70B_ON_8_A800,
         block_size=512,
@@ -67,12 +67,12 @@ def mooncake(trace: Path | None, seed: int = 0) -> SimulationPlan:
 
 
 MOONCAKE_SPEED = 1.4
-"""At which the trace is replayed: prefill nodes are about as busy as in the paper, which does not say how busy that is,
-as far as waiting behind random choices tells."""
+"""Speed at which the trace is replayed. Prefill nodes are then about as busy as in the paper, judged by the queueing
+time with random placement: the paper does not give their utilisation."""
 
 
 def fleet(seed: int = 0) -> SimulationPlan:
-    """A million requests on 512 nodes: what the simulator itself can do. Two routers have half of them each."""
+    """A million requests on 512 nodes, to measure the simulator itself. Two routers have half of the nodes each."""
     sizes = replace(NodeSizes(), block_size=64)
     arrangement = Arrangement(256, 256)
     workload = WorkloadSpec(

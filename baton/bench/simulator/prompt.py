@@ -1,7 +1,7 @@
-"""Prompts without tokens: how long they are, and what their blocks are called. Equal beginnings have equal names.
+"""Prompts without tokens: their lengths and the keys of their blocks. Equal prefixes have equal keys.
 
-The engine and the router name blocks by hashes over tokens. Here they are named by hashes over the names of the
-workload's pieces, all at once and ahead of time: what shares tokens shares names, and nothing else does.
+Engine and router compute a block's key as a hash over tokens. Here keys are hashes over the names of the workload's
+pieces, computed all at once: prompts share keys if and only if they share tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from router.admission.request import ValidRequest
 from router.placement.cache_view import EXPECTED_BLOCKS, CacheKeys, PromptKeys
 
 TOKEN = 7
-"""What every token is."""
+"""The id of every token."""
 
 
-class NamelessTokens(list[int]):
-    """A list of one and the same token that has none of them in memory; for looking only."""
+class RepeatedToken(list[int]):
+    """A read-only list that repeats one token without keeping it in memory."""
 
     __slots__ = ("_length",)
 
@@ -35,20 +35,20 @@ class NamelessTokens(list[int]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> list[int]:  # type: ignore[override]
         if not isinstance(index, slice):
-            raise TypeError("nobody asks for one token")
-        return NamelessTokens(len(range(*index.indices(self._length))))
+            raise TypeError("a single token of a simulated prompt can't be read, only slices")
+        return RepeatedToken(len(range(*index.indices(self._length))))
 
     def __add__(self, other: list[int]) -> list[int]:  # type: ignore[override]
-        return NamelessTokens(self._length + len(other))
+        return RepeatedToken(self._length + len(other))
 
 
-class SimulatedPrompt(NamelessTokens):
-    """A request's prompt, and the keys of all blocks that it fills, its output's included."""
+class SimulatedPrompt(RepeatedToken):
+    """A request's prompt, and the keys of all blocks that prompt and output fill."""
 
     __slots__ = ("block_keys", "num_prompt_blocks")
 
     def __init__(self, pieces: Sequence[Piece], output_length: int, block_size: int, name: str) -> None:
-        """`name`: of the request, whose output is its own."""
+        """`name`: the request's name, from which the keys of its output are made."""
         length = sum([piece.length for piece in pieces])
         super().__init__(length)
         self.num_prompt_blocks = length // block_size
@@ -59,7 +59,7 @@ class SimulatedPrompt(NamelessTokens):
 
 
 class SimulatedKeys(PromptKeys):
-    """What the router asks of a prompt's keys; they are there already."""
+    """A prompt's keys for the router; nothing is left to compute."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._all = keys
@@ -79,11 +79,11 @@ class SimulatedKeys(PromptKeys):
 
 
 def _piece_keys(pieces: Sequence[Piece], block_size: int) -> list[bytes]:
-    """Of the full blocks. A key covers all before it, since its seed has the key before."""
+    """The keys of full blocks. A key depends on everything before it, since its seed contains the key before."""
     keys: list[bytes] = []
     parent = b""
     straddling = b""
-    """Which parts of pieces are in the block that the last one did not fill, and how much of it is full."""
+    """The parts of pieces in the current, partly filled block."""
     filled = 0
     for piece in pieces:
         offset = 0
@@ -97,7 +97,7 @@ def _piece_keys(pieces: Sequence[Piece], block_size: int) -> list[bytes]:
                 parent, straddling, filled = keys[-1], b"", 0
         whole = (piece.length - offset) // block_size
         if whole:
-            # The first ones of a longer piece of that name are the same.
+            # A longer piece of the same name starts with the same keys.
             keys += _keys(parent + name + offset.to_bytes(8, "little"), whole)
             parent = keys[-1]
         rest = piece.length - offset - whole * block_size

@@ -1,7 +1,7 @@
-"""A router in virtual time: the real one but for its clients' streams and its links to nodes.
+"""A router in virtual time: the real one except for clients' streams and links to nodes.
 
-Nobody reads slowly, nothing is tokenized, and no other router takes over. A client sees a token one message's time
-after its node drew it.
+Clients read at once, nothing is tokenized, and no other router takes over. A client receives a token one message
+latency after its node drew it.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _NO_TIMINGS = StageTimings()
 
 @dataclass(slots=True)
 class FirstTokenParts:
-    """Where the time to first tokens went, in sums over requests. Seconds."""
+    """The parts of the time to first token, as sums over requests, in seconds."""
 
     count: int = 0
     router_s: float = 0.0
-    """Until nodes were found; with it what a client waited for a place, in a closed loop."""
+    """Time until nodes were chosen, and in a closed loop the time that a client waited for its turn."""
     queue_s: float = 0.0
-    """At the node, until its prompt's first chunk began."""
+    """Time on the node until the first chunk of the prompt started."""
     prefill_s: float = 0.0
     messages_s: float = 0.0
     transfer_s: float = 0.0
-    """Not in it: between first and second token."""
+    """Time of the hand-off, which is not part of it: it lies between the first and the second token."""
 
     def add(self, other: FirstTokenParts) -> None:
-        """Those of another cluster, too."""
+        """Adds the sums of another cluster."""
         for part in fields(self):
             setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
 
@@ -80,8 +80,9 @@ class FirstTokenParts:
 
 
 class SampledView(ClusterView):
-    """Shows so many nodes of each role, drawn anew each time it is asked: the power of a few choices (Mitzenmacher,
-    IEEE TPDS 2001), at a cost that does not grow with the cluster.
+    """Shows a few random nodes of each role, drawn anew for each decision.
+
+    This is the power of a few choices (Mitzenmacher, IEEE TPDS 2001); its cost does not grow with the cluster.
     """
 
     def __init__(self, choices: int, rng: Random) -> None:
@@ -125,7 +126,7 @@ class SimulatedClient(EventQueue):
         self.request_id = request_id
         self.planned_s = planned_s
         self.times: list[float] = []
-        """When its tokens came, in seconds."""
+        """When its tokens arrived, in seconds."""
         self.is_over = False
         self._read = read
         self._ended = ended
@@ -144,7 +145,7 @@ class SimulatedClient(EventQueue):
 
 
 class SimulatedRouter:
-    """Gives simulated requests to simulated nodes, by the decisions of a real router."""
+    """Sends simulated requests to simulated nodes, with the decisions of a real router."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class SimulatedRouter:
 
     @property
     def num_retries(self) -> int:
-        """Attempts of requests that had one before."""
+        """The number of attempts that were not a request's first one."""
         attempts = self._requests.counters.attempts
         return attempts.total() - attempts[AttemptCause.FIRST]
 
@@ -221,10 +222,10 @@ class SimulatedRouter:
         return True
 
     def _send(self, incarnation: str, submit: Submit) -> None:
-        """A leg reaches its node one message later; blocks that it wants from elsewhere get there first."""
+        """Delivers a leg to its node one message latency later, or after the blocks that it fetches have arrived."""
         placer, fetch = self._requests.placer, None
         if isinstance(placer, FetchingPlacer) and submit.kv_source is None:
-            fetch = placer.take_fetch(submit.attempt.request_id)
+            fetch = placer.pop_fetch(submit.attempt.request_id)
         if fetch is None or fetch.sink != incarnation:
             self._timeline.call_at(self._timeline.now + self._message_s, lambda: self._submit(incarnation, submit))
         else:
@@ -235,17 +236,17 @@ class SimulatedRouter:
         assert isinstance(prompt, SimulatedPrompt)
         keys = prompt.block_keys[: fetch.num_tokens // self._block_size]
 
-        def came() -> None:
+        def on_fetched() -> None:
             if keys and not node.is_gone:
-                node.take_in(keys)
+                node.cache_fetched_blocks(keys)
             self._submit(fetch.sink, submit)
 
-        here = node.scheduler.kv_cache_manager.pool.keys
-        missing = sum(key not in here for key in keys)
-        flow = self._network.flow(fetch.source, fetch.sink, came)
+        cached = node.scheduler.kv_cache_manager.pool.keys
+        missing = sum(key not in cached for key in keys)
+        flow = self._network.flow(fetch.source, fetch.sink, on_fetched)
         flow.add(missing * node.description.block_bytes)
         if flow.due is None:
-            self._timeline.call_at(self._timeline.now, came)
+            self._timeline.call_at(self._timeline.now, on_fetched)
 
     def _submit(self, incarnation: str, submit: Submit) -> None:
         """A submit arrives; one that was aborted meanwhile is dropped."""
@@ -256,7 +257,7 @@ class SimulatedRouter:
     # Requests.
 
     def arrive(self, request: WorkloadRequest, planned_s: float) -> None:
-        """A request comes, now; its client waits since `planned_s`."""
+        """A request arrives now; its client has waited since `planned_s`."""
         request_id = f"r{request.index}"
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
@@ -278,14 +279,14 @@ class SimulatedRouter:
 
     def _read(self, client: SimulatedClient, chunk: Chunk) -> None:
         run, now, message_s = self._run_of(client), self._timeline.now, self._message_s
-        drawn, count = self._take_drawn(run.flight.key, chunk.first_index), len(chunk.token_ids)
+        drawn, count = self._pop_drawn(run.flight.key, chunk.first_index), len(chunk.token_ids)
         times = [time + message_s for time in (drawn if count == len(drawn) else drawn[-count:])]
         if len(times) < count:
-            # These tokens came by another leg earlier, and are given out only now.
+            # These tokens were reported by another leg earlier, and are delivered only now.
             client.times += [now + message_s] * (count - len(times))
         client.times += times
 
-    def _take_drawn(self, attempt: AttemptKey, first_index: int) -> Sequence[float]:
+    def _pop_drawn(self, attempt: AttemptKey, first_index: int) -> Sequence[float]:
         """When the tokens from `first_index` on were drawn, or the tokens of the report that they are part of."""
         drawn = self._drawn.pop((attempt, first_index), None)
         if drawn is not None:

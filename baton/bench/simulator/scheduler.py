@@ -1,4 +1,4 @@
-"""The engine's scheduler in a simulation: it can take many steps at once, and has one more policy."""
+"""The engine's scheduler for simulations: it can execute many steps at once, and has one more policy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Nodes of one machine: while several of them compute, each is slower, since they share its memory and its caches.
+"""Nodes on one machine: while several of them compute, each is slower, since they share memory and caches.
 
-A node that is alone computes at full speed. Beside others a step goes on at a fraction of it, from the moment on in
-which another one begins, until that one ends.
+A node computes at full speed while it is the only one that computes, and at a fraction of it while others compute, too.
 """
 
 from __future__ import annotations
@@ -15,72 +14,72 @@ from baton.bench.simulator.events import Event, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long steps take beside one node that computes all the while, less one; by kind of step."""
+    """The slowdown of a step while another node computes, by kind of step: 0.25 means 1.25 times as long."""
 
     prefill: float = 0.0
-    """Also of a step with both kinds of work."""
+    """Slowdown of steps with prompts, with or without decodes."""
     decode: float = 0.0
 
 
-class Computing:
-    """One step under way."""
+class RunningStep:
+    """A step that is being computed."""
 
     __slots__ = ("_host", "contention", "event", "left_s", "over", "since")
 
     def __init__(self, host: SharedHost, alone_s: float, contention: float, over: Callable[[], None]) -> None:
         self._host = host
         self.left_s = alone_s
-        """What is to do, in seconds of a node that is alone, as of `since`."""
+        """Work left at `since`, in seconds at full speed."""
         self.contention = contention
         self.over = over
         self.since = 0.0
         self.event: Event | None = None
 
     def cancel(self) -> None:
-        """It is given up. Idempotent."""
+        """Ends the step without calling `over`. Idempotent."""
         self._host.leave(self)
 
 
 class SharedHost:
-    """All nodes of one machine."""
+    """The steps of all nodes of one machine."""
 
     def __init__(self, timeline: Timeline, contention: Contention) -> None:
         self._timeline = timeline
         self._contention = contention
-        self._under_way: dict[Computing, None] = {}
+        self._running: dict[RunningStep, None] = {}
 
-    def compute(self, alone_s: float, has_prompts: bool, over: Callable[[], None]) -> Computing:
-        """Have a step of so many seconds; `over` is called when it is."""
+    def compute(self, alone_s: float, has_prompts: bool, over: Callable[[], None]) -> RunningStep:
+        """Starts a step that takes `alone_s` at full speed; `over` is called when it ends."""
         contention = self._contention.prefill if has_prompts else self._contention.decode
-        step = Computing(self, alone_s, contention, over)
-        self._go_on()
-        self._under_way[step] = None
-        self._plan()
+        step = RunningStep(self, alone_s, contention, over)
+        self._advance()
+        self._running[step] = None
+        self._schedule_ends()
         return step
 
-    def leave(self, step: Computing) -> None:
-        """Nothing of it happens any more."""
-        if step not in self._under_way:
+    def leave(self, step: RunningStep) -> None:
+        """Removes a step; the others get faster."""
+        if step not in self._running:
             return
-        self._go_on()
-        del self._under_way[step]
+        self._advance()
+        del self._running[step]
         if step.event is not None:
             step.event.cancel()
-        self._plan()
+        self._schedule_ends()
 
-    def _slower(self, step: Computing) -> float:
-        return 1 + step.contention * (len(self._under_way) - 1)
+    def _slower(self, step: RunningStep) -> float:
+        return 1 + step.contention * (len(self._running) - 1)
 
-    def _go_on(self) -> None:
-        """All of them get as far as they are now."""
+    def _advance(self) -> None:
+        """Updates the work left of all steps to now."""
         now = self._timeline.now
-        for step in self._under_way:
+        for step in self._running:
             step.left_s -= (now - step.since) / self._slower(step)
 
-    def _plan(self) -> None:
-        """Nothing changes from now on until one of them ends."""
+    def _schedule_ends(self) -> None:
+        """Schedules the end of each step, as if no other step started before it."""
         now = self._timeline.now
-        for step in self._under_way:
+        for step in self._running:
             if step.event is not None:
                 step.event.cancel()
             step.since = now
@@ -88,6 +87,6 @@ class SharedHost:
                 now + max(0.0, step.left_s) * self._slower(step), partial(self._end, step)
             )
 
-    def _end(self, step: Computing) -> None:
+    def _end(self, step: RunningStep) -> None:
         self.leave(step)
         step.over()

@@ -1,4 +1,4 @@
-"""One run: a workload, a cluster in virtual time, and what became of every request."""
+"""Simulates one workload on one cluster in virtual time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from router.placement.placer import ALONE_TOKENS, PlacementSettings
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A node dies, and maybe another incarnation of it comes."""
+    """A node dies at `at_s`, and is restarted `down_s` later unless that is infinite."""
 
     node_id: str
     at_s: float
@@ -38,68 +38,69 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class NodeSizes:
-    """What a node is. Defaults: an A100 of 80 GB with OPT-13B."""
+    """Speed and sizes of a node. Defaults: an A100 of 80 GB with OPT-13B."""
 
     times: StepTimes = field(default_factory=FormulaTimes)
     block_size: int = 16
     cache_tokens: int = 48_000
-    """That its KV cache holds."""
+    """Tokens that fit into the KV cache."""
     kv_bytes_per_token: float = 819_200.0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 1 << 20
     prompts_first: bool = False
-    """Prompts are computed in steps in which nobody decodes; whole, if a step has room for the longest one."""
+    """Prompts are computed in steps without decodes; whole, if a step has room for the longest prompt."""
     enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """What is simulated, besides the workload."""
+    """The simulated cluster and its environment."""
 
     arrangement: Arrangement
     sizes: NodeSizes = field(default_factory=NodeSizes)
     prefill_sizes: NodeSizes | None = None
-    """Of prefill nodes, where they are other ones."""
+    """Sizes of prefill nodes, if they differ."""
     policy: str = "cost"
     choices: int | None = None
-    """The router looks at so many nodes of each role, drawn for each request; None: at all of them."""
+    """The router considers this many random nodes of each role for each request; None: all nodes."""
     nic_bytes_per_s: float = 25e9
     network_latency_s: float = 1e-3
-    """Of a hand-off beside its bytes: a confirmation."""
+    """Time that a hand-off takes beside its bytes, for the confirmation."""
     message_s: float = 5e-4
-    """From router to node, and from a node to a client."""
+    """Latency of a message from router to node, and from a node to a client."""
     detect_s: float = 0.0
-    """Until the router notices that a node is gone."""
+    """Time until the router notices that a node has died."""
     failures: Sequence[Failure] = ()
     mtbf_s: float = math.inf
-    """Of each node, mean time between failures; exponentially distributed."""
+    """Mean time between failures of each node; exponentially distributed."""
     repair_s: float = 60.0
     limits: DispatchLimits = field(
         default_factory=lambda: DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
     )
-    """Nobody is turned away unless somebody says so."""
+    """The router's limits. By default no request is refused."""
     max_concurrency: int | None = None
-    """So many requests are open at most: a closed loop."""
+    """Largest number of open requests, which makes a closed loop."""
     cells: int = 1
-    """Clusters that share nodes and load evenly and know nothing of each other; see `cells`."""
+    """Number of independent clusters that share nodes and load equally; see `cells`."""
     cell: int = 0
-    """The number of this one: its nodes' names begin where those of the one before end."""
+    """The number of this cell. The numbers of its nodes continue those of the cell before."""
     seed: int = 0
     keeps_timeline: bool = False
     stepwise: bool = False
-    """Simulate every step by itself; changes nothing but what it costs."""
+    """Simulate every step by itself; only the simulator's own time changes."""
     contention: Contention | None = None
-    """All nodes are on one machine, and slow each other down so; None: each has its own. Makes it stepwise."""
+    """All nodes are on one machine and slow each other down by this; None: each has its own machine. Implies
+    `stepwise`."""
 
 
 @dataclass(slots=True)
 class Simulated:
-    """What came of it."""
+    """The result of a simulation."""
 
     outcomes: Outcomes
     duration_s: float
-    """From the first arrival to the last end, in virtual time."""
+    """Virtual time from the first arrival to the last end."""
     parts: FirstTokenParts
     num_steps: int
     num_retries: int
@@ -114,8 +115,8 @@ def simulate(
     config: SimulationConfig,
     progress: Callable[[int], None] = lambda ended: None,
 ) -> Simulated:
-    """Run it to its end, as one cell. `progress` hears how many requests have ended."""
-    # Nothing here makes cycles fast enough for the collector to be worth its looking through a million objects.
+    """Simulates one cell to its end. `progress` is called with the number of requests that have ended."""
+    # There are too few reference cycles for the collector to be worth a search through a million objects.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -128,12 +129,12 @@ def simulate(
 
 
 class Simulation:
-    """A cluster and its clients."""
+    """A simulated cluster and its clients."""
 
     def __init__(self, config: SimulationConfig, progress: Callable[[int], None]) -> None:
         self.outcomes = Outcomes()
         self.nodes: dict[str, SimulatedNode] = {}
-        """By name; the incarnations of now."""
+        """The current incarnation of each node, by the node's name."""
         self.timeline = Timeline()
         self._config = config
         self._progress = progress
@@ -153,17 +154,17 @@ class Simulation:
             config.sizes.block_size,
             config.message_s,
             config.choices,
-            self._ended,
+            self._on_request_end,
         )
         contention = config.contention
         self._host = None if contention is None else SharedHost(self.timeline, contention)
-        self._past: list[SimulatedNode] = []
+        self._dead_nodes: list[SimulatedNode] = []
         self._num_failures = 0
         self._requests: Iterator[WorkloadRequest] = iter(())
         self._held: deque[tuple[WorkloadRequest, float | None]] = deque()
-        """Those that wait for others to end, and since when; None: they are planned when a place is free."""
+        """Requests that wait for others to end, and their planned times; None: the time at which they are sent."""
         self._turns: dict[int, deque[WorkloadRequest]] = {}
-        """Of each session, the turns to come."""
+        """The turns of each session that are still to come."""
         self._session_of: dict[int, int] = {}
         self._pulled: WorkloadRequest | None = None
         self._is_exhausted = False
@@ -173,16 +174,16 @@ class Simulation:
         self._plan_failures()
 
     def run(self, workload: Iterable[WorkloadRequest]) -> None:
-        """Let everything happen."""
+        """Simulates the workload to its end."""
         self._requests = iter(workload)
-        self._pull()
+        self._schedule_arrival()
         self.timeline.run()
         if self.router.num_open:
-            raise BatonError(f"{self.router.num_open} requests never ended: the simulator has a fault")
+            raise BatonError(f"{self.router.num_open} requests never ended: this is a bug in the simulator")
 
     def result(self) -> Simulated:
-        """After `run`."""
-        nodes = [*self._past, *self.nodes.values()]
+        """Returns the result, after `run`."""
+        nodes = [*self._dead_nodes, *self.nodes.values()]
         entries = {node.incarnation: node.timeline for node in nodes if node.timeline is not None}
         outcomes = self.outcomes
         return Simulated(
@@ -236,7 +237,7 @@ class Simulation:
     def _plan_failures(self) -> None:
         for failure in self._config.failures:
             if failure.node_id not in self.nodes:
-                raise BatonError(f"no node is called {failure.node_id}: there are {', '.join(self.nodes)}")
+                raise BatonError(f"no node is called {failure.node_id}; the nodes are {', '.join(self.nodes)}")
             self._plan_failure(failure)
 
     def _plan_failure(self, failure: Failure) -> None:
@@ -248,7 +249,7 @@ class Simulation:
             return
         self._num_failures += 1
         node.fail()
-        self._past.append(node)
+        self._dead_nodes.append(node)
         now = self.timeline.now
 
         def noticed() -> None:
@@ -258,9 +259,9 @@ class Simulation:
         self.timeline.call_at(now + self._config.detect_s, noticed)
         if failure.down_s != math.inf:
             back_at = now + max(failure.down_s, self._config.detect_s)
-            self.timeline.call_at(back_at, lambda: self._come_back(node))
+            self.timeline.call_at(back_at, lambda: self._restart(node))
 
-    def _come_back(self, node: SimulatedNode) -> None:
+    def _restart(self, node: SimulatedNode) -> None:
         description = node.description
         run = int(description.incarnation.rpartition(".")[2]) + 1
         self._start_node(description.node_id, description.role, run)
@@ -271,8 +272,8 @@ class Simulation:
     def _is_done(self) -> bool:
         return self._is_exhausted and not (self.router.num_open or self._held or self._turns)
 
-    def _pull(self) -> None:
-        """Plan the next arrival; later turns of a session wait for those before."""
+    def _schedule_arrival(self) -> None:
+        """Schedules the next arrival; later turns of a session wait for the turn before."""
         for request in self._requests:
             if request.session is not None and request.turn > 0:
                 self._turns.setdefault(request.session, deque()).append(request)
@@ -282,20 +283,20 @@ class Simulation:
         self._is_exhausted = True
 
     def _due(self, request: WorkloadRequest) -> None:
-        self._pull()
-        # As on a live cluster: an arrival counts from its time, what came at the begin from its place.
+        self._schedule_arrival()
+        # As in the load generator: latency counts from the arrival, or without one from when the request is sent.
         self._arrive(request, request.arrival_s if request.arrival_s > 0 else None)
 
     def _arrive(self, request: WorkloadRequest, planned_s: float | None) -> None:
-        most = self._config.max_concurrency
-        if most is not None and self.router.num_open >= most:
+        limit = self._config.max_concurrency
+        if limit is not None and self.router.num_open >= limit:
             self._held.append((request, planned_s))
             return
         if request.session is not None:
             self._session_of[request.index] = request.session
         self.router.arrive(request, self.timeline.now if planned_s is None else planned_s)
 
-    def _ended(self, outcome: Outcome) -> None:
+    def _on_request_end(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         now = self.timeline.now
         if self._held:
@@ -318,7 +319,7 @@ class Simulation:
 
 
 def duration_s(outcomes: Outcomes) -> float:
-    """From the first arrival to the last end."""
+    """Seconds from the first arrival to the last end."""
     begin = min(outcomes.planned_s, default=0.0)
     return float(max(outcomes.finished_s, default=begin) - begin)
 

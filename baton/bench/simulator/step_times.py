@@ -1,8 +1,8 @@
-"""How long a step takes: by a formula with published coefficients, or by what `baton bench engine` measured. Pure.
+"""Step times: from a formula with published coefficients, or from measurements of `baton bench engine`.
 
-A step reads the weights once, whatever it computes: of the two constants a step with both kinds of work has the larger.
-What a chunk attends to grows with its place in the prompt: its square term is that of its end less that of its begin,
-so that a prompt costs the same in one piece or in many, but for a constant each.
+A step reads the weights once, whatever it computes. Therefore a step with prompts and decodes has only the larger of
+the two constants. The attention of a chunk grows with its position in the prompt: its square term is that of its end
+minus that of its start, so a prompt costs the same in one chunk or in many, except for the constant of each chunk.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from baton.errors import InvalidRequest
 
 
 class StepTimes(Protocol):
-    """Seconds of a step."""
+    """Computes the time of a step in seconds."""
 
     def step_s(self, chunks: Iterable[tuple[int, int]], batch: int, context: int) -> float:
-        """`chunks`: of prompts, each from one token to another. `batch` sequences decode, with `context` tokens behind
-        them in all."""
+        """Time of any step. `chunks`: start and end position of each prompt's chunk, the end is exclusive. `batch`
+        sequences decode, with `context` tokens of context in total."""
         ...
 
     def decode_s(self, batch: int, context: int) -> float:
-        """A step without prompts."""
+        """Time of a step without prompts."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FormulaTimes:
-    """Milliseconds. Defaults: an A100 with OPT-13B, as fitted by the authors of DistServe's simulator."""
+    """Coefficients in milliseconds. Defaults: an A100 with OPT-13B, from DistServe's simulator."""
 
     prefill_ms: float = 18.10
     prefill_token_ms: float = 0.1019
     prefill_square_ms: float = 7.12e-6
     decode_ms: float = 19.93
     decode_context_ms: float = 6.27e-4
-    """For each token behind the sequences."""
+    """For each token of context."""
     decode_sequence_ms: float = 0.0385
 
     def step_s(self, chunks: Iterable[tuple[int, int]], batch: int, context: int) -> float:
@@ -58,33 +58,33 @@ class FormulaTimes:
 
 @dataclass(frozen=True, slots=True)
 class TableTimes:
-    """By measured points: between them along a line, outside along the nearest one."""
+    """Linear interpolation between measured points, and extrapolation outside of them."""
 
     prefill: Sequence[tuple[float, float]]
-    """Tokens of a chunk and seconds, rising."""
+    """Tokens of a chunk and seconds, in rising order."""
     decode: Sequence[tuple[float, float]]
-    """Sequences and seconds, rising, each with `context_tokens` behind it."""
+    """Number of sequences, each with `context_tokens`, and seconds, in rising order."""
     context_tokens: int
     context_token_s: float = 0.0
-    """What a token more behind a sequence costs; less of them, less."""
+    """Time for each token of context more than that; less context takes less time."""
 
     def step_s(self, chunks: Iterable[tuple[int, int]], batch: int, context: int) -> float:
         tokens = sum(end - begin for begin, end in chunks)
         if not tokens:
             return self.decode_s(batch, context)
         if not batch:
-            return on_line(self.prefill, tokens)
-        # Of the smaller part only what it costs beyond a step that reads the weights and does nothing.
+            return interpolate(self.prefill, tokens)
+        # Decodes add only their time beyond that of the smallest step, which reads the weights.
         alone = self.decode_s(1, self.context_tokens)
-        return on_line(self.prefill, tokens) + max(0.0, self.decode_s(batch, context) - alone)
+        return interpolate(self.prefill, tokens) + max(0.0, self.decode_s(batch, context) - alone)
 
     def decode_s(self, batch: int, context: int) -> float:
-        measured = on_line(self.decode, batch)
+        measured = interpolate(self.decode, batch)
         return max(measured / 4, measured + self.context_token_s * (context - batch * self.context_tokens))
 
 
-def on_line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` of the line through these points, never less than 0."""
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` of the piecewise linear function through the points, at least 0."""
     if len(points) == 1:
         return points[0][1]
     place = min(max(bisect.bisect(points, (x,)), 1), len(points) - 1)
@@ -93,8 +93,10 @@ def on_line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def read_step_times(path: Path) -> StepTimes:
-    """From `baton bench engine -o json`, from a table `{"prefill": [[tokens, ms], ...], "decode": [[batch, ms], ...],
-    "context_tokens": N, "context_token_ms": X}`, or a formula's coefficients. Raises InvalidRequest and OSError.
+    """Reads step times from a JSON file; raises InvalidRequest and OSError.
+
+    The file is the output of `baton bench engine -o json`, or a table `{"prefill": [[tokens, ms], ...], "decode":
+    [[batch, ms], ...], "context_tokens": N, "context_token_ms": X}`, or has the fields of `FormulaTimes`.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -114,11 +116,11 @@ def read_step_times(path: Path) -> StepTimes:
             float(values.get("context_token_ms", 0.0)) / 1e3,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(str(path), f"no table of step times: {error!r}") from None
+        raise InvalidRequest(str(path), f"not a table of step times: {error!r}") from None
 
 
 def _of_engine_report(values: dict[str, object]) -> TableTimes:
-    """One prompt length was measured: shorter chunks take their share of it, and no less than a decode step."""
+    """Only one prompt length was measured: shorter chunks take their share of it, but at least a decode step's time."""
     decode = values["decode"]
     context, prefill_ms = values["context_tokens"], values["prefill_ms"]
     if not isinstance(decode, list) or not isinstance(context, int) or not isinstance(prefill_ms, int | float):
@@ -129,15 +131,15 @@ def _of_engine_report(values: dict[str, object]) -> TableTimes:
 
 
 def _points(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Rising, in seconds; raises ValueError for what no line goes through."""
+    """Points in rising order, in seconds; raises ValueError without points, or with two of the same size."""
     points = sorted((_not_negative(size), _not_negative(ms) / 1e3) for size, ms in pairs)
     if not points or len({size for size, _ in points}) < len(points):
-        raise ValueError("points are missing, or there are two of one size")
+        raise ValueError("there are no points, or two points of the same size")
     return points
 
 
 def _not_negative(value: float) -> float:
     number = float(value)
     if not 0 <= number < float("inf"):
-        raise ValueError(f"{value!r} is no duration")
+        raise ValueError(f"{value!r} is not a duration")
     return number

@@ -225,11 +225,11 @@ def _failure(text: str) -> Failure:
 
 
 def _check(plan: SimulationPlan) -> None:
-    from baton.bench.simulator.cells import parts_of
+    from baton.bench.simulator.cells import cell_configs
 
     spec = plan.workload
     for arrangement in plan.arrangements:
-        parts_of(replace(plan.config, arrangement=arrangement))
+        cell_configs(replace(plan.config, arrangement=arrangement))
     if plan.finds_goodput and not plan.slo:
         raise InvalidRequest("--find-goodput", "needs --goodput")
     if plan.finds_goodput and spec.is_trace:

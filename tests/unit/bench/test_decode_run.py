@@ -1,4 +1,4 @@
-"""Where tokens are known steps are counted, alone or many at once: a scheduler is as after real ones."""
+"""Runs of decode steps with known tokens leave the scheduler in the same state as single steps."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _commit(scheduler: SimulatedScheduler, decided: SchedulerOutput) -> None:
 
 
 def _state(scheduler: SimulatedScheduler) -> object:
-    """All that decides what comes next."""
+    """All state that later steps depend on."""
     scheduler.bring_up_decodes()
     pool = scheduler.kv_cache_manager.pool
     return (
         [block.block_id for block in pool._free],
         {key: block.block_id for key, block in pool._index.items()},
         scheduler.kv_events_since(0),
-        # Where tokens are known nobody draws one for who was aborted in a step, so there is none to be skipped.
+        # With known tokens no token is drawn for a request that was aborted in a step, so none is skipped.
         replace(scheduler.make_stats(), num_skipped_results=0),
         [
             (request.request_id, request.status, request.num_computed_tokens, request.output_token_ids)
@@ -70,7 +70,7 @@ def _request(rng: Random, number: int) -> Request:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_runs_and_steps_are_the_same(seed: int) -> None:
+def test_runs_and_single_steps_lead_to_the_same_state(seed: int) -> None:
     rng = Random(seed)
     num_blocks = rng.choice([24, 40, 64, 200])
     stepping, running = _scheduler(num_blocks), _scheduler(num_blocks, TOKEN)
@@ -81,7 +81,7 @@ def test_runs_and_steps_are_the_same(seed: int) -> None:
             scheduler.add_request(request)
         victim = f"r{rng.randrange(number + 1)}" if rng.random() < 0.2 else None
         steps, is_cut = rng.randrange(1, 25), rng.random() < 0.5
-        num_at_once += _go_both(stepping, running, steps, victim if is_cut else None)
+        num_at_once += _advance_both(stepping, running, steps, victim if is_cut else None)
         if victim is not None and not is_cut:
             for scheduler in (stepping, running):
                 scheduler.finish_requests([victim], RequestStatus.ABORTED)
@@ -96,8 +96,8 @@ def test_runs_and_steps_are_the_same(seed: int) -> None:
         scheduler.check_invariant()
 
 
-def _go_both(stepping: SimulatedScheduler, running: SimulatedScheduler, steps: int, victim: str | None) -> int:
-    """So many steps of each, in the last of which somebody is aborted; how many were taken in runs."""
+def _advance_both(stepping: SimulatedScheduler, running: SimulatedScheduler, steps: int, victim: str | None) -> int:
+    """Advances both by `steps` and aborts `victim` in the last one; returns the number of steps that were in runs."""
     num_at_once = 0
     while steps > 0:
         run = running.decode_run()

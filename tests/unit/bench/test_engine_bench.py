@@ -1,4 +1,4 @@
-"""The engine's benchmark: how work is counted, how an engine is driven, how its time is split."""
+"""The engine benchmark: how work is counted, how an engine is driven, how its time is split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_work_of_a_dense_model() -> None:
     assert tied.prompt_operations(7) == 2 * (7 * 40 + 800)
 
 
-def test_of_experts_only_those_are_read_that_rows_are_sent_to() -> None:
+def test_only_experts_that_rows_are_routed_to_are_read() -> None:
     work = work_of({"num_experts": 4, "num_experts_per_tok": 1}, {"mlp.experts.up": (4, 6, 5)})
     assert (work.experts, work.num_experts) == (120, 4)
     assert work.bytes_read(1, 0, 0, batch=1) == 30
@@ -45,7 +45,7 @@ def test_of_experts_only_those_are_read_that_rows_are_sent_to() -> None:
     assert work_of({"num_local_experts": 4, "num_experts_per_tok": 2}, by_expert).experts == 120
 
 
-def test_the_work_of_a_model_directory_is_what_its_module_has(tmp_path: Path) -> None:
+def test_the_work_of_a_model_directory_counts_all_its_weights(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     work = read_work(tmp_path)
     hidden, inner, vocab = 64, 128, 256
@@ -54,17 +54,17 @@ def test_the_work_of_a_model_directory_is_what_its_module_has(tmp_path: Path) ->
     assert work.head == hidden * vocab
 
 
-def test_attention_is_counted_over_the_keys_that_a_query_sees() -> None:
+def test_attention_is_counted_over_the_keys_that_a_query_attends_to() -> None:
     # Token 1 sees 1 key, token 2 sees 2, token 3 sees 3: 6 pairs, each a product with a key and one with a value.
     assert attention_operations(3, width=10) == 6 * 10 * 2
 
 
-def test_spread() -> None:
+def test_spread_is_median_and_tenth_and_ninetieth_percentile() -> None:
     assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0)
     assert Spread.of([4, 1, 3, 2, 5, 6, 7, 8, 9, 10, 11], 2.0) == Spread(12.0, 4.0, 20.0)
 
 
-def test_what_linux_tells_of_the_machine(tmp_path: Path) -> None:
+def test_hardware_is_read_from_linux(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    2048 kB\n")
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Processor\n")
     for index, size in enumerate(("48K", "2048K", "32M")):
@@ -77,7 +77,7 @@ def test_what_linux_tells_of_the_machine(tmp_path: Path) -> None:
     assert (available_memory(missing), processor(missing), last_level_cache(missing)) == (0, "", 0)
 
 
-def test_a_drive_computes_prompts_once_and_decodes_together() -> None:
+def test_a_drive_computes_prompts_and_decodes_them_as_one_batch() -> None:
     runner = load(SimulatedSpec(num_blocks=64, block_size=4))
     drive = EngineDrive(runner, prompt_tokens=32, max_batch=3)
     assert all(drive.prefill(prompt) > 0 for prompt in PROMPTS)
@@ -86,20 +86,20 @@ def test_a_drive_computes_prompts_once_and_decodes_together() -> None:
     assert len(drive.decode(PROMPTS[:1], 3)) == 3
 
 
-def test_a_drive_says_when_requests_can_not_run_together() -> None:
+def test_a_drive_refuses_requests_that_do_not_fit_into_the_cache_together() -> None:
     drive = EngineDrive(load(SimulatedSpec(num_blocks=12, block_size=4)), prompt_tokens=32, max_batch=3)
     with pytest.raises(BatonError, match="give the cache more room"):
         drive.decode(PROMPTS, 2)
 
 
-def test_a_stopwatch_changes_nothing_and_splits_the_time(tmp_path: Path) -> None:
+def test_timed_operations_change_no_result_and_split_the_time(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen2"], 0)
     spec = TorchSpec(tmp_path, "float32", num_blocks=32)
     plain, timed = load(spec), load_timed(spec)
     assert (timed.model, timed.layout) == (plain.model, plain.layout)
     drive = EngineDrive(timed, prompt_tokens=32, max_batch=3)
     drive.prefill(PROMPTS[0])
-    assert timed.splits == [], "nothing is timed until it is asked for"
+    assert timed.splits == [], "nothing is timed before timing is turned on"
     timed.timing = True
     steps = drive.decode(PROMPTS[:1], 4)
     for step, split in zip(steps, timed.splits[-4:], strict=True):
@@ -108,7 +108,7 @@ def test_a_stopwatch_changes_nothing_and_splits_the_time(tmp_path: Path) -> None
         assert sum(parts) < step
 
 
-def test_a_stopwatch_passes_on_what_it_does_not_know() -> None:
+def test_timed_operations_pass_other_calls_on() -> None:
     watch = TimedOperations(reference)
     watch.timing = True
     weight = watch.pack(torch.eye(4))
@@ -120,7 +120,7 @@ def test_a_stopwatch_passes_on_what_it_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_unpadded_products_are_torchs(activation: str) -> None:
+def test_unpadded_products_equal_torchs(activation: str) -> None:
     operations = UnpaddedOperations(reference)
     generator = torch.Generator().manual_seed(0)
     gate, up, x = (torch.randn(rows, 16, generator=generator) for rows in (8, 8, 3))
@@ -134,7 +134,7 @@ def test_unpadded_products_are_torchs(activation: str) -> None:
     assert operations.rms_norm(x, torch.ones(16), 1e-6).shape == x.shape, "what is no product is the inner one's"
 
 
-def test_without_the_rule_a_model_computes_nearly_the_same(tmp_path: Path) -> None:
+def test_a_model_without_the_bit_exact_rule_can_be_loaded(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     spec = TorchSpec(tmp_path, "float32", num_blocks=32)
     free = load_timed(spec, bit_exact=False)

@@ -1,4 +1,4 @@
-"""The scheduler's benchmark drives the scheduler that it means to."""
+"""The scheduler benchmark measures all its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of nodes that share a machine."""
+"""Step times of nodes that share a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.bench.simulator.shared_host import Contention, SharedHost
 
 
 class Machine:
-    """A host, and when its steps ended."""
+    """A shared host that records when its steps end."""
 
     def __init__(self, contention: Contention) -> None:
         self.timeline = Timeline()
@@ -26,7 +26,7 @@ class Machine:
         self.timeline.call_at(at_s, begin)
 
 
-def test_a_step_alone_takes_what_it_takes_alone() -> None:
+def test_a_single_step_runs_at_full_speed() -> None:
     machine = Machine(Contention(1.0, 1.0))
     machine.compute("first", 1.0, 0.5)
     machine.compute("second", 1.5, 0.5)
@@ -34,20 +34,20 @@ def test_a_step_alone_takes_what_it_takes_alone() -> None:
     assert machine.ends == pytest.approx({"first": 1.5, "second": 2.0})
 
 
-def test_a_step_is_slower_only_while_another_one_is_under_way() -> None:
+def test_a_step_is_slower_only_while_another_one_runs() -> None:
     machine = Machine(Contention(prefill=1.0, decode=0.5))
     machine.compute("prompt", 0.0, 10.0, has_prompts=True)
-    machine.compute("stream", 2.0, 2.0)  # takes 3 s, in which the prompt gets on by 1.5
+    machine.compute("stream", 2.0, 2.0)  # takes 3 s, in which the prompt advances by 1.5 s
     machine.timeline.run()
     assert machine.ends == pytest.approx({"stream": 5.0, "prompt": 11.5})
 
 
-def test_each_further_node_costs_as_much_again_and_who_leaves_costs_no_more() -> None:
+def test_the_slowdown_grows_with_each_node_and_ends_when_a_step_is_cancelled() -> None:
     machine = Machine(Contention(decode=1.0))
     for name in ("a", "b"):
         machine.compute(name, 0.0, 3.0)
-    given_up = machine.host.compute(100.0, False, lambda: pytest.fail("it was given up"))
-    machine.timeline.call_at(3.0, given_up.cancel)  # until then each did a third of what it would have
-    machine.timeline.call_at(4.0, given_up.cancel)
+    cancelled = machine.host.compute(100.0, False, lambda: pytest.fail("a cancelled step has ended"))
+    machine.timeline.call_at(3.0, cancelled.cancel)  # until then each step ran at a third of its speed
+    machine.timeline.call_at(4.0, cancelled.cancel)
     machine.timeline.run()
     assert machine.ends == pytest.approx({"a": 7.0, "b": 7.0})

@@ -1,7 +1,7 @@
-"""What knowing the caches is worth: eight long prefixes shared by two hundred requests, on nodes made of arithmetic.
+"""What cache-aware placement gains: two hundred requests with eight long prefixes, on simulated nodes.
 
-Each node computes one prompt after the other at known rates, keeps the blocks of the latest ones in a cache of its own,
-and tells what it does as real ones do. Times are exact, and take no time.
+Each node computes one prompt after the other at known rates, keeps the blocks of the latest ones in its cache, and
+reports like a real node. Time is virtual.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HASHER = BlockHasher(CacheKeyFields("print", "float32", "layout"), SIZE)
 
 @dataclass(frozen=True)
 class Work:
-    """A request on its way."""
+    """A request that has not ended."""
 
     request: ValidRequest
     keys: Sequence[bytes]
@@ -55,7 +55,7 @@ class Work:
 
 
 class Node:
-    """Its cache, and the prompts that it has to compute."""
+    """A node's cache and its queue of prompts."""
 
     def __init__(self, description: NodeDescription, cache_blocks: int) -> None:
         self.description = description
@@ -75,7 +75,7 @@ class Node:
         return max(1, len(work.request.prompt_token_ids) - cached * SIZE)
 
     def keep(self, keys: Sequence[bytes]) -> KVCacheUpdate:
-        """They are cached now, and those that were unused for longest no more, the ends of prompts first."""
+        """Caches blocks and evicts the least recently used ones, the ends of prompts first."""
         stored = [key for key in keys if key not in self._cache]
         for key in reversed(keys):
             self._cache[key] = None
@@ -86,7 +86,7 @@ class Node:
 
 
 class Cluster:
-    """Two prefill and two decode nodes, a placer, and what happens when."""
+    """Two prefill and two decode nodes, a placer, and the queue of events."""
 
     def __init__(self, policy: Policy, cache_blocks: int) -> None:
         self.now = 0.0
@@ -106,7 +106,7 @@ class Cluster:
             self._report(self.nodes[part.incarnation], KVCacheUpdate(0, 0, (), restart=True))
 
     def run(self, arrivals: Sequence[tuple[float, ValidRequest, Sequence[bytes]]]) -> float:
-        """Serve them all; returns the mean time to first token in ms."""
+        """Serves all requests; returns the mean time to first token in ms."""
         for when, request, keys in arrivals:
             self._at(when, lambda work=Work(request, keys, when): self._arrive(work))
         while self._events:
@@ -168,7 +168,7 @@ class Cluster:
 
 
 def arrivals(per_s: float, seed: int) -> list[tuple[float, ValidRequest, Sequence[bytes]]]:
-    """200 requests: one of 8 prefixes of 1,024 tokens, and 32 tokens of their own."""
+    """200 requests, each with one of 8 prefixes of 1,024 tokens and 32 tokens of its own."""
     rng = Random(seed)
     prefixes = [[rng.randrange(50_000) for _ in range(PREFIX)] for _ in range(8)]
     found, when = [], 0.0
@@ -186,13 +186,13 @@ def mean_ms(policy: Policy, cache_prefixes: int, per_s: float, seed: int) -> flo
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nodes_that_can_not_cache_all_prefixes_share_them_out(seed: int) -> None:
-    """Each has room for five of the eight: turns compute most prompts anew, which takes 170 ms instead of 8."""
-    by_turns = mean_ms(Policy.ROUND_ROBIN, 5, 8.0, seed)
-    assert mean_ms(Policy.COST, 5, 8.0, seed) < by_turns / 2
+def test_prefixes_that_do_not_fit_on_one_node_are_divided_among_nodes(seed: int) -> None:
+    """Each node has room for five of eight prefixes. Round robin computes most prompts anew, in 170 ms instead of 8."""
+    round_robin = mean_ms(Policy.ROUND_ROBIN, 5, 8.0, seed)
+    assert mean_ms(Policy.COST, 5, 8.0, seed) < round_robin / 2
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_where_everything_fits_everywhere_each_prefix_is_computed_once_instead_of_on_each_node(seed: int) -> None:
-    by_turns = mean_ms(Policy.ROUND_ROBIN, 99, 8.0, seed)
-    assert mean_ms(Policy.COST, 99, 8.0, seed) < by_turns * 0.8
+def test_a_prefix_that_fits_everywhere_is_computed_once_and_not_on_each_node(seed: int) -> None:
+    round_robin = mean_ms(Policy.ROUND_ROBIN, 99, 8.0, seed)
+    assert mean_ms(Policy.COST, 99, 8.0, seed) < round_robin * 0.8

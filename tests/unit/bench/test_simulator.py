@@ -1,4 +1,4 @@
-"""The cluster in virtual time: what sums on paper say must come, and the same in runs of steps as step by step."""
+"""The simulator: results agree with hand calculations, and runs of steps give the same results as single steps."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def _decode_s(batch: int, context: int) -> float:
     return (19.93 + 6.27e-4 * context + 0.0385 * batch) / 1e3
 
 
-def test_one_request_takes_what_the_formula_says() -> None:
+def test_the_latency_of_one_request_follows_from_the_formula() -> None:
     config = _config("1p1d", message_s=0.001, network_latency_s=0.002)
     outcomes = _run(_spec(), config).outcomes
     assert outcomes.ttft_s[0] == pytest.approx(0.001 + _prefill_s(600) + 0.001)
-    # The hand-off lies between the first token and the second one; nothing of the last chunk has moved before.
+    # The hand-off lies between the first and the second token; none of the last chunk was transferred earlier.
     handoff_s = 600 * 819_200 / 25e9 + 0.002
     decode_s = sum(_decode_s(1, 600 + place) for place in range(4))
     assert outcomes.e2el_s[0] - outcomes.ttft_s[0] == pytest.approx(handoff_s + decode_s)
     assert outcomes.largest_gap_s[0] == pytest.approx(handoff_s + _decode_s(1, 600), rel=1e-6)
 
 
-def test_kv_moves_while_the_next_chunk_is_computed() -> None:
+def test_kv_is_transferred_while_the_next_chunk_is_computed() -> None:
     sizes = NodeSizes(max_num_batched_tokens=256)
     outcomes = _run(_spec(), _config("1p1d", sizes=sizes)).outcomes
     last_chunk = 600 - 2 * 256
@@ -76,7 +76,7 @@ def test_kv_moves_while_the_next_chunk_is_computed() -> None:
 def test_colocated_requests_share_steps() -> None:
     spec = _spec(num_prompts=2, request_rate=float("inf"), random_input_len=100, random_output_len=3)
     outcomes = _run(spec, _config("colocated:1", message_s=0.0)).outcomes
-    # The first one's step has begun when the second one comes; then one decodes while the other is computed.
+    # The first request's step has started when the second one arrives; then one decodes while the other is computed.
     mixed_s = _decode_s(1, 100) + (0.1019 * 100 + 7.12e-6 * 100**2) / 1e3
     assert outcomes.ttft_s.tolist() == pytest.approx([_prefill_s(100), _prefill_s(100) + mixed_s])
     both_s = _decode_s(2, 201)
@@ -87,15 +87,15 @@ def test_streams_stall_while_prompts_are_computed_first() -> None:
     spec = _spec(num_prompts=2, request_rate=float("inf"), random_input_len=100, random_output_len=3)
     sizes = NodeSizes(prompts_first=True)
     outcomes = _run(spec, _config("colocated:1", message_s=0.0, sizes=sizes)).outcomes
-    # As above, but that the first one draws nothing while the other's prompt is computed.
+    # As above, but the first request draws no token while the other's prompt is computed.
     assert outcomes.ttft_s.tolist() == pytest.approx([_prefill_s(100), 2 * _prefill_s(100)])
     both_s = _decode_s(2, 200) + _decode_s(2, 202)
     assert outcomes.tpot_s.tolist() == pytest.approx([(_prefill_s(100) + both_s) / 2, both_s / 2])
 
 
 @pytest.mark.parametrize("rate", [100.0, float("inf")])
-def test_what_has_to_wait_for_a_place_is_planned_when_it_arrives(rate: float) -> None:
-    """Unless all come at once: then it is planned when the place is free, as on a live cluster."""
+def test_a_request_that_waits_in_a_closed_loop_counts_from_its_arrival(rate: float) -> None:
+    """Unless all arrive at once: then the planned time is when it is sent, as on a live cluster."""
     spec = _spec(num_prompts=5, request_rate=rate)
     simulation = _run(spec, _config("colocated:1", max_concurrency=1, message_s=0.0))
     arrivals = [request.arrival_s for request in spec.build()]
@@ -128,8 +128,8 @@ _CASES = {
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_runs_of_steps_change_nothing(name: str) -> None:
-    """Nor does who looks: twice the same seed is twice the same run."""
+def test_runs_of_steps_and_single_steps_have_the_same_results(name: str) -> None:
+    """Two runs with the same seed have the same results, stepwise or not."""
     config = _CASES[name]
     spec = WorkloadSpec(
         dataset="prefix_repetition",
@@ -150,20 +150,20 @@ def test_runs_of_steps_change_nothing(name: str) -> None:
     assert lengths.tolist() == [60] * 60
 
 
-def test_a_death_costs_another_attempt_and_no_token() -> None:
+def test_a_nodes_death_costs_another_attempt_and_no_token() -> None:
     spec = _spec(num_prompts=40, request_rate=4.0, random_output_len=200)
-    calm, struck = (
+    undisturbed, disturbed = (
         _run(spec, _config("1p2d", failures=failures)) for failures in ((), (Failure("decode-0", 6.0, 5.0),))
     )
-    assert calm.outcomes.attempts.tolist() == [1] * 40
-    assert struck.outcomes.attempts.max() == 2
-    assert struck.result().num_retries == int((struck.outcomes.attempts > 1).sum()) > 3
-    assert struck.outcomes.output_length.tolist() == [200] * 40
-    assert struck.outcomes.largest_gap_s.max() > calm.outcomes.largest_gap_s.max()
+    assert undisturbed.outcomes.attempts.tolist() == [1] * 40
+    assert disturbed.outcomes.attempts.max() == 2
+    assert disturbed.result().num_retries == int((disturbed.outcomes.attempts > 1).sum()) > 3
+    assert disturbed.outcomes.output_length.tolist() == [200] * 40
+    assert disturbed.outcomes.largest_gap_s.max() > undisturbed.outcomes.largest_gap_s.max()
 
 
-def test_a_run_leaves_nothing_to_the_collector_of_cycles() -> None:
-    """Which is off while it lasts: a million requests would stay in memory."""
+def test_a_run_leaves_no_reference_cycles() -> None:
+    """The cycle collector is off during a run, so a million requests would stay in memory."""
     spec = _spec(num_prompts=60, request_rate=20.0)
     _run(spec, _config("2p2d"))
     gc.collect()
@@ -176,14 +176,14 @@ def test_a_run_leaves_nothing_to_the_collector_of_cycles() -> None:
         gc.enable()
 
 
-def test_another_seed_is_another_run() -> None:
+def test_another_seed_gives_other_results() -> None:
     spec = WorkloadSpec(dataset="sharegpt-like", num_prompts=30, request_rate=3.0)
     first, again, other = (_run(replace(spec, seed=seed), _config("1p1d")) for seed in (1, 1, 2))
     assert first.outcomes.columns(0.0) == again.outcomes.columns(0.0)
     assert first.outcomes.columns(0.0) != other.outcomes.columns(0.0)
 
 
-def test_turns_of_a_conversation_follow_each_other_and_find_what_was_said() -> None:
+def test_turns_of_a_conversation_follow_each_other_and_find_their_prefix_cached() -> None:
     spec = WorkloadSpec(
         dataset="multi_turn",
         num_prompts=20,
@@ -202,7 +202,7 @@ def test_turns_of_a_conversation_follow_each_other_and_find_what_was_said() -> N
     assert [by_index[0], by_index[1], by_index[2]] == [0, 320, 416]
 
 
-def test_flows_share_the_cards_at_their_ends() -> None:
+def test_flows_share_the_nics_at_their_ends() -> None:
     timeline, ended = Timeline(), []
     network = Network(timeline, bytes_per_s=100.0)
     one = network.flow("a", "c", lambda: ended.append(("one", timeline.now)))
@@ -212,7 +212,7 @@ def test_flows_share_the_cards_at_their_ends() -> None:
     two.add(200.0)
     three.add(250.0)
     timeline.run()
-    # Two share what goes into c, until one is through; the third has its own.
+    # Two flows share the NIC of c until one has ended; the third has NICs of its own.
     assert ended == [("one", 2.0), ("three", 2.5), ("two", 3.0)]
 
 
@@ -233,16 +233,16 @@ def test_prompts_share_keys_as_far_as_they_share_tokens(seed: int) -> None:
         if mine == theirs:
             assert tokens[0][:end] == tokens[1][:end]
         elif first[0] == second[0] and end <= first[0].length:
-            pytest.fail("blocks of one piece have two names")
+            pytest.fail("blocks of one piece have different keys")
 
 
 def _tokens(pieces: list[Piece]) -> list[int]:
-    """What `WorkloadRequest.token_ids` makes of them."""
+    """The tokens that `WorkloadRequest.token_ids` makes of the pieces."""
     length = sum(piece.length for piece in pieces)
     return WorkloadRequest(0, 0.0, length, 1, pieces).token_ids(1 << 40)
 
 
-def test_outputs_are_their_requests_own() -> None:
+def test_outputs_of_two_requests_share_no_blocks() -> None:
     pieces = [Piece(1, 20)]
     one, two = (SimulatedPrompt(pieces, 30, 8, name).block_keys for name in ("one", "two"))
     assert one[:2] == two[:2]
@@ -250,20 +250,20 @@ def test_outputs_are_their_requests_own() -> None:
     assert len(one) == 50 // 8
 
 
-def test_the_goodput_search_finds_the_edge() -> None:
+def test_the_goodput_search_finds_the_highest_rate_that_meets_the_slo() -> None:
     for edge in (0.07, 0.9, 3.3, 700.0):
         found = find_goodput(lambda rate, edge=edge: 1.0 if rate <= edge else 0.5, 1.0, 0.9)  # type: ignore[misc]
         assert found.rate <= edge < found.next_rate <= found.rate * 1.04
     assert find_goodput(lambda rate: 0.0, 1.0, 0.9).rate == 0.0
 
 
-def test_a_prompt_costs_the_same_in_pieces_but_for_the_constant() -> None:
+def test_a_prompt_in_chunks_costs_only_the_constants_more() -> None:
     whole = TIMES.step_s([(0, 900)], 0, 0)
     parts = sum(TIMES.step_s([chunk], 0, 0) for chunk in ((0, 256), (256, 512), (512, 900)))
     assert parts - whole == pytest.approx(2 * 0.0181)
 
 
-def test_step_times_of_a_measurement(tmp_path: Path) -> None:
+def test_step_times_from_an_engine_report(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     decode = [{"batch": batch, "step_ms": ms} for batch, ms in ((1, 10.0), (8, 24.0))]
     report = {"prefill_tokens_per_s": 1.0, "context_tokens": 1024, "prefill_ms": 512.0, "decode": decode}
@@ -286,14 +286,14 @@ def test_step_times_of_a_measurement(tmp_path: Path) -> None:
         {"prefill_ms": 1, "decode_ms": -5},
     ],
 )
-def test_step_times_that_can_not_be_are_refused(tmp_path: Path, values: dict[str, object]) -> None:
+def test_invalid_step_times_are_refused(tmp_path: Path, values: dict[str, object]) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(InvalidRequest, match="no table"):
+    with pytest.raises(InvalidRequest, match="not a table"):
         read_step_times(path)
 
 
-def test_a_result_that_can_not_be_written_is_told_all_the_same(tmp_path: Path) -> None:
+def test_a_result_that_can_not_be_written_is_printed_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words = ["simulate", "--num-prompts", "1", "--result-filename", str(tmp_path / "file" / "result.json")]
     ran = subprocess.run(
@@ -304,14 +304,14 @@ def test_a_result_that_can_not_be_written_is_told_all_the_same(tmp_path: Path) -
     assert str(tmp_path / "file") in ran.stderr
 
 
-def test_single_requests_are_for_the_file_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_requests_are_in_the_file_and_not_in_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--num-prompts", "3", "--save-detailed", "-o", "json"]) == 0
     rate = json.loads(capsys.readouterr().out)["arrangements"][0]["rates"][0]
     assert rate["summary"]["completed"] == 3
     assert "outcomes" not in rate
 
 
-def test_requests_that_failed_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_failed_requests_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--num-prompts", "3", "--cache-tokens", "64"]) == 0
     assert "1p1d: 3 failed: " in capsys.readouterr().err
 
@@ -327,7 +327,7 @@ def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "story"),
+    ("words", "message"),
     [
         (["--arrangement", "2x2"], "neither colocated"),
         (["--find-goodput"], "needs --goodput"),
@@ -337,15 +337,17 @@ def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
         (["--burstiness", "-1"], "not above 0"),
         (["--fail", "decode-0@1.2.3"], "is not NODE@SECONDS"),
         (["--seed", "-1"], "--seed"),
-        (["ttft:500"], "what is 'ttft:500'?"),
+        (["ttft:500"], "unexpected argument 'ttft:500'"),
     ],
 )
-def test_what_is_wrong_is_said(words: list[str], story: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_name_the_wrong_argument(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", *words]) == 2
-    assert story in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_result_file_is_that_of_the_live_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_file_has_the_schema_of_live_benchmarks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     words = ["--splits", "2", "--num-prompts", "40", "--request-rate", "3", "--random-input-len", "300"]
     words += ["--random-output-len", "20", "--goodput", "ttft:500", "tpot:50", "--timeline", "--save-detailed"]
@@ -353,13 +355,14 @@ def test_the_result_file_is_that_of_the_live_harness(tmp_path: Path, capsys: pyt
     assert "colocated:2" in capsys.readouterr().out
     result = json.loads(path.read_text())
     assert (result["schema"], result["kind"]) == ("baton.bench/1", "simulate")
-    together, apart = result["arrangements"]
-    assert [together["name"], apart["name"]] == ["colocated:2", "1p1d"]
-    summary = apart["rates"][0]["summary"]
+    colocated, disaggregated = result["arrangements"]
+    assert [colocated["name"], disaggregated["name"]] == ["colocated:2", "1p1d"]
+    summary = disaggregated["rates"][0]["summary"]
     assert summary["completed"] == 40
     ttft_ms = (
-        np.array(apart["rates"][0]["outcomes"]["first_token_s"]) - apart["rates"][0]["outcomes"]["planned_s"]
+        np.array(disaggregated["rates"][0]["outcomes"]["first_token_s"])
+        - disaggregated["rates"][0]["outcomes"]["planned_s"]
     ) * 1e3
     assert summary["mean_ttft_ms"] == pytest.approx(ttft_ms.mean(), abs=1e-2)
-    assert sum(apart["rates"][0]["ttft_parts"].values()) == pytest.approx(summary["mean_ttft_ms"])
-    assert {kind for _, _, kind, _ in apart["rates"][0]["timeline"]["decode-0.1"]} == {"decode"}
+    assert sum(disaggregated["rates"][0]["ttft_parts"].values()) == pytest.approx(summary["mean_ttft_ms"])
+    assert {kind for _, _, kind, _ in disaggregated["rates"][0]["timeline"]["decode-0.1"]} == {"decode"}

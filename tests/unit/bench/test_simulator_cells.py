@@ -1,4 +1,4 @@
-"""A cluster in cells: each one is a simulation by itself, whichever process computes it."""
+"""Clusters in cells: each cell is an independent simulation, whichever process computes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.simulator.cells import parts_of, simulate_cells
+from baton.bench.simulator.cells import cell_configs, simulate_cells
 from baton.bench.simulator.simulation import Failure, SimulationConfig, simulate
 from baton.bench.workloads import Workload, WorkloadRequest
 from baton.bench.workloads.spec import WorkloadSpec
@@ -23,13 +23,13 @@ CONFIG = SimulationConfig(
 )
 
 
-def test_cells_are_simulations_by_themselves() -> None:
-    heard: list[int] = []
-    together, again = simulate_cells(SPEC.build(), CONFIG, heard.append), simulate_cells(SPEC.build(), CONFIG)
+def test_each_cell_is_an_independent_simulation() -> None:
+    progress: list[int] = []
+    together, again = simulate_cells(SPEC.build(), CONFIG, progress.append), simulate_cells(SPEC.build(), CONFIG)
     assert together.outcomes.columns(0.0) == again.outcomes.columns(0.0)
     alone = [
         simulate([one for one in SPEC.build() if cast(int, one.session) % 2 == cell], part)
-        for cell, part in enumerate(parts_of(CONFIG))
+        for cell, part in enumerate(cell_configs(CONFIG))
     ]
     columns = [one.outcomes.columns(0.0) for one in alone]
     assert together.outcomes.columns(0.0) == {name: columns[0][name] + columns[1][name] for name in columns[0]}
@@ -41,7 +41,7 @@ def test_cells_are_simulations_by_themselves() -> None:
     assert together.duration_s == pytest.approx(ends)
 
 
-def test_nodes_of_a_cell_serve_its_requests_alone() -> None:
+def test_nodes_of_a_cell_serve_only_its_requests() -> None:
     outcomes = simulate_cells(SPEC.build(), CONFIG).outcomes
     cell_of = {one.index: cast(int, one.session) % 2 for one in SPEC.build()}
     for index, names in zip(outcomes.index.tolist(), outcomes.node_names(), strict=True):
@@ -50,18 +50,18 @@ def test_nodes_of_a_cell_serve_its_requests_alone() -> None:
 
 
 @pytest.mark.parametrize("config", [replace(CONFIG, cells=3), replace(CONFIG, max_concurrency=5)])
-def test_what_can_not_be_shared_evenly_is_refused(config: SimulationConfig) -> None:
+def test_nodes_and_concurrency_that_can_not_be_shared_equally_are_refused(config: SimulationConfig) -> None:
     with pytest.raises(InvalidRequest, match="evenly"):
         simulate_cells(SPEC.build(), config)
 
 
-def test_the_command_refuses_it_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_unequal_cells_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--arrangement", "3p2d", "--cells", "2"]) == 2
     assert "--cells" in capsys.readouterr().err
 
 
 class _Broken:
-    """A workload that goes wrong where it is read."""
+    """A workload that raises an error, or ends the process, when it is read."""
 
     def __init__(self, *, dies: bool) -> None:
         self._dies = dies
@@ -72,7 +72,7 @@ class _Broken:
         raise BatonError("the trace is broken")
 
 
-@pytest.mark.parametrize(("dies", "story"), [(False, "the trace is broken"), (True, "the process of cell [01] died")])
-def test_what_goes_wrong_in_a_process_is_told(dies: bool, story: str) -> None:
-    with pytest.raises(BatonError, match=story):
+@pytest.mark.parametrize(("dies", "message"), [(False, "the trace is broken"), (True, r"cell [01] died")])
+def test_an_error_in_a_cells_process_is_raised(dies: bool, message: str) -> None:
+    with pytest.raises(BatonError, match=message):
         simulate_cells(cast(Workload, _Broken(dies=dies)), replace(CONFIG, failures=()))

@@ -1,7 +1,7 @@
-"""What NIXL reaches without Baton around it, and what the mover makes of it: two processes, two agents, a loop.
+"""Measures NIXL reads without Baton, and through Baton's mover: two processes, two agents, a loop.
 
-A node's blocks are in nobody's cache when they are read, with all the weights that were read meanwhile. So the loops
-take other blocks each time, of memory that no cache holds.
+On a node, blocks are in no processor cache when they are read, since a step reads all weights in between. Therefore the
+loops read other blocks each time, of more memory than any cache holds.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import BlocksDigested, MoverEvent, ReadDone
 
 _COLD_BYTES = 256 << 20
-"""Of memory on each side: several times what the last cache of any processor holds for one core."""
+"""Memory on each side: several times the share of one core in the last-level cache of any processor."""
 _ROUNDS = 8
 _READS = 12
-"""Of each kind in a round."""
+"""Reads of each kind in a round."""
 _PUMP_S = 0.0005
-"""How often the sender calls in. Less often and reads wait for it, more often and it takes the receiver's core."""
+"""How often the sender makes progress. Less often, reads wait for it; more often, it uses the receiver's core."""
 
 
 def host_memory(num_blocks: int, block_bytes: int) -> KVMemory:
-    """Host memory whose pages are there, as those of a running node."""
+    """Host memory whose pages are mapped, as on a running node."""
     owner = np.ones(num_blocks * block_bytes, dtype=np.uint8)
     return KVMemory(owner.ctypes.data, num_blocks, block_bytes, "DRAM", 0, owner)
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Another process whose memory can be read."""
+    """A process whose memory can be read."""
 
     memory: PeerMemory
     num_blocks: int
-    """Each side has so many."""
+    """Number of blocks on each side."""
 
     @property
     def block_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Sender:
 
 @contextmanager
 def bare_sender(block_bytes: int, num_blocks: int) -> Iterator[Sender]:
-    """Another process, over the transports that `UCX_TLS` allows; for reads of up to `num_blocks` blocks."""
+    """Starts a sender for reads of up to `num_blocks` blocks, over the transports that `UCX_TLS` allows."""
     num_blocks *= max(2, _COLD_BYTES // (num_blocks * block_bytes))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -74,35 +74,36 @@ def bare_sender(block_bytes: int, num_blocks: int) -> Iterator[Sender]:
 
 @dataclass(frozen=True, slots=True)
 class ReadTimes:
-    """Medians over rounds, in milliseconds a read."""
+    """Medians over rounds."""
 
     bare_ms: float
-    """From the post to the end, in a bare loop."""
+    """Milliseconds from the post of a read to its end, in a bare loop."""
     mover_ms: float
-    """From the end of one to the next one's, through a node's mover that always has another."""
+    """Milliseconds from the end of a read to the end of the next one, in a mover that always has another read."""
     mover_share: float
-    """Of the bare loop's bandwidth, reached by the mover: each round against its own, since the machine drifts."""
+    """The mover's bandwidth as a share of the bare loop's, compared round by round because the machine's speed drifts.
+    """
     digest_cost: float
-    """What digests add to the time of that mover, as a share of it without them, until the last one is known; rounds
-    against their own, too."""
+    """Time that digests add until the last one is known, as a share of the mover's time without digests, compared round
+    by round."""
 
 
 def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
-    """What reads of so many neighbouring blocks take; bare loop, mover and mover with digests take turns."""
+    """Measures reads of `num_blocks` adjacent blocks. Bare loop, mover, and mover with digests are interleaved."""
     places = itertools.cycle(range(0, sender.num_blocks - num_blocks + 1, num_blocks))
     reads = ([ReadRange(block, block, num_blocks)] for block in places)
     bare: list[float] = []
-    plain: list[_Moved] = []
-    digested: list[_Moved] = []
-    with _bare_reader(sender) as backend, _moved_reader(sender) as moved:
+    plain: list[_MoverTimes] = []
+    digested: list[_MoverTimes] = []
+    with _bare_reader(sender) as backend, _mover_reader(sender) as mover:
         for number in range(_ROUNDS):
-            turn = list(itertools.islice(reads, _READS))
-            bare.append(_bare_ms(backend, sender, turn))
-            # Who comes second finds the helper's thread asleep, or awake: they take turns, too.
+            batch = list(itertools.islice(reads, _READS))
+            bare.append(_bare_ms(backend, sender, batch))
+            # The order alternates, since the first measurement may find the digest thread asleep.
             for with_digests in (False, True) if number % 2 else (True, False):
-                (digested if with_digests else plain).append(moved.read(turn, with_digests=with_digests))
-    shares = [alone / through.read_ms for alone, through in zip(bare, plain, strict=True)]
-    costs = [slow.turn_ms / quick.turn_ms - 1 for slow, quick in zip(digested, plain, strict=True)]
+                (digested if with_digests else plain).append(mover.read(batch, with_digests=with_digests))
+    shares = [bare_ms / moved.read_ms for bare_ms, moved in zip(bare, plain, strict=True)]
+    costs = [slow.total_ms / quick.total_ms - 1 for slow, quick in zip(digested, plain, strict=True)]
     return ReadTimes(median(bare), median(each.read_ms for each in plain), median(shares), median(costs))
 
 
@@ -117,17 +118,17 @@ def _bare_reader(sender: Sender) -> Iterator[NixlBackend]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
-    """One turn of a mover, in milliseconds."""
+class _MoverTimes:
+    """A sequence of reads through a mover, in milliseconds."""
 
     read_ms: float
-    """Median, from the end of one read to the next one's."""
-    turn_ms: float
-    """From the first call to the last answer, of digests, too."""
+    """Median time from the end of one read to the end of the next one."""
+    total_ms: float
+    """Time from the first call to the last answer, including digests."""
 
 
-class _MovedReader:
-    """Reads through a mover that always has another one to do."""
+class _MoverReader:
+    """Reads through a mover that always has another read to do."""
 
     def __init__(self, sender: Sender, mover: Mover, events: SimpleQueue[MoverEvent]) -> None:
         self._sender = sender
@@ -135,8 +136,8 @@ class _MovedReader:
         self._events = events
         self._read_ids = itertools.count()
 
-    def read(self, reads: Sequence[list[ReadRange]], *, with_digests: bool) -> _Moved:
-        """One turn."""
+    def read(self, reads: Sequence[list[ReadRange]], *, with_digests: bool) -> _MoverTimes:
+        """Carries out the reads, one after the other, and waits for their digests."""
         ends: list[float] = []
         wanted = digested = 0
         started = time.perf_counter()
@@ -145,32 +146,32 @@ class _MovedReader:
             to_digest = blocks if with_digests else ()
             wanted += len(to_digest)
             self._mover.read(next(self._read_ids), self._sender.memory.incarnation, ranges, to_digest)
-            digested += self._until_read(ends) if number else 0
+            digested += self._wait_for_read(ends) if number else 0
         while len(ends) < len(reads) or digested < wanted:
-            digested += self._take(ends)
-        turn_ms = (time.perf_counter() - started) * 1e3
-        return _Moved(median(after - before for before, after in itertools.pairwise(ends)), turn_ms)
+            digested += self._handle_event(ends)
+        total_ms = (time.perf_counter() - started) * 1e3
+        return _MoverTimes(median(after - before for before, after in itertools.pairwise(ends)), total_ms)
 
-    def _until_read(self, ends: list[float]) -> int:
+    def _wait_for_read(self, ends: list[float]) -> int:
         before, digested = len(ends), 0
         while len(ends) == before:
-            digested += self._take(ends)
+            digested += self._handle_event(ends)
         return digested
 
-    def _take(self, ends: list[float]) -> int:
-        """Take one answer; returns how many blocks were digested."""
+    def _handle_event(self, ends: list[float]) -> int:
+        """Handles the mover's next event; returns the number of digested blocks."""
         match self._events.get():
             case ReadDone():
                 ends.append(time.perf_counter() * 1e3)
             case BlocksDigested(_, digests):
                 return len(digests)
             case other:
-                raise BatonError(f"a read ended otherwise: {other}")
+                raise BatonError(f"a read of the benchmark failed: {other}")
         return 0
 
 
 @contextmanager
-def _moved_reader(sender: Sender) -> Iterator[_MovedReader]:
+def _mover_reader(sender: Sender) -> Iterator[_MoverReader]:
     events: SimpleQueue[MoverEvent] = SimpleQueue()
     memory = host_memory(sender.num_blocks, sender.block_bytes)
     mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock(), digests=block_digests(memory))
@@ -178,7 +179,7 @@ def _moved_reader(sender: Sender) -> Iterator[_MovedReader]:
     try:
         mover.connect(sender.memory)
         events.get()
-        yield _MovedReader(sender, mover, events)
+        yield _MoverReader(sender, mover, events)
     finally:
         mover.stop()
 

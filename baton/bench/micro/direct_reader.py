@@ -1,4 +1,4 @@
-"""Who reads simulated nodes directly, as a router does, and only looks how long each token was on its way."""
+"""Reads simulated nodes directly, without a router, and measures the latency of each token."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from baton.wire.clients.node_client import NodeClient
 
 
 class DirectReader:
-    """Of requests that nobody asked for, shared out among the nodes that decode."""
+    """Attaches to all decode nodes, as a router does, and reads streams that are divided among them."""
 
     def __init__(self, nodes: RelayNodes, num_streams: int) -> None:
         self._nodes = nodes
         self._num_streams = num_streams
         self._loss: NodeLost | None = None
         self.latencies = array("f")
-        """Seconds of each token, from its step's report to here."""
+        """Latency of each token from its step's report until it was read here, seconds."""
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """It reads, and has let go of all on exit."""
+        """A context in which the streams run; on exit they have ended and all nodes are detached."""
         decoding = self._nodes.decoding
         async with AsyncExitStack() as opened:
             for node in decoding:

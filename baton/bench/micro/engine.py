@@ -1,9 +1,10 @@
-"""How near the engine comes to what the machine could do: `baton bench engine`.
+"""`baton bench engine`: measures the engine, and compares it with the limits of the machine.
 
-One engine with its scheduler in this process. Its limits are measured right before and after each turn of what is held
-against them: `floor` is the time in which a decode step's weights and keys and values can be read once at the memory's
-rate; `share` is floor over step (1 is perfect). Beside it a second engine whose products are torch's own, on just the
-rows that there are: what the bit-exact rule costs. The two take turns, so that the machine's drift meets both.
+One engine with its scheduler runs in this process. The machine's limits are measured right before and after each
+measurement that is compared with them. `floor` is the time to read a decode step's weights, keys and values once at
+memory bandwidth; `share` is floor divided by step (1 is the optimum). A second engine computes products with torch on
+unpadded rows, which shows the cost of the bit-exact rule. Both engines are measured in turn, so that drift of the
+machine's speed affects both.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class EngineBenchConfig:
     dtype: str = "auto"
     context_tokens: int = 1024
     steps: int = 48
-    """Decode steps of each batch, in six rounds."""
+    """Decode steps at each batch size, in six rounds."""
     threads: int = 1
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """One batch; medians over the steps."""
+    """One batch size; medians over the steps."""
 
     batch: int
     tokens_per_s: float
@@ -63,39 +64,39 @@ class DecodeFigures:
     step_ms_p10: float
     step_ms_p90: float
     floor_ms: float
-    """Weights, and keys and values of every context, read once at the memory's rate; median over the rounds."""
+    """Time to read weights, and keys and values of every context, once at memory bandwidth; median over the rounds."""
     share: float
-    """Floor over step, each round's step held against its own floor; median over the rounds."""
+    """Floor divided by step, computed for each round; median over the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Where a step's time goes; medians over steps of one kind, each part by itself."""
+    """The parts of a step's time; medians over steps of one kind, for each part separately."""
 
     step: str
-    """`prefill`, or `decode` and the batch."""
+    """`prefill`, or `decode` and the batch size."""
     attention_ms: float
     products_ms: float
     elementwise_ms: float
-    """Norms, rotary embeddings, activations that are operations of their own."""
+    """Norms, rotary embeddings, and activations that are separate operations."""
     sampling_ms: float
-    """From the last product to the tokens."""
+    """Time from the last product to the tokens."""
     python_ms: float
-    """The rest: scheduler, Python, torch's own functions."""
+    """The rest: scheduler, Python, other functions of torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class BitExactCost:
-    """Share of throughput lost against the faster of both engines, 0 where ours is faster."""
+    """Share of throughput that the bit-exact engine loses against the other one; 0 if it is faster."""
 
     prefill: float
     decode: dict[str, float]
-    """By batch."""
+    """By batch size."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Medians, with the tenth and ninetieth percentile beside them."""
+    """Medians, some with the tenth and ninetieth percentile."""
 
     model: str
     dtype: str
@@ -117,30 +118,32 @@ class EngineReport:
     prefill_ms_p90: float
     prefill_tokens_per_s: float
     prefill_share_of_product_rate: float
-    """Operations of the products with weights, over the time and the rate beside it; attention's don't count."""
+    """Rate of products with weights, as a share of the machine's product rate; attention is not counted."""
     prefill_share_with_attention: float
-    """The same, attention's own products counted."""
+    """The same with the products of attention."""
     decode: Sequence[DecodeFigures]
     attention_paged_ms: float
-    """One layer, 16 requests x 1024 tokens, 32/8 heads of 64, keys and values not in any cache of the processor."""
+    """One layer, 16 requests x 1024 tokens, 32/8 heads of 64; keys and values are in no cache of the processor."""
     attention_gathered_ms: float
     attention_speedup: float
     bit_exact_cost: float | None
-    """The worst of `bit_exact_cost_by`; None when there was no memory for the second engine."""
+    """The largest of `bit_exact_cost_by`; None if there was not enough memory for the second engine."""
     bit_exact_cost_by: BitExactCost | None
     time_split: Sequence[TimeSplit]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
+class _Limits:
+    """How the machine's limits were reached."""
+
     read: str
     product: str
     attention: AttentionTimes
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """One engine's prompt, or its steps of one round, and the better rate of the limit measured before and after."""
+class _Measurement:
+    """One engine's prompt, or its steps of one round, with the better of the limit's rates before and after it."""
 
     seconds: Sequence[float]
     rate: float
@@ -148,11 +151,11 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Figures:
-    """What one engine took: a turn for each prompt, and for each round by batch."""
+    """The measurements of one engine: one for each prompt, and one for each round by batch size."""
 
     drive: EngineDrive
-    prefill: list[_Turn] = field(default_factory=list)
-    decode: dict[int, list[_Turn]] = field(default_factory=dict)
+    prefill: list[_Measurement] = field(default_factory=list)
+    decode: dict[int, list[_Measurement]] = field(default_factory=dict)
 
     @property
     def prefill_seconds(self) -> list[float]:
@@ -163,7 +166,7 @@ class _Figures:
 
 
 def run(config: EngineBenchConfig) -> EngineReport:
-    """Measure; raises ConfigError for what can't be measured."""
+    """Runs the benchmark; raises ConfigError for a configuration that can't be measured."""
     from baton.runner.backends.kernel_choice import choose_operations
     from baton.runner.measuring.attention_limit import attention_times
     from baton.runner.measuring.limits import product_limit, read_limit
@@ -172,9 +175,9 @@ def run(config: EngineBenchConfig) -> EngineReport:
     if config.steps < _ROUNDS:
         raise ConfigError(f"--steps must be at least {_ROUNDS}")
     work = read_work(config.model_dir)
-    longest = read_model_files(config.model_dir).max_position_embeddings
-    if config.context_tokens + config.steps + 2 > longest:
-        raise ConfigError(f"the model takes {longest} tokens; use a shorter --context-tokens")
+    max_tokens = read_model_files(config.model_dir).max_position_embeddings
+    if config.context_tokens + config.steps + 2 > max_tokens:
+        raise ConfigError(f"the model takes at most {max_tokens} tokens; use smaller --context-tokens or --steps")
     spec = TorchSpec(
         config.model_dir,
         config.dtype,
@@ -196,24 +199,24 @@ def run(config: EngineBenchConfig) -> EngineReport:
     both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES))) for one in (ours, theirs) if one]
     products = product_limit(_product_shapes(config, work), info.dtype, config.threads, operations)
     for index, prompt in enumerate(prompts):
-        for engine, turn in _beside(products, both, partial(_prefill, prompt)):
-            if index:  # the first one warms up
-                engine.prefill.append(turn)
+        for engine, measured in _with_limit(products, both, partial(_prefill, prompt)):
+            if index:  # the first prompt warms up
+                engine.prefill.append(measured)
     steps = config.steps // _ROUNDS
     with read_limit(config.threads, last_level_cache()) as memory:
         for batch in _BATCHES * _ROUNDS:
-            for engine, turn in _beside(
+            for engine, measured in _with_limit(
                 memory, both, partial(EngineDrive.decode, prompts=prompts[:batch], steps=steps)
             ):
-                engine.decode.setdefault(batch, []).append(turn)
+                engine.decode.setdefault(batch, []).append(measured)
     splits = [_prefill_split(both[0].drive, ours, config, rng)]
     splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
-    ways = _Ways(memory.way, products.way, attention)
-    return _report(config, work, info, ways, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
+    limits = _Limits(memory.way, products.way, attention)
+    return _report(config, work, info, limits, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
 
 
 def _blocks(config: EngineBenchConfig) -> int:
-    """Enough that no prompt ever leaves the prefix cache, all that is generated included."""
+    """Enough blocks to keep all prompts and outputs in the prefix cache."""
     prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // _BLOCK_SIZE)
     rounds = _ROUNDS + 1
     generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // _BLOCK_SIZE + 2)
@@ -232,15 +235,15 @@ def _prefill(prompt: Sequence[int], drive: EngineDrive) -> Sequence[float]:
     return [drive.prefill(prompt)]
 
 
-def _beside(
+def _with_limit(
     limit: Limit, both: Sequence[_Figures], work: Callable[[EngineDrive], Sequence[float]]
-) -> Iterator[tuple[_Figures, _Turn]]:
-    """Each engine's turn at the work, with the better of the limit's rates right before and after it."""
+) -> Iterator[tuple[_Figures, _Measurement]]:
+    """Measures the work on each engine, with the better of the limit's rates right before and after it."""
     before = limit.rate()
     for engine in both:
         seconds = work(engine.drive)
         after = limit.rate()
-        yield engine, _Turn(seconds, max(before, after))
+        yield engine, _Measurement(seconds, max(before, after))
         before = after
 
 
@@ -248,7 +251,7 @@ def _prefill_split(drive: EngineDrive, timed: TimedRunner, config: EngineBenchCo
     timed.timing = True
     vocabulary = timed.model.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(config.context_tokens)] for _ in range(_ROUNDS)]
-    # A step that only forgets what has ended computes nothing and is no part of it.
+    # `splits[0]`: the step after it only drops the ended request.
     steps, splits = [], []
     for prompt in prompts:
         steps.append(drive.prefill(prompt))
@@ -279,7 +282,7 @@ def _report(
     config: EngineBenchConfig,
     work: ModelWork,
     info: ModelInfo,
-    ways: _Ways,
+    limits: _Limits,
     kv_bytes_per_token: int,
     both: Sequence[_Figures],
     splits: Sequence[TimeSplit],
@@ -303,11 +306,11 @@ def _report(
         read_gb_per_s=reads.median,
         read_gb_per_s_p10=reads.p10,
         read_gb_per_s_p90=reads.p90,
-        read_way=ways.read,
+        read_way=limits.read,
         product_gflop_per_s=rates.median,
         product_gflop_per_s_p10=rates.p10,
         product_gflop_per_s_p90=rates.p90,
-        product_way=ways.product,
+        product_way=limits.product,
         prefill_ms=prefill.median,
         prefill_ms_p10=prefill.p10,
         prefill_ms_p90=prefill.p90,
@@ -315,9 +318,9 @@ def _report(
         prefill_share_of_product_rate=share,
         prefill_share_with_attention=share * (products + attention) / products,
         decode=[_decode(config, work, info, kv_bytes_per_token, ours, batch) for batch in _BATCHES],
-        attention_paged_ms=ways.attention.paged * 1e3,
-        attention_gathered_ms=ways.attention.gathered * 1e3,
-        attention_speedup=ways.attention.gathered / ways.attention.paged,
+        attention_paged_ms=limits.attention.paged * 1e3,
+        attention_gathered_ms=limits.attention.gathered * 1e3,
+        attention_speedup=limits.attention.gathered / limits.attention.paged,
         bit_exact_cost=max(cost.prefill, *cost.decode.values()) if cost else None,
         bit_exact_cost_by=cost,
         time_split=splits,
@@ -333,7 +336,7 @@ def _decode(
     batch: int,
 ) -> DecodeFigures:
     step = Spread.of(figures.decode_seconds(batch), 1e3)
-    # A round begins one token past the prompt and grows by one a step.
+    # A round starts one token after the prompt, and the context grows by one token per step.
     context = config.context_tokens + 2 + (config.steps // _ROUNDS - 1) / 2
     num_bytes = work.bytes_read(_WIDTHS[info.dtype], kv_bytes_per_token, context, batch)
     floors = [num_bytes / turn.rate for turn in figures.decode[batch]]
@@ -352,11 +355,13 @@ def _attention_operations(config: EngineBenchConfig, info: ModelInfo, kv_bytes_p
 
 def _bit_exact_cost(ours: _Figures, theirs: _Figures) -> BitExactCost:
     return BitExactCost(
-        prefill=_lost(ours.prefill_seconds, theirs.prefill_seconds),
-        decode={str(batch): _lost(ours.decode_seconds(batch), theirs.decode_seconds(batch)) for batch in ours.decode},
+        prefill=_share_lost(ours.prefill_seconds, theirs.prefill_seconds),
+        decode={
+            str(batch): _share_lost(ours.decode_seconds(batch), theirs.decode_seconds(batch)) for batch in ours.decode
+        },
     )
 
 
-def _lost(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Throughput lost against the faster of the two, turn by turn, so that drift cancels out."""
+def _share_lost(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Share of throughput lost, compared pair by pair, so that drift of the machine's speed cancels out."""
     return max(0.0, 1 - median(other / own for own, other in zip(ours, theirs, strict=True)))

@@ -1,4 +1,4 @@
-"""One engine driven step by step, as its node drives it: prompts of one length, then batches that only decode."""
+"""Drives one engine step by step, as its node does: prompts of one length, then batches that only decode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.messages.sampling import SamplingParams
 
 
 class EngineDrive:
-    """Scheduler and runner, without thread, wire or router. A prompt is computed in one step."""
+    """Scheduler and runner, without threads, network or router. A prompt is computed in one step."""
 
     def __init__(self, runner: ModelRunner, prompt_tokens: int, max_batch: int) -> None:
         self._runner = runner
@@ -25,7 +25,7 @@ class EngineDrive:
             num_blocks=runner.memory.num_blocks,
             block_size=runner.layout.block_size,
             windows=runner.layout.windows,
-            # What the prefix cache lacks of a prompt is at most its last block.
+            # At most the last block of a prompt is missing in the prefix cache.
             max_num_batched_tokens=max(prompt_tokens, max_batch * runner.layout.block_size),
             max_num_seqs=max_batch,
             max_model_len=runner.model.max_model_len,
@@ -35,19 +35,19 @@ class EngineDrive:
         self._count = 0
 
     def prefill(self, prompt: Sequence[int]) -> float:
-        """Compute one prompt and its first token; returns the step's seconds. Its blocks stay in the prefix cache."""
+        """Computes one prompt and its first token; returns the step's seconds. Its blocks stay in the prefix cache."""
         self._add(prompt, 1)
         seconds = self._step(1)
-        self._settle()
+        self._finish_requests()
         return seconds
 
     def decode(
         self, prompts: Sequence[Sequence[int]], steps: int, after_step: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """Let requests with these prompts, which were computed before, decode together: each step's seconds.
+        """Decodes requests with these prompts, which were computed before, as one batch; returns each step's seconds.
 
-        `after_step` is called after each measured step. The first two steps are not: they compute what of the prompts
-        is not in the cache, and warm up.
+        `after_step` is called after each measured step. The first two steps are not measured: they compute the parts of
+        the prompts that are not cached, and warm up.
         """
         for prompt in prompts:
             self._add(prompt, steps + 2)
@@ -58,7 +58,7 @@ class EngineDrive:
         for _ in range(steps):
             seconds.append(self._step(batch))
             after_step()
-        self._settle()
+        self._finish_requests()
         return seconds
 
     def _add(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -75,10 +75,10 @@ class EngineDrive:
         if errors:
             raise BatonError(f"the engine failed: {errors[0]}")
         if sum(len(one.new_token_ids) for one in results) != expected_tokens:
-            raise BatonError("the requests did not run together; give the cache more room")
+            raise BatonError("the requests did not run as one batch; give the cache more room")
         return seconds
 
-    def _settle(self) -> None:
-        """Let the runner forget what has ended."""
+    def _finish_requests(self) -> None:
+        """Runs steps until the runner has dropped all requests that ended."""
         while self._core.has_work():
             self._core.step()

@@ -1,6 +1,6 @@
-"""How much work a model is: the bytes that a decode step must read, the operations that a prompt must cost.
+"""Counts a model's work: the bytes that a decode step has to read, and the operations that a prompt needs.
 
-Counted from names and shapes of the weights alone, so nothing of what is measured is in it.
+The numbers come from names and shapes of the weights alone, independently of the code that is measured.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ _TABLES = ("embed", "wte", "wpe")
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Parameters of a model by how a step uses them."""
+    """Numbers of parameters by how a step uses them."""
 
     dense: int
-    """In every product of every step, the head aside."""
+    """Parameters that every step multiplies with, except for the head."""
     head: int
-    """In the product that gives logits."""
+    """Parameters of the product that gives logits."""
     experts: int
-    """Of all experts together."""
+    """Parameters of all experts together."""
     num_experts: int
     experts_per_token: int
     shapes: frozenset[tuple[int, int]]
     """[n, k] of every product."""
 
     def bytes_read(self, width: int, kv_bytes_per_token: int, context_tokens: float, batch: int) -> float:
-        """Least bytes of one decode step: weights once (of the experts those that so many rows are expected to hit),
-        and the keys and values of every request's context once. `width` is a parameter's."""
-        weights = self.dense + self.head + self.experts * self._hit(batch)
+        """The fewest bytes that a decode step has to read: weights once, and every request's keys and values once.
+
+        Of the experts, the share counts that `batch` random rows are expected to be routed to. `width`: bytes of a
+        parameter.
+        """
+        weights = self.dense + self.head + self.experts * self._share_of_experts(batch)
         return weights * width + batch * context_tokens * kv_bytes_per_token
 
     def prompt_operations(self, tokens: int) -> float:
-        """Multiplications and additions with weights for one prompt; logits for its last token alone."""
+        """Multiplications and additions with weights for one prompt; logits are computed for its last token alone."""
         share = self.experts_per_token / self.num_experts if self.num_experts else 0.0
         return 2 * (tokens * (self.dense + self.experts * share) + self.head)
 
-    def _hit(self, rows: int) -> float:
-        """Share of the experts that at least one of the rows is sent to, were they sent at random."""
+    def _share_of_experts(self, rows: int) -> float:
+        """Expected share of the experts that at least one row is routed to, with random routing."""
         if not self.num_experts:
             return 0.0
         return 1 - (1 - self.experts_per_token / self.num_experts) ** rows
@@ -60,7 +63,7 @@ def attention_operations(tokens: int, width: float) -> float:
 
 
 def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelWork:
-    """From a config.json and every weight's shape by name."""
+    """Counts the work from a config.json and the shapes of all weights by name."""
     dense, head, table, experts = 0, 0, 0, 0
     products: set[tuple[int, int]] = set()
     for name, shape in shapes.items():
@@ -90,13 +93,13 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def read_work(model_dir: Path) -> ModelWork:
-    """The same from a model directory; raises ConfigError."""
+    """Counts the work of a model directory; raises ConfigError."""
     checkpoint = open_checkpoint(model_dir)
     return work_of(checkpoint.config, dict(_shapes(checkpoint.weight_files)))
 
 
 def _shapes(files: Iterable[Path]) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Every tensor's shape, from the headers alone (`open_checkpoint` has found them sound)."""
+    """Names and shapes of all tensors, from the headers alone; `open_checkpoint` has checked them."""
     for path in files:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

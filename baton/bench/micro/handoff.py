@@ -1,8 +1,8 @@
-"""What a hand-off costs: `baton bench handoff`.
+"""`baton bench handoff`: measures the cost of a hand-off.
 
-A real cluster of one prefill and one decode node, one request at a time, beside the same prompt on one engine alone, on
-a second cluster that compares no digests, and the same bytes in a bare NIXL loop. All nodes and the engine alone
-compute with the same number of threads; whoever waits for its turn uses no processor.
+One request at a time runs on a real cluster of one prefill and one decode node, on a single engine, and on a second
+cluster without digests; the same bytes are read in a bare NIXL loop. All nodes and the single engine compute with the
+same number of threads, and what waits for its turn uses no processor time.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ class HandoffBenchConfig:
 
 @dataclass(frozen=True, slots=True)
 class HandoffReport:
-    """Medians over the requests. `ttft_ratio` compares request by request, so that drift of the machine cancels out."""
+    """Medians over the requests. `ttft_ratio` is compared request by request, so that the machine's drift cancels out."""
 
     requests: int
     prompt_tokens: int
     chunks: int
     bytes: int
     raw_nixl_ms: float
-    """A bare read of the blocks that the last chunk leaves."""
+    """Time of a bare read of the last chunk's blocks."""
     handover_ms: float
-    """From the last chunk computed to the request's first decode step."""
+    """Time from the end of the last chunk to the request's first decode step."""
     transfer_ms: float
-    """From the last chunk computed to its blocks' arrival, proven. Of a lone request: everybody was asleep before."""
+    """Time from the end of the last chunk until its blocks' arrival is confirmed. Both processes were idle before."""
     transfer_ms_p25: float
     transfer_without_digests_ms: float
     transfer_without_digests_ms_p25: float
     digest_cost: float
-    """What digests add to such a transfer, as a share of one without them: of medians, since single ones differ by
-    half."""
+    """Time that digests add to a transfer, as a share of one without them; computed from medians, since single
+    transfers differ by half."""
     digest_cost_p25: float
-    """Likewise of the first quartiles, which a disturbed machine moves less."""
+    """The same from first quartiles, which are less affected by a disturbed machine."""
     mover_digest_cost: float
-    """What they add to the time that a busy mover takes for its bytes."""
+    """Time that digests add to the reads of a busy mover, as a share."""
     decode_step_ms: float
     bandwidth_gbps: float
-    """Bytes over the time that the reads took on the mover's clock, gigabytes per second. One request at a time: both
-    processes slept before."""
+    """Bytes divided by the time of the reads on the mover's clock, gigabytes per second. Both processes were idle
+    before."""
     mover_bandwidth_gbps: float
-    """Of reads as long as the last chunk's through a mover that always has another one."""
+    """Bandwidth of reads of the last chunk's length through a mover that always has another read."""
     raw_bandwidth_gbps: float
-    """Of such reads in a bare loop."""
+    """Bandwidth of such reads in a bare loop."""
     mover_share: float
-    """Of that, reached by the mover; turn by turn, so that drift of the machine cancels out."""
+    """The mover's bandwidth as a share of the bare loop's, compared round by round."""
     ttft_cluster_ms: float
     ttft_cluster_ms_p10: float
     ttft_cluster_ms_p90: float
@@ -86,7 +86,7 @@ class HandoffReport:
     blocks_read_before_last_chunk: int
     blocks: int
     tokens_equal: bool
-    """Whether cluster and engine alone gave the same tokens for every prompt."""
+    """Whether cluster and single engine gave the same tokens for every prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,16 @@ class _HandOverTimes:
 
 
 def run(config: HandoffBenchConfig) -> HandoffReport:
-    """Measure; raises ConfigError for what can't be measured and whatever a request raises."""
+    """Runs the benchmark; raises ConfigError for a prompt that is too long, and any error of a request."""
     rng = Random(config.seed)
     solo = SoloEngine(
         config.model_dir, config.dtype, config.kv_cache_bytes, config.max_num_batched_tokens, config.threads
     )
     if config.prompt_tokens + config.new_tokens > solo.runner.model.max_model_len:
-        raise ConfigError(f"the model takes {solo.runner.model.max_model_len} tokens; use a shorter prompt")
+        raise ConfigError(
+            f"the model takes at most {solo.runner.model.max_model_len} tokens; use smaller --prompt-tokens or "
+            "--new-tokens"
+        )
     vocab = solo.runner.model.vocab_size
     flags = [
         *model_flags(config.model_dir, config.dtype),
@@ -120,11 +123,11 @@ def run(config: HandoffBenchConfig) -> HandoffReport:
         *("--kv-cache-memory", str(config.kv_cache_bytes)),
         *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
     ]
-    cluster_runs, solo_runs, times, unchecked = [], [], [], []
+    cluster_runs, solo_runs, times, times_without_digests = [], [], [], []
     with live_cluster(*flags) as cluster, live_cluster(*flags, "--kv-digests", "off") as other:
         for index in range(config.requests + _WARM_UP):
             prompt = [rng.randrange(vocab) for _ in range(config.prompt_tokens)]
-            # Who goes first finds a machine that another one has just left: they take turns.
+            # The order alternates, since the first cluster runs right after the single engine.
             order = (cluster, other) if index % 2 else (other, cluster)
             ran = {id(which): _through_cluster(which, prompt, config) for which in order}
             alone = solo.run(prompt, _sampling(config))
@@ -132,8 +135,8 @@ def run(config: HandoffBenchConfig) -> HandoffReport:
                 cluster_runs.append(ran[id(cluster)][0])
                 solo_runs.append(alone)
                 times.append(ran[id(cluster)][1])
-                unchecked.append(ran[id(other)][1])
-    return _report(config, solo, cluster_runs, solo_runs, times, unchecked)
+                times_without_digests.append(ran[id(other)][1])
+    return _report(config, solo, cluster_runs, solo_runs, times, times_without_digests)
 
 
 def _sampling(config: HandoffBenchConfig) -> SamplingParams:
@@ -169,7 +172,7 @@ def _generate(client: GenerationClient, prompt: Sequence[int], config: HandoffBe
 
 
 def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) -> _HandOverTimes:
-    """From both nodes' events; their clocks are one, since they share the machine."""
+    """The times from both nodes' trace events; both have the same clock, since they are on one machine."""
     events: dict[str, list[TraceEvent]] = {"prefill": [], "decode": []}
     for node in cluster.nodes():
         events[node.role] += [e for e in cluster.trace(node) if e.attempt.request_id == request_id]
@@ -190,7 +193,7 @@ def _report(
     cluster_runs: Sequence[_ClusterRun],
     solo_runs: Sequence[SoloRun],
     times: Sequence[_HandOverTimes],
-    unchecked: Sequence[_HandOverTimes],
+    times_without_digests: Sequence[_HandOverTimes],
 ) -> HandoffReport:
     block_size, block_bytes = solo.layout.block_size, solo.layout.block_bytes
     blocks = -(-config.prompt_tokens // block_size)
@@ -202,7 +205,7 @@ def _report(
     ttft = sorted(one.ttft_ms for one in cluster_runs)
     ttft_alone = sorted(one.ttft_ms for one in solo_runs)
     total_bytes = blocks * block_bytes
-    transfer, plain = (sorted(t.transfer_ms for t in of) for of in (times, unchecked))
+    transfer, plain = (sorted(t.transfer_ms for t in of) for of in (times, times_without_digests))
     return HandoffReport(
         requests=len(cluster_runs),
         prompt_tokens=config.prompt_tokens,

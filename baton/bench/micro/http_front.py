@@ -1,4 +1,4 @@
-"""As little of the OpenAI API as a client needs that reads streams by the thousand: a connection for each request."""
+"""A minimal client of the OpenAI API that can read thousands of streams, with one connection per request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HttpFront:
         self._open: set[_Stream] = set()
 
     async def open(self, address: str, connections: int) -> None:
-        """HOST:PORT; each request has a connection of its own, whatever `connections` says."""
+        """Sets the address, HOST:PORT. `connections` is ignored, since each request has its own connection."""
         host, port = address.rsplit(":", 1)
         self._address = (host, int(port))
 
@@ -32,15 +32,15 @@ class HttpFront:
         try:
             await asyncio.get_running_loop().create_connection(lambda: stream, *self._address)
         except OSError as error:
-            stream.end(f"no connection: {error}")
+            stream.end(f"the connection failed: {error}")
         self._open.discard(stream)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: connections end with their requests."""
 
 
 class _Stream(asyncio.Protocol):
-    """One request and the server-sent events of its answer."""
+    """Sends one request and parses the server-sent events of its answer."""
 
     def __init__(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> None:
         self.task: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class _Stream(asyncio.Protocol):
         transport.write(head.encode() + body)
 
     def data_received(self, data: bytes) -> None:
-        # Chunks end where events do, so their lengths are lines of their own among those of the events.
+        # The router ends chunks where events end, so chunk lengths are separate lines, which are skipped.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"id: "):
@@ -107,7 +107,7 @@ class _Stream(asyncio.Protocol):
             self._transport.abort()
 
     def end(self, error: str) -> None:
-        """Once."""
+        """Calls `on_end`, once."""
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             if self._transport is not None:

@@ -1,4 +1,4 @@
-"""Clients that only read: thousands of streams in one process, each token's way through the router timed."""
+"""Clients that only read: thousands of streams in one process that measure the latency of each token."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from baton.wire.http2.client_connection import CallEnd, call_headers
 
 _GENERATE = "/baton.v1.Generation/Generate"
 _CHECKED_EVERY = 64
-"""One stream of so many keeps its text, to be compared."""
+"""Every 64th stream keeps its text and compares it with the expected one."""
 _RETRY_S = 1.0
 
 OnTokens = Callable[[int, int, str], None]
-"""Of a chunk: index of the first token, number of tokens, text."""
+"""Called for a chunk with the index of the first token, the number of tokens, and the text."""
 OnEnd = Callable[[str], None]
-"""Called once: with nothing, or with what went wrong."""
+"""Called once, with an error message, or with an empty one."""
 
 
 class Front(Protocol):
-    """A way into the router."""
+    """A protocol through which clients reach the router."""
 
     async def open(self, address: str, connections: int) -> None:
-        """Connect to HOST:PORT."""
+        """Connects to HOST:PORT."""
         ...
 
     def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
-        """Send a request; returns what cancels it."""
+        """Sends a request; returns a function that cancels it."""
         ...
 
     def close(self) -> None: ...
@@ -66,7 +66,7 @@ class GrpcFront:
 
 
 class _Answer:
-    """One stream."""
+    """Receives the stream of one call."""
 
     __slots__ = ("_is_finished", "_on_end", "_on_tokens")
 
@@ -77,7 +77,7 @@ class _Answer:
 
     def on_messages(self, messages: Sequence[bytes]) -> None:
         for message in messages:
-            # As it came: this process has the clients' work and the nodes' to do, and must keep up.
+            # The message is not converted: this process does the work of clients and nodes, and must keep up.
             answer = response_from_bytes(message)
             kind = answer.WhichOneof("event")
             if kind == "chunk":
@@ -91,7 +91,7 @@ class _Answer:
 
 
 class RelayClients:
-    """Opens streams and keeps count. `begin` and `taken` enclose a measurement."""
+    """Opens streams and counts what they receive. `reset_counts` starts a measurement."""
 
     def __init__(self, front: Front, nodes: RelayNodes, prompt: str, decode: Callable[[Sequence[int]], str]) -> None:
         self._front = front
@@ -102,24 +102,24 @@ class RelayClients:
         self._opened = 0
         self._changed = asyncio.Event()
         self.max_tokens = 1 << 16
-        """Of the next streams."""
+        """Length of the streams that are opened next."""
         self.is_replacing = False
-        """Open another stream when one ends."""
+        """Whether another stream is opened when one ends."""
         self.failures: list[str] = []
-        self.begin()
+        self.reset_counts()
 
-    def begin(self) -> None:
-        """Forget what was counted."""
+    def reset_counts(self) -> None:
+        """Sets all counts to zero and drops latencies."""
         self.num_tokens = self.num_messages = self.num_finished = self.num_refused = 0
         self.latencies = array("f")
-        """Seconds of each token, from its step's report to its client."""
+        """Latency of each token from its step's report to its client, seconds."""
 
     @property
     def num_open(self) -> int:
         return len(self._cancels)
 
     def open(self, count: int = 1) -> None:
-        """Open streams, as many as that."""
+        """Opens `count` streams."""
         for _ in range(count):
             self._open_one()
 
@@ -129,10 +129,10 @@ class RelayClients:
         self._cancels.clear()
         self._nodes.forget()
 
-    async def until(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Return once it is so; raises BatonError for a stream that failed, and when it takes too long."""
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Waits for a condition; raises BatonError if a stream fails, and TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not is_so():
+            while not condition():
                 self.raise_failure()
                 self._changed.clear()
                 await self._changed.wait()
@@ -159,7 +159,7 @@ class RelayClients:
                 kept.append(text)
 
         def on_end(error: str) -> None:
-            self._ended(stream, error, None if kept is None else "".join(kept))
+            self._on_end(stream, error, None if kept is None else "".join(kept))
 
         request = GenerateRequest(self._prompt, name, temperature=0.0, max_tokens=stream.max_tokens, ignore_eos=True)
         self._cancels[name] = self._front.call(request, on_tokens, on_end)
@@ -177,15 +177,15 @@ class RelayClients:
         self._changed.set()
         node = stream.node
         if node is not None and count:
-            node.unread -= count if first_index else count - 1  # the first one came from the prefill node
+            node.unread -= count if first_index else count - 1  # the first token is the prefill node's
             if node.on_read is not None:
                 node.on_read(node)
 
-    def _ended(self, stream: RelayStream, error: str, text: str | None) -> None:
+    def _on_end(self, stream: RelayStream, error: str, text: str | None) -> None:
         self._cancels.pop(stream.request_id, None)
         self._nodes.streams.pop(stream.request_id, None)
         if error and not stream.num_read:
-            # Turned away: more than the router can do. It comes again later, as a client would.
+            # The router refused the request because of overload. It is sent again later, as a client would do.
             self.num_refused += 1
             self._changed.set()
             if self.is_replacing:
@@ -193,10 +193,10 @@ class RelayClients:
             return
         script = self._nodes.script
         if not error and stream.num_read != stream.max_tokens:
-            error = f"{stream.num_read} tokens of {stream.max_tokens}"
+            error = f"the stream ended after {stream.num_read} tokens of {stream.max_tokens}"
         if not error and text is not None:
             tokens = [script[(stream.offset + index) % len(script)] for index in range(stream.max_tokens)]
-            error = "" if text == self._decode(tokens) else f"not the text of its tokens: {text[:80]!r}"
+            error = "" if text == self._decode(tokens) else f"the text is not that of its tokens: {text[:80]!r}"
         if error:
             self.failures.append(f"{stream.request_id}: {error}")
         else:

@@ -1,7 +1,6 @@
-"""Nodes that compute nothing: they speak the real Attach wire and say what a script holds, one report a step.
+"""Nodes that compute nothing: they serve the real gRPC service and report scripted tokens, one report per step.
 
-All of them live on one event loop, together with the clients: one reading of the clock when a step's report is sent,
-one when its tokens are read, and nothing to compare between processes.
+All nodes and clients are on one event loop, so one clock times a step's report and the reading of its tokens.
 """
 
 from __future__ import annotations
@@ -39,32 +38,32 @@ _TIMINGS = StageTimings(queue_ms=0.1, prefill_ms=5.0, transfer_ms=1.0, kv_bytes=
 
 
 class RelayStream:
-    """One request: what its nodes say of it, when they said it, and how much of it its client has read."""
+    """One request: its tokens, when they were reported, and how many its client has read."""
 
     __slots__ = ("max_tokens", "node", "num_read", "offset", "request_id", "sent_at", "waiting")
 
     def __init__(self, request_id: str, offset: int, max_tokens: int) -> None:
         self.request_id = request_id
         self.offset = offset
-        """Where in the script its tokens begin."""
+        """Index in the script of its first token."""
         self.max_tokens = max_tokens
         self.sent_at: list[float] = []
-        """When each token's report was sent, seconds on the monotonic clock."""
+        """Time of each token's report, seconds on the monotonic clock."""
         self.num_read = 0
         self.node: RelayNode | None = None
-        """Where it decodes."""
+        """The node where it decodes."""
         self.waiting: tuple[RelayNode, AttemptKey] | None = None
         """A decode leg whose prompt is not computed yet."""
 
 
 class RelayNodes:
-    """Every simulated node of a cluster: half of them compute prompts, the others decode."""
+    """All nodes of a simulated cluster: half of them compute prompts, the others decode."""
 
     def __init__(self, count: int, model: str, vocab_size: int, script: Sequence[int]) -> None:
         self.script = script
         self.streams: dict[str, RelayStream] = {}
         self.paused = False
-        """Decode nodes take no steps."""
+        """Whether decode nodes take no steps."""
         self.nodes = [RelayNode(self, bench_description(index, count, model, vocab_size)) for index in range(count)]
 
     @property
@@ -76,7 +75,7 @@ class RelayNodes:
             await node.start()
 
     def forget(self) -> None:
-        """All clients have gone."""
+        """Drops all streams, after their clients have ended."""
         self.streams.clear()
         for node in self.nodes:
             node.unread = 0
@@ -85,7 +84,7 @@ class RelayNodes:
         await asyncio.gather(*(node.stop() for node in self.nodes))
 
     async def beat(self) -> None:
-        """Show signs of life for ever, one node after the other as if each had its own clock."""
+        """Sends heartbeats forever, one node after the other, as if each had its own clock."""
         while True:
             for node in self.nodes:
                 await asyncio.sleep(HEARTBEAT_S / 2 / len(self.nodes))
@@ -93,7 +92,7 @@ class RelayNodes:
 
 
 class RelayNode:
-    """One of them, behind a server of its own; see `baton.wire.services.node_service.NodeHandler`."""
+    """One node with its own gRPC server; see `baton.wire.services.node_service.NodeHandler`."""
 
     def __init__(self, owner: RelayNodes, description: NodeDescription) -> None:
         self._owner = owner
@@ -104,9 +103,9 @@ class RelayNode:
         self._port: _Port | None = None
         self._running: dict[AttemptKey, RelayStream] = {}
         self.unread = 0
-        """Tokens that were sent and that their clients have not read."""
+        """Tokens that were reported and that their clients have not read."""
         self.on_read: Callable[[RelayNode], None] | None = None
-        """Told when clients read tokens of this node."""
+        """Called when a client has read tokens of this node."""
 
     @property
     def num_running(self) -> int:
@@ -119,7 +118,7 @@ class RelayNode:
         await self._server.stop(0)
 
     def step(self) -> None:
-        """One token for every running request, in one report."""
+        """Reports one token for every running request."""
         if self._port is None or not self._running or self._owner.paused:
             return
         now, script = time.monotonic(), self._owner.script
@@ -140,17 +139,17 @@ class RelayNode:
         self._port.put(StepReport(deltas, self.load(), step=step))
 
     def beat(self) -> None:
-        """A sign of life, if nothing else was said lately."""
+        """Sends a heartbeat, if nothing else was reported lately."""
         if self._port is not None:
             self._port.beat(self.load())
 
     def receive(self, message: RouterMessage) -> None:
-        """Work from the router."""
+        """Handles a message of the router."""
         if isinstance(message, Abort):
             self._running.pop(message.attempt, None)
         elif isinstance(message, Submit):
             stream = self._owner.streams.get(message.attempt.request_id)
-            if stream is None:  # its client has gone already
+            if stream is None:  # its client has ended already
                 self._running.pop(message.attempt, None)
             elif message.leg is Leg.DECODE and not stream.sent_at:
                 stream.waiting = (self, message.attempt)
@@ -160,12 +159,12 @@ class RelayNode:
                 self._compute_prompt(message, stream)
 
     def run(self, attempt: AttemptKey, stream: RelayStream) -> None:
-        """The prompt's KV is here: the request takes part in the next step."""
+        """The prompt's KV has arrived: the request takes part in the next step."""
         stream.node = self
         self._running[attempt] = stream
 
     def end_all(self) -> None:
-        """Nothing runs any more."""
+        """Drops all running requests."""
         self._running.clear()
 
     def _compute_prompt(self, submit: Submit, stream: RelayStream) -> None:
@@ -198,13 +197,13 @@ class RelayNode:
         return NodeReport(self.description, self.load())
 
     def drain(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing: there is no work to wait for."""
 
     def set_role(self, incarnation: str, role: Role) -> None:
-        """Nobody asks."""
+        """Does nothing: benchmarks change no roles."""
 
     async def reset_prefix_cache(self, incarnation: str) -> int:
-        """Nobody asks."""
+        """Does nothing: there is no prefix cache."""
         return 0
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
@@ -215,7 +214,7 @@ class RelayNode:
 
 
 class _Port:
-    """The router's end of a node; see `baton.wire.services.node_service.RouterPort`."""
+    """The connection of a router to a node; see `baton.wire.services.node_service.RouterPort`."""
 
     def __init__(self, node: RelayNode) -> None:
         self._node = node
@@ -254,7 +253,7 @@ class _Port:
 
 
 def bench_description(index: int, count: int, model: str, vocab_size: int) -> NodeDescription:
-    """One node of so many, which has no address yet: the first half computes prompts, the second half decodes."""
+    """Describes the node with this index, still without an address. The first half are prefill nodes."""
     role = Role.PREFILL if index < count // 2 else Role.DECODE
     name = f"{role.value}-{index}"
     return NodeDescription(

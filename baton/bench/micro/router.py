@@ -1,11 +1,11 @@
-"""What one router core sustains: `baton bench router`.
+"""`baton bench router`: measures what a router sustains on one core.
 
-The real router process has a core to itself. Another one has simulated nodes, which answer over the real wire, and the
-clients, which read. Both are one process, so each token's way is timed by one clock: from the moment its node sends the
-step's report to the moment its client has read it, whatever lies between, the nodes' and clients' own work included.
+The real router process has a core to itself. On another core are simulated nodes, which use the real protocol, and the
+clients. Nodes and clients are one process, so one clock times each token: from the moment its node sends the step's
+report to the moment its client has read it, including the work of node and client.
 
-What the router adds is that, less what a token takes to whoever reads its node directly: the same nodes, at the same
-rate, over the same wire, before there is a router. What clients take to read is counted as added.
+The added latency is this time minus the time without a router, which is measured first: a reader attaches to the same
+nodes directly, at the same rate. The clients' reading counts as added latency.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from router.placement.placer import Placer
 from router.placement.view import ClusterView
 
 _STEPS_UNREAD = 4
-"""A node that takes steps as fast as clients read lets so many of them be unread."""
+"""A node that steps as fast as clients read has at most this many unread steps."""
 _WARM_UP_STREAMS = 64
 _TEXT = (
     "The runner who finishes the first leg hands the baton to the second. It is passed in the air, at speed, within "
@@ -56,7 +56,7 @@ class RouterBenchConfig:
     """What to measure."""
 
     model_dir: Path
-    """Of its tokenizer alone."""
+    """Only its tokenizer is used."""
     streams: int = 1000
     nodes: int = 64
     front: str = "grpc"
@@ -64,13 +64,13 @@ class RouterBenchConfig:
     rounds: int = 5
     round_s: float = 2.0
     tokens_per_s: float = 25_000.0
-    """At which the added latency is measured."""
+    """Token rate at which the added latency is measured."""
     requests_per_s: float = 500.0
-    """Likewise, in the mixed load: streams end and begin at this rate."""
+    """Rate at which streams start and end in the mixed load."""
     pending_requests: int = 128
-    """Requests that are open at once where only requests are counted."""
+    """Number of open requests in the load of requests alone."""
     settle_s: float = 1.0
-    """Before anything is measured."""
+    """Pause before a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +79,22 @@ class LoadFigures:
 
     tokens_per_s: Spread
     requests_per_s: Spread
-    """That ended."""
+    """Requests that ended."""
     refused_per_s: float
-    """Requests that were turned away."""
+    """Requests that the router refused."""
     tokens_per_message: float
     latency_ms_p50: Spread
-    """Of a token, from its step's report to its client."""
+    """Latency of a token from its step's report to its client."""
     latency_ms_p99: Spread
     router_cpu: float
-    """Share of its core."""
+    """Share of its core that the router used."""
     load_cpu: float
-    """Share of the other core that nodes and clients take: near 1 they are the bottleneck, not the router."""
+    """Share of the other core that nodes and clients used: near 1 they are the bottleneck, not the router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Latency, milliseconds."""
+    """Added latency in milliseconds."""
 
     p50: float
     p99: float
@@ -102,39 +102,39 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """What one router core does."""
+    """All figures of one number of streams."""
 
     processor: str
     front: str
     streams: int
     nodes: int
     kb_per_stream: float
-    """Memory of an open stream in the router, thousands of bytes."""
+    """Memory of the router per open stream, thousands of bytes."""
     router_mb: float
-    """Memory of the router before."""
+    """Memory of the router without streams."""
     placement_us: Spread
-    """To choose nodes for one request, where as many nodes were heard of since the last one as are in the half load."""
+    """Time to choose nodes for one request, if as many nodes reported since the last choice as in the mixed load."""
     placement_all_news_us: Spread
-    """Likewise, where every node was."""
+    """The same, if all nodes reported since the last choice."""
     direct_ms: Spread
-    """Medians of a token's way from its step's report to who reads the node directly, at the half load's rate."""
+    """Median latency of a token without a router, at the rate of the load half."""
     relay: LoadFigures
-    """As many tokens as get through: nodes step as soon as clients have read."""
+    """As many tokens as possible: nodes step as soon as clients have read."""
     half: LoadFigures
     """Tokens at the given rate."""
     mixed: LoadFigures
     """Tokens and requests at the given rates."""
     requests: LoadFigures
-    """As many requests as get through, of two tokens each."""
+    """As many requests as possible, of two tokens each."""
 
     @property
     def added_latency_ms(self) -> Added:
-        """Of the half load, less the median without a router."""
+        """Latency of the load half minus the median latency without a router."""
         half, direct = self.half, self.direct_ms.median
         return Added(half.latency_ms_p50.median - direct, half.latency_ms_p99.median - direct)
 
     def summary(self) -> dict[str, object]:
-        """The figures that it is about, medians, and all others under `details`."""
+        """Medians of the main figures, and all others under `details`."""
         return {
             "streams": self.streams,
             "nodes": self.nodes,
@@ -149,12 +149,12 @@ class RouterReport:
 
 
 def run(config: RouterBenchConfig) -> RouterReport:
-    """Measure; raises ConfigError without a second core, and whatever a request raises."""
+    """Runs the benchmark; raises ConfigError if there is only one core, and any error of a request."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("the router needs a core of its own: run on two or more")
+        raise ConfigError("the router needs a core of its own: run the benchmark on at least two cores")
     if config.nodes < 2:
-        raise ConfigError("there must be two nodes at least")
+        raise ConfigError("at least two nodes are needed: one for prompts and one that decodes")
     os.sched_setaffinity(0, {cores[-1]})
     try:
         with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
@@ -179,7 +179,7 @@ async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
             await bench.end_streams()
             requests = await bench.requests()
             await bench.end_streams()
-    heard_of = round(config.nodes * config.tokens_per_s / config.streams / config.requests_per_s)
+    num_reports = round(config.nodes * config.tokens_per_s / config.streams / config.requests_per_s)
     return RouterReport(
         processor=processor(),
         front=config.front,
@@ -187,7 +187,7 @@ async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
         nodes=config.nodes,
         kb_per_stream=(after - before) / config.streams / 1e3,
         router_mb=before / 1e6,
-        placement_us=placement_us(bench.descriptions, min(config.nodes, max(1, heard_of))),
+        placement_us=placement_us(bench.descriptions, min(config.nodes, max(1, num_reports))),
         placement_all_news_us=placement_us(bench.descriptions, config.nodes),
         direct_ms=direct,
         relay=relay,
@@ -198,7 +198,7 @@ async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
 
 
 class _Bench:
-    """Nodes, clients and a router, and the loads that they are put under."""
+    """Nodes, clients, a router, and the loads."""
 
     def __init__(self, config: RouterBenchConfig) -> None:
         self._config = config
@@ -214,7 +214,7 @@ class _Bench:
         return [node.description for node in self._nodes.nodes]
 
     async def direct(self) -> Spread:
-        """Milliseconds until who reads the nodes themselves has a token, at the half load's rate."""
+        """Median latency of tokens without a router in milliseconds, at the rate of the load half."""
         config, rounds = self._config, []
         reader = DirectReader(self._nodes, config.streams)
         async with reader.reading(), self._stepping_at(config.tokens_per_s / config.streams):
@@ -228,7 +228,7 @@ class _Bench:
 
     @asynccontextmanager
     async def nodes_running(self) -> AsyncIterator[None]:
-        """Nodes are there, and gone on exit."""
+        """A context in which the nodes run."""
         await self._nodes.start()
         beating = asyncio.create_task(self._nodes.beat())
         gc.disable()
@@ -241,7 +241,7 @@ class _Bench:
 
     @asynccontextmanager
     async def running(self, router_core: int) -> AsyncIterator[RouterProcess]:
-        """A router of those nodes is there, and gone on exit."""
+        """A context in which a router is attached to the nodes, and clients are connected to it."""
         async with router_process(self.descriptions, self._config.model_dir, router_core) as router:
             self._router = router
             addresses = router.addresses
@@ -254,18 +254,18 @@ class _Bench:
         self._clients.max_tokens = 32
         self._clients.open(_WARM_UP_STREAMS)
         async with self._stepping_when_read():
-            await self._clients.until(lambda: self._clients.num_open == 0)
+            await self._clients.wait_until(lambda: self._clients.num_open == 0)
         await asyncio.sleep(self._config.settle_s)
 
     async def open_idle_streams(self) -> None:
-        """Streams that have brought one token and bring no more."""
+        """Opens streams that receive one token and then no more."""
         clients = self._clients
-        clients.begin()
+        clients.reset_counts()
         self._nodes.paused = True
         clients.max_tokens = 1 << 16
         while (opened := clients.num_open) < self._config.streams:
             clients.open(min(100, self._config.streams - opened))
-            await clients.until(lambda: clients.num_tokens == clients.num_open)
+            await clients.wait_until(lambda: clients.num_tokens == clients.num_open)
         await asyncio.sleep(self._config.settle_s)
         self._nodes.paused = False
 
@@ -278,7 +278,7 @@ class _Bench:
             return await self._measure()
 
     async def mixed(self) -> LoadFigures:
-        """Streams that all live equally long, and are at all ages."""
+        """Streams of equal length that were started at equal intervals."""
         config, clients = self._config, self._clients
         tokens_each = max(2, round(config.tokens_per_s / config.requests_per_s))
         clients.is_replacing = True
@@ -306,7 +306,7 @@ class _Bench:
 
     @asynccontextmanager
     async def _stepping_when_read(self) -> AsyncIterator[None]:
-        """Each node steps as soon as few enough of its tokens are unread."""
+        """A context in which each node steps as soon as few enough of its tokens are unread."""
         loop = asyncio.get_running_loop()
         due: set[RelayNode] = set()
 
@@ -322,7 +322,7 @@ class _Bench:
                 loop.call_soon(step, node)
 
         async def look() -> None:
-            while True:  # a node that had nothing to run hears of nobody's reading
+            while True:  # a node without running requests is not woken by readers
                 for node in self._nodes.decoding:
                     wake(node)
                 await asyncio.sleep(0.01)
@@ -341,7 +341,7 @@ class _Bench:
 
     @asynccontextmanager
     async def _stepping_at(self, steps_per_s: float) -> AsyncIterator[None]:
-        """Each node steps at this rate, all at times of their own."""
+        """A context in which each node steps at this rate, at different times."""
         loop = asyncio.get_running_loop()
         rng = Random(0)
         timers: dict[RelayNode, asyncio.TimerHandle] = {}
@@ -367,9 +367,9 @@ class _Bench:
         rounds = []
         for _ in range(self._config.rounds):
             gc.collect()
-            # Tokens that were under way while this process collected, or evaluated the last round, are none of a round.
+            # Tokens that were delayed by the collection, or by the end of the last round, are not measured.
             await asyncio.sleep(self._config.settle_s / 4)
-            clients.begin()
+            clients.reset_counts()
             started, router_cpu, load_cpu = time.monotonic(), router.cpu_s(), time.process_time()
             await asyncio.sleep(self._config.round_s)
             clients.raise_failure()
@@ -424,12 +424,13 @@ def _front(name: str) -> Front:
         return GrpcFront()
     if name == "http":
         return HttpFront()
-    raise ConfigError(f"there is no front {name!r}")
+    raise ConfigError(f"front {name!r} is unknown; use grpc or http")
 
 
-def placement_us(descriptions: Sequence[NodeDescription], heard_of: int, rounds: int = 500) -> Spread:
-    """Microseconds to choose nodes for one request of 1,024 tokens that nobody has cached, by predicted cost, where so
-    many nodes, in turn, took a step since the last request.
+def placement_us(descriptions: Sequence[NodeDescription], num_reports: int, rounds: int = 500) -> Spread:
+    """Microseconds to choose nodes for one request by predicted cost.
+
+    The request has 1,024 tokens that no node has cached. Before each choice `num_reports` nodes report a step, in turn.
     """
     view, placer, rng = ClusterView(), Placer(), Random(0)
     view.registered([node_record(node, 1.0, lease_s=60.0) for node in descriptions])
@@ -440,8 +441,8 @@ def placement_us(descriptions: Sequence[NodeDescription], heard_of: int, rounds:
         placer.on_attached(node)
     turns = cycle(descriptions)
     for number in range(rounds):
-        now = number * heard_of / len(descriptions)
-        for node in islice(turns, heard_of):
+        now = number * num_reports / len(descriptions)
+        for node in islice(turns, num_reports):
             report = StepReport((), LoadReport(running=rng.randrange(16)), step=step)
             placer.on_report(node.incarnation, report, now)
             view.reported(node.incarnation, report.load)

@@ -1,4 +1,4 @@
-"""A real router for a benchmark, with a core to itself and a Redis of its own."""
+"""Starts a real router for a benchmark, pinned to a core, with its own Redis."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class RouterProcess:
     addresses: Ready
 
     def rss(self) -> int:
-        """Bytes of memory that it has."""
+        """Resident memory in bytes."""
         pages = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that it has used, all threads."""
+        """CPU time of all its threads, seconds."""
         fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 @asynccontextmanager
 async def router_process(nodes: Sequence[NodeDescription], model_dir: Path, core: int) -> AsyncIterator[RouterProcess]:
-    """A router on `core` that all `nodes` are attached to; everything has ended on exit. Raises ConfigError."""
+    """A router on `core` that is attached to all `nodes`; on exit all processes have ended. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as place, _redis(Path(place)) as url:
         registry = Registry.connect(url, _CLUSTER)
         try:
@@ -106,9 +106,9 @@ def _start(url: str, model_dir: Path, core: int, await_nodes: int) -> tuple[subp
             os.close(write_end)
             os.sched_setaffinity(0, cores)
         line = announcements.readline()
-    news = parse_announcement(line) if line else Failed("it ended", 1)
-    if isinstance(news, Failed):
+    announced = parse_announcement(line) if line else Failed("it ended before it was ready", 1)
+    if isinstance(announced, Failed):
         process.kill()
         process.wait()
-        raise ConfigError(f"the benchmark's router did not start: {news.error}")
-    return process, news
+        raise ConfigError(f"the benchmark's router did not start: {announced.error}")
+    return process, announced

@@ -1,7 +1,7 @@
-"""What deciding and committing steps costs: `baton bench scheduler`. No model, no process, no thread.
+"""`baton bench scheduler`: measures the time to schedule and commit steps, without model, processes or threads.
 
-A steady step is one in which every running request decodes: no admission, no end, a new block every `block_size`
-steps. Figures are `schedule` plus `update_from_output`; what stands for the runner in between is not counted.
+In a steady step every running request decodes; none is admitted or ends, and each gets a new block every `block_size`
+steps. Figures are the time of `schedule` plus `update_from_output`; the stand-in for the runner is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.messages.sampling import SamplingParams
 RUNNING = (16, 128, 512, 1024)
 _BLOCK_SIZE = 16
 _PERIODS = 2
-"""Block lengths of steps in a round, so that each request gets that many blocks in it."""
+"""A round has this many times `block_size` steps, so each request gets this many blocks in it."""
 _FIELDS = CacheKeyFields("bench", "bfloat16", "bench")
 _VOCAB = 30_000
 
@@ -37,7 +37,7 @@ class SchedulerBenchConfig:
     rounds: int = 7
     waiting: int = 10_000
     waiting_running: int = 128
-    """Requests that run while so many wait."""
+    """Number of requests that run while `waiting` wait."""
     admissions: int = 64
 
 
@@ -46,27 +46,27 @@ class SchedulerReport:
     """Microseconds; medians over rounds of 32 steps, or over single requests."""
 
     steady_us: dict[str, float]
-    """Of a step, by running requests."""
+    """Time of a steady step, by number of running requests."""
     steady_us_with_10000_waiting: float
     steady_us_without_waiting: float
-    """The same step, measured in turns with the one before."""
+    """Time of the same step without waiting requests, measured in turn with it."""
     admit_us: float
-    """Of a step that admits one prompt of which half is cached, beyond one that admits none."""
+    """Time that a step takes longer if it admits a prompt of which half is cached."""
     hash_us: float
-    """Of naming the blocks of one prompt."""
+    """Time to hash the blocks of one prompt."""
     preempt_us: float
-    """Of a step that preempts one request, beyond one that preempts none."""
+    """Time that a step takes longer if it preempts one request."""
 
 
 def run(config: SchedulerBenchConfig, running: Sequence[int] = RUNNING) -> SchedulerReport:
-    """Measure. Takes a few seconds."""
+    """Runs the benchmark, which takes a few seconds."""
     gc.collect()
     gc.disable()
     try:
         steady = {str(n): _steady([_Bench(n, config.prompt_tokens)], config.rounds)[0] for n in running}
         quiet = _Bench(config.waiting_running, config.prompt_tokens)
         crowded = _Bench(config.waiting_running, config.prompt_tokens)
-        crowded.let_wait(config.waiting)
+        crowded.add_waiting(config.waiting)
         without, with_waiting = _steady([quiet, crowded], config.rounds)
         return SchedulerReport(
             steady_us=steady,
@@ -81,7 +81,7 @@ def run(config: SchedulerBenchConfig, running: Sequence[int] = RUNNING) -> Sched
 
 
 class _Bench:
-    """A scheduler with so many decoding requests, and room for a few more steps of each."""
+    """A scheduler with a number of decoding requests, and blocks for many more steps."""
 
     def __init__(self, running: int, prompt_tokens: int, *, seats: int = 0, num_blocks: int = 0) -> None:
         self._rng = Random(running)
@@ -115,12 +115,12 @@ class _Bench:
         self.scheduler.add_request(request)
         return request
 
-    def let_wait(self, number: int) -> None:
+    def add_waiting(self, number: int) -> None:
         for _ in range(number):
             self.add([1, 2, 3])
 
     def step(self) -> float:
-        """One step; its seconds, those of the stand-in for the runner not among them."""
+        """Executes one step; returns its seconds without the stand-in for the runner."""
         started = time.perf_counter()
         decided = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -135,14 +135,14 @@ class _Bench:
         requests = self.scheduler.requests
         drawn = {request_id: [7] for request_id in decided.num_scheduled_tokens}
         for request_id, count in decided.num_scheduled_tokens.items():
-            # A chunk that does not reach the end of its prompt draws nothing.
+            # A chunk that does not reach the end of its prompt draws no token.
             if count > 1 and requests[request_id].num_computed_tokens < requests[request_id].num_tokens:
                 del drawn[request_id]
         return ModelRunnerOutput(drawn)
 
 
 def _steady(benches: Sequence[_Bench], rounds: int) -> list[float]:
-    """Microseconds of a steady step of each, measured in turns; the first round warms up."""
+    """Microseconds of a steady step of each bench, measured in turn; the first round warms up."""
     steps = _PERIODS * _BLOCK_SIZE
     took: list[list[float]] = [[] for _ in benches]
     for _ in range(rounds + 1):
@@ -157,18 +157,21 @@ def _admission(config: SchedulerBenchConfig) -> float:
     took = []
     for _ in range(config.admissions):
         prompt = bench.prompt()
-        _to_the_end(bench, prompt)
+        _cache_prompt(bench, prompt)
         without = bench.step()
         request = bench.add(prompt[:half] + bench.prompt()[half:], max_tokens=2)
         took.append((bench.step() - without) * 1e6)
         if request.num_cached_tokens != half:
-            raise BatonError(f"{request.num_cached_tokens} tokens of {half} were cached")
+            raise BatonError(
+                f"the benchmark needs {half} cached tokens, but the prefix cache had {request.num_cached_tokens}; "
+                "--prompt-tokens must be a multiple of 32"
+            )
         bench.step()
     return median(took)
 
 
-def _to_the_end(bench: _Bench, prompt: Sequence[int]) -> None:
-    """Run a request of one token, which leaves its prompt in the cache."""
+def _cache_prompt(bench: _Bench, prompt: Sequence[int]) -> None:
+    """Runs a request of one token, which leaves its prompt in the prefix cache."""
     request = bench.add(prompt, max_tokens=1)
     while request.request_id in bench.scheduler.requests:
         bench.step()
@@ -193,7 +196,7 @@ def _hashing(config: SchedulerBenchConfig) -> float:
 
 
 def _preemption(config: SchedulerBenchConfig) -> float:
-    """Two requests grow until the pool holds them no more; the newer one is preempted."""
+    """Two requests grow until the pool is full and the newer one is preempted."""
     took = []
     for _ in range(config.admissions):
         blocks = 2 * (config.prompt_tokens // _BLOCK_SIZE + 2) + 1

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: what a benchmark computes does not depend on what they are."""
+"""Models of known shapes with random weights: the time of a step does not depend on the weights' values."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Shapes that benchmarks name; 0.5b-kv has the KV of 0.5b, and computes next to nothing."""
+"""Shapes by name. 0.5b-kv has as much KV per token as 0.5b, and needs very little computing."""
 
 
 def write_shape(directory: Path, shape: str) -> None:
-    """Write the model of a shape, always the same one; raises ConfigError for an unknown name."""
+    """Writes the model of a shape, always with the same weights; raises ConfigError for an unknown name."""
     if shape not in SHAPES:
-        raise ConfigError(f"shape {shape!r} is unknown; known are {', '.join(sorted(SHAPES))}")
-    # Not before the name is known: it takes seconds.
+        raise ConfigError(f"shape {shape!r} is unknown; the known shapes are {', '.join(sorted(SHAPES))}")
+    # Imported after the check, since it takes seconds.
     from baton.runner.model.random_model import write_random_model
 
     write_random_model(directory, SHAPES[shape], seed=0, dtype="bfloat16")
@@ -52,7 +52,7 @@ def write_shape(directory: Path, shape: str) -> None:
 
 @contextmanager
 def shape_dir(shape: str) -> Iterator[Path]:
-    """A directory with the model of a shape, gone on exit; raises as `write_shape`."""
+    """A temporary directory with the model of a shape; raises like `write_shape`."""
     with TemporaryDirectory(prefix="baton-shape-") as place:
         write_shape(Path(place), shape)
         yield Path(place)

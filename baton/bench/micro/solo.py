@@ -1,4 +1,4 @@
-"""The same prompt on one engine alone, in this process: what a cluster is measured against."""
+"""Runs requests on a single engine in this process, as a baseline for a cluster."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from baton.runner import TorchSpec, load
 
 @dataclass(frozen=True, slots=True)
 class SoloRun:
-    """One request on one engine."""
+    """The result of one request on one engine."""
 
     ttft_ms: float
     token_ids: Sequence[int]
 
 
 class SoloEngine:
-    """One engine with the same limits as a node's, driven without thread, wire or router."""
+    """One engine with the same limits as a node's, without threads, network or router."""
 
     def __init__(
         self, model_dir: Path, dtype: str, cache_bytes: int, max_num_batched_tokens: int, num_threads: int
@@ -49,7 +49,7 @@ class SoloEngine:
         return self.runner.layout
 
     def run(self, prompt: Sequence[int], params: SamplingParams) -> SoloRun:
-        """Run one request to its end."""
+        """Runs one request to its end."""
         self._count += 1
         tokens: list[int] = []
         first_ms, started = 0.0, time.perf_counter()

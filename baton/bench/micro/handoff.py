@@ -44,7 +44,7 @@ class HandoffBenchConfig:
 
 @dataclass(frozen=True, slots=True)
 class HandoffReport:
-    """Medians over the requests. `ttft_ratio` is compared request by request, so that the machine's drift cancels out."""
+    """Medians over the requests. `ttft_ratio` is compared request by request, so that drift cancels out."""
 
     requests: int
     prompt_tokens: int

@@ -1,1 +1,1 @@
-"""Reports: a result file of the benchmark as one page for people, or as JSON or CSV for programs."""
+"""Reports: renders a result file as one HTML page, or as JSON or CSV for programs."""

@@ -1,4 +1,4 @@
-"""Where a value lies on an axis of a plot, and which values are written beside it."""
+"""Axes of plots: positions of values, and the ticks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EXTENT = 1000.0
-"""Length of every axis in its plot's own units; the page stretches plots to the room that there is."""
+"""Length of every axis in its plot's own units; the page scales plots to the available space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A value beside the axis. Where room is short only the major ones are written."""
+    """A labelled value. On narrow screens only major ticks are shown."""
 
     value: float
     text: str
@@ -21,7 +21,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` to `high`."""
+    """An axis from `low` to `high`."""
 
     title: str
     low: float
@@ -30,7 +30,7 @@ class Axis:
     is_logarithmic: bool = False
 
     def at(self, value: float) -> float:
-        """The value's place, from 0 to EXTENT; what lies outside is moved to the edge."""
+        """The value's position, from 0 to EXTENT; values outside of the axis are moved to its end."""
         if self.is_logarithmic:
             value = max(value, self.low)
             share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -40,7 +40,7 @@ class Axis:
 
 
 def linear(title: str, high: float, text: Callable[[float], str], low: float = 0.0, count: int = 5) -> Axis:
-    """From `low` to at least `high`, with about so many ticks at round values."""
+    """A linear axis from `low` to at least `high`, with about `count` ticks at round values."""
     high = high if math.isfinite(high) and high > low else low + 1.0
     step = _round_step((high - low) / count)
     last = math.ceil((high - low) / step - 1e-9)
@@ -49,7 +49,7 @@ def linear(title: str, high: float, text: Callable[[float], str], low: float = 0
 
 
 def exact(title: str, low: float, high: float, unit: str, count: int = 6) -> Axis:
-    """From `low` to `high` and not further, ticks at round values, written with as many decimals as they need."""
+    """A linear axis from `low` to exactly `high`, with ticks at round values that have as many decimals as needed."""
     high = high if high > low else low + 1.0
     step = _round_step((high - low) / count)
     first = math.ceil(low / step - 1e-9)
@@ -60,7 +60,7 @@ def exact(title: str, low: float, high: float, unit: str, count: int = 6) -> Axi
 
 
 def logarithmic(title: str, low: float, high: float, text: Callable[[float], str]) -> Axis:
-    """Around `low` to `high`, both above zero, with ticks at 1, 2 and 5 times powers of ten."""
+    """A logarithmic axis that contains `low` and `high`, both above 0, with ticks at 1, 2 and 5 times powers of 10."""
     low, high = low / 1.1, high * 1.1
     if high / low < 4:
         middle = math.sqrt(low * high)

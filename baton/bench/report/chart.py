@@ -1,8 +1,8 @@
-"""Plots that need no library and no network, and fit whatever screen they are on.
+"""Plots as SVG and HTML, without a library, for screens of any size.
 
-Lines and bars are one SVG, stretched to the room there is; text lies over it as HTML and keeps its size, be the plot as
-wide as a phone or as a page. Colours are the style sheet's (`s0` to `s7`), so one plot serves dark and light.
-Whatever a reader may point at carries its own words (`data-tip`, or `data-points` for the nearest point of a line).
+Lines and bars are one SVG that is stretched to the available space. Text is HTML on top of it and keeps its size on
+every screen. Colours are classes of the style sheet (`s0` to `s7`), so a plot works on dark and light pages. Elements
+that a reader may point at have a tooltip (`data-tip`, or `data-points` for the nearest point of a line).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from baton.bench.report.axis import EXTENT, Axis
 from baton.bench.report.markup import Markup, join, tag
 
 COLOURS = 8
-"""Series that look different."""
+"""Number of different colours of series."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place on a line, and what it says when somebody points at it."""
+    """A point of a line, with its tooltip."""
 
     x: float
     y: float
@@ -29,7 +29,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One series. `colour`: its number, the same in every plot of a page."""
+    """A series that is drawn as a line. `colour`: its number, the same in every plot of a page."""
 
     name: str
     colour: int
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One series of a histogram: (from, to, height, tip) in the axes' values."""
+    """A series that is drawn as a histogram. Bars are (from, to, height, tooltip), in the axes' values."""
 
     name: str
     colour: int
@@ -48,7 +48,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value that all lines are held against: vertical at `x`, or from (0, 0) with a slope."""
+    """A reference line: vertical at `x`, horizontal at `y`, or from (0, 0) with a slope."""
 
     text: str
     x: float | None = None
@@ -58,7 +58,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot. `name` is its id in the page, `label` what a screen reader says of it."""
+    """A plot. `name` is its id in the page, `label` its text for screen readers."""
 
     name: str
     label: str
@@ -68,12 +68,12 @@ class Chart:
     bars: Sequence[Bars] = ()
     marks: Sequence[Mark] = ()
     is_strip: bool = False
-    """Low, with no words but its name: one of several over one axis."""
+    """Whether it is one of several low plots with a common axis, which have no text except their name."""
     has_legend: bool = True
 
 
 def draw(chart: Chart) -> Markup:
-    """The plot with its axes and legend."""
+    """Renders the plot with its axes and legend."""
     shapes = [
         *_grid(chart),
         *(_histogram(chart, bars) for bars in chart.bars),
@@ -81,7 +81,7 @@ def draw(chart: Chart) -> Markup:
         *(_line(chart, line) for line in chart.lines),
     ]
     words = [*_labels(chart), *(_mark_text(chart, mark) for mark in chart.marks)]
-    points = [_pointed(chart, line) for line in chart.lines]
+    points = [_tooltips(chart, line) for line in chart.lines]
     plot = tag(
         "div",
         canvas(join(*shapes), "drawing"),
@@ -101,24 +101,24 @@ def draw(chart: Chart) -> Markup:
 
 
 def canvas(shapes: Markup, class_: str) -> Markup:
-    """Shapes in EXTENT by EXTENT, stretched over the element around it."""
+    """An SVG of EXTENT by EXTENT units, stretched to the element around it."""
     extent = f"0 0 {EXTENT:g} {EXTENT:g}"
     return tag("svg", shapes, class_=class_, viewBox=extent, preserveAspectRatio="none", aria_hidden="true")
 
 
 def legend(names: Mapping[str, str]) -> Markup:
-    """What each colour means: classes of the style sheet by name."""
+    """A legend. `names`: the style sheet's class for each name."""
     items = (tag("li", tag("i", class_=colour), name) for name, colour in names.items())
     return tag("ul", *items, class_="legend")
 
 
 def share(place: float) -> str:
-    """A place on an axis as CSS has it."""
+    """A position on an axis as a CSS percentage."""
     return f"{place / EXTENT * 100:.3f}%"
 
 
 def series_class(colour: int) -> str:
-    """The class of the style sheet for a series of this number."""
+    """The style sheet's class for the series with this number."""
     return f"s{colour % COLOURS}"
 
 
@@ -128,12 +128,12 @@ def _names(chart: Chart) -> dict[str, str]:
     return named | {mark.text: "dashed" for mark in chart.marks if mark.x is None}
 
 
-def _up(axis: Axis, value: float) -> float:
+def _y(axis: Axis, value: float) -> float:
     return EXTENT - axis.at(value)
 
 
 def _grid(chart: Chart) -> list[Markup]:
-    level = [_segment(0, _up(chart.y, tick.value), EXTENT, _up(chart.y, tick.value), "grid") for tick in chart.y.ticks]
+    level = [_segment(0, _y(chart.y, tick.value), EXTENT, _y(chart.y, tick.value), "grid") for tick in chart.y.ticks]
     up = [_segment(chart.x.at(tick.value), 0, chart.x.at(tick.value), EXTENT, "grid") for tick in chart.x.ticks]
     return [*level, *up]
 
@@ -143,7 +143,7 @@ def _segment(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 
 def _path(chart: Chart, points: Sequence[Point]) -> str:
-    return "M" + "L".join(f"{chart.x.at(point.x):.1f} {_up(chart.y, point.y):.1f}" for point in points)
+    return "M" + "L".join(f"{chart.x.at(point.x):.1f} {_y(chart.y, point.y):.1f}" for point in points)
 
 
 def _line(chart: Chart, line: Line) -> Markup:
@@ -153,17 +153,17 @@ def _line(chart: Chart, line: Line) -> Markup:
     drawn = tag("path", d=_path(chart, line.points), class_=f"line {colour}")
     if not line.has_dots:
         return drawn
-    # A line without length and with round ends is a dot, which stays round however the plot is stretched.
-    dots = "".join(f"M{chart.x.at(point.x):.1f} {_up(chart.y, point.y):.1f}h0" for point in line.points)
+    # A line of length 0 with round ends is a dot that stays round when the plot is stretched.
+    dots = "".join(f"M{chart.x.at(point.x):.1f} {_y(chart.y, point.y):.1f}h0" for point in line.points)
     return join(drawn, tag("path", d=dots, class_=f"dots {colour}"))
 
 
 def _histogram(chart: Chart, series: Bars) -> Markup:
-    """Bars that share a path, and over each an invisible one that says what it is."""
+    """All bars as one path, and an invisible rectangle over each bar for its tooltip."""
     colour = series_class(series.colour)
     filled = [bar for bar in series.bars if bar[2] > 0]
     outline = "".join(
-        f"M{chart.x.at(low):.1f} {EXTENT:g}V{_up(chart.y, height):.1f}H{chart.x.at(high):.1f}V{EXTENT:g}Z"
+        f"M{chart.x.at(low):.1f} {EXTENT:g}V{_y(chart.y, height):.1f}H{chart.x.at(high):.1f}V{EXTENT:g}Z"
         for low, high, height, _ in filled
     )
     pointed = (
@@ -171,7 +171,7 @@ def _histogram(chart: Chart, series: Bars) -> Markup:
             "rect",
             x=chart.x.at(low),
             width=chart.x.at(high) - chart.x.at(low),
-            y=_up(chart.y, height),
+            y=_y(chart.y, height),
             height=chart.y.at(height),
             class_="unseen",
             data_tip=tip,
@@ -184,15 +184,15 @@ def _histogram(chart: Chart, series: Bars) -> Markup:
 def _mark(chart: Chart, mark: Mark) -> Markup:
     if mark.slope is not None:
         far = min(chart.x.high, chart.y.high / mark.slope) if mark.slope else chart.x.high
-        return _segment(chart.x.at(0), _up(chart.y, 0), chart.x.at(far), _up(chart.y, far * mark.slope), "mark")
+        return _segment(chart.x.at(0), _y(chart.y, 0), chart.x.at(far), _y(chart.y, far * mark.slope), "mark")
     if mark.y is not None:
-        return _segment(0, _up(chart.y, mark.y), EXTENT, _up(chart.y, mark.y), "mark")
+        return _segment(0, _y(chart.y, mark.y), EXTENT, _y(chart.y, mark.y), "mark")
     x = chart.x.at(mark.x or 0.0)
     return _segment(x, 0, x, EXTENT, "mark")
 
 
 def _mark_text(chart: Chart, mark: Mark) -> Markup | None:
-    """Words beside an upright mark; the others are in the legend."""
+    """The text beside a vertical mark; other marks are in the legend."""
     if mark.x is None or chart.is_strip:
         return None
     left = chart.x.at(mark.x)
@@ -203,25 +203,25 @@ def _mark_text(chart: Chart, mark: Mark) -> Markup | None:
 def _labels(chart: Chart) -> list[Markup]:
     if chart.is_strip:
         return [tag("span", chart.label, class_="strip-name")]
-    up = [tag("span", tick.text, class_="y", style=f"top:{share(_up(chart.y, tick.value))}") for tick in chart.y.ticks]
+    up = [tag("span", tick.text, class_="y", style=f"top:{share(_y(chart.y, tick.value))}") for tick in chart.y.ticks]
     return [*across(chart.x), *up]
 
 
 def across(x: Axis) -> list[Markup]:
-    """The words below an axis."""
+    """The labels below an axis."""
     return [
         tag("span", tick.text, class_="x" if tick.is_major else "x minor", style=f"left:{share(x.at(tick.value))}")
         for tick in x.ticks
     ]
 
 
-def _pointed(chart: Chart, line: Line) -> dict[str, object]:
-    """For the script: where each point is, in percent, and its words."""
+def _tooltips(chart: Chart, line: Line) -> dict[str, object]:
+    """The points of a line for the script: positions in percent, and tooltips."""
     return {
         "name": line.name,
         "colour": line.colour % COLOURS,
         "points": [
-            [round(chart.x.at(point.x) / EXTENT * 100, 2), round(_up(chart.y, point.y) / EXTENT * 100, 2), point.tip]
+            [round(chart.x.at(point.x) / EXTENT * 100, 2), round(_y(chart.y, point.y) / EXTENT * 100, 2), point.tip]
             for point in line.points
         ],
     }

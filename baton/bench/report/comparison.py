@@ -1,4 +1,4 @@
-"""What the figures say, in one sentence; and which measurements are worth being drawn beside each other."""
+"""The answer of a report in one sentence, and the choice of measurements that are compared in plots."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from statistics import median
 
 from baton.bench.report.figures import milliseconds, number, per_second, percent, plural
-from baton.bench.report.measured import Arrangement, Measured, Measurement
+from baton.bench.report.measured import Arrangement, MeasuredResult, Measurement
 from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The most that an arrangement serves while enough of the offered requests meet the SLO."""
+    """The highest rate at which an arrangement meets the SLO for enough of the offered requests."""
 
     arrangement: Arrangement
     at: Measurement
-    """The measurement that is nearest to it."""
+    """The measurement that is nearest to this rate."""
     goodput: float
     """Requests per second that may be offered."""
     is_highest_tried: bool
@@ -30,7 +30,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The sentence on top of the page, and what belongs to it."""
+    """The headline of the page, and its details."""
 
     headline: str
     detail: str
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One arrangement at the rate at which all are looked at; `colour`: its number among all arrangements."""
+    """An arrangement at the rate at which all are compared; `colour`: its number among all arrangements."""
 
     arrangement: Arrangement
     colour: int
@@ -47,7 +47,7 @@ class Compared:
 
 
 def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
-    """None: it met the target at no rate that was tried, or none was."""
+    """The capacity; None if no rate that was tried met the target."""
     if not arrangement.measurements:
         return None
     met = [(rate, runs) for rate, runs in _by_rate(arrangement) if (_middle_attainment(runs) or 0.0) >= target]
@@ -63,14 +63,14 @@ def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
     return Capacity(arrangement, runs[0], rate, rate >= highest) if rate > 0 else None
 
 
-def capacities(measured: Measured) -> list[Capacity]:
-    """Of all that have one, the best first."""
+def capacities(measured: MeasuredResult) -> list[Capacity]:
+    """The capacities of all arrangements that have one, the best first."""
     found = [one for arrangement in measured.arrangements if (one := capacity(arrangement, measured.target))]
     return sorted(found, key=lambda one: -(one.goodput_per_engine() or one.goodput))
 
 
-def compared(measured: Measured) -> list[Compared]:
-    """Every arrangement at the rate that all were measured at, or else near to where the best one just holds."""
+def compared(measured: MeasuredResult) -> list[Compared]:
+    """Every arrangement at the rate at which all were measured, or near to the best one's capacity."""
     best = capacities(measured)
     wanted = best[0].at.rate if best else _middle_rate(measured)
     chosen = []
@@ -84,12 +84,12 @@ def compared(measured: Measured) -> list[Compared]:
     return chosen
 
 
-def answer(measured: Measured) -> Answer:
-    """What a reader came for."""
+def answer(measured: MeasuredResult) -> Answer:
+    """The main result, as a headline and details."""
     all_measurements = [one for arrangement in measured.arrangements for one in arrangement.measurements]
     offered, failed = sum(one.offered for one in all_measurements), sum(one.failed for one in all_measurements)
     if not offered:
-        return Answer("Nothing was measured.", "The result has no request in it.", is_bad=True)
+        return Answer("Nothing was measured.", "The result contains no request.", is_bad=True)
     if failed >= offered:
         return Answer(f"All {plural(offered, 'request')} failed.", _most_frequent_error(all_measurements), is_bad=True)
     if measured.kind == "validate":
@@ -98,27 +98,28 @@ def answer(measured: Measured) -> Answer:
         return _without_slo(measured)
     best = capacities(measured)
     if not best:
-        return _nobody(measured)
+        return _none_meets(measured)
     if len(measured.arrangements) == 1:
-        return _one(best[0], measured)
+        return _single(best[0], measured)
     if len(best) == 1:
         text = f"Only {best[0].arrangement.name} keeps {limits(measured.slo)}: up to {per_second(best[0].goodput)}."
         return Answer(text, _sentence(_conditions(best[0], measured)))
-    return _two(best[0], _baseline(best), measured)
+    return _best_against(best[0], _baseline(best), measured)
 
 
-def _validated(measured: Measured) -> Answer:
-    """Arrangements come in pairs here: real nodes, and the same simulated, at the same rates."""
+def _validated(measured: MeasuredResult) -> Answer:
+    """The answer of a validation, whose arrangements are pairs: live and simulated nodes at the same rates."""
     ratios = [ratio for live, simulated in _pairs(measured) for ratio in _simulated_over_live(live, simulated)]
     if not ratios:
         return Answer("Nothing was simulated.", "The result has no live run with a simulated one.", is_bad=True)
     farthest, where = max(ratios, key=lambda one: abs(one[0] - 1))
     off = percent(abs(farthest - 1))
-    headline = f"The simulator's mean TTFT and TPOT are within {off} of what real nodes took."
-    return Answer(headline, f"The farthest of {plural(len(ratios), 'mean')} is {number(farthest, 2)} times: {where}.")
+    headline = f"The simulator's mean TTFT and TPOT are within {off} of those of real nodes."
+    detail = f"The largest deviation of {plural(len(ratios), 'mean')} is {number(farthest, 2)} times: {where}."
+    return Answer(headline, detail)
 
 
-def _pairs(measured: Measured) -> list[tuple[Arrangement, Arrangement]]:
+def _pairs(measured: MeasuredResult) -> list[tuple[Arrangement, Arrangement]]:
     by_name = {one.name: one for one in measured.arrangements}
     named = [
         (one, f"{name.removesuffix(' live')} simulated") for name, one in by_name.items() if name.endswith(" live")
@@ -127,7 +128,7 @@ def _pairs(measured: Measured) -> list[tuple[Arrangement, Arrangement]]:
 
 
 def _simulated_over_live(live: Arrangement, simulated: Arrangement) -> list[tuple[float, str]]:
-    """Of each mean, and which it is."""
+    """The ratio for each mean, and the mean's name."""
     return [
         (mine.summary.get(f"mean_{key}_ms", 0.0) / measured, f"{key.upper()} of {live.name} at {rate_of(theirs)}")
         for mine, theirs in zip(simulated.measurements, live.measurements, strict=False)
@@ -137,18 +138,18 @@ def _simulated_over_live(live: Arrangement, simulated: Arrangement) -> list[tupl
 
 
 def limits(slo: Slo) -> str:
-    """`TTFT 250 ms and TPOT 100 ms`."""
+    """The limits of an SLO, as `TTFT 250 ms and TPOT 100 ms`."""
     named = (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms), ("end to end", slo.e2el_ms))
     words = [f"{name} {milliseconds(limit)}" for name, limit in named if limit is not None]
     return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1] if words else "no limit"
 
 
 def rate_of(measurement: Measurement) -> str:
-    """`8.4 requests/s`, or that nobody paced them."""
+    """The offered rate, as `8.4 requests/s`."""
     return "as fast as possible" if measurement.rate is None else per_second(measurement.rate)
 
 
-def _two(best: Capacity, other: Capacity, measured: Measured) -> Answer:
+def _best_against(best: Capacity, other: Capacity, measured: MeasuredResult) -> Answer:
     mine, theirs, per = best.goodput, other.goodput, ""
     if best.arrangement.engines != other.arrangement.engines and best.arrangement.engines and other.arrangement.engines:
         mine, theirs = mine / best.arrangement.engines, theirs / other.arrangement.engines
@@ -158,25 +159,25 @@ def _two(best: Capacity, other: Capacity, measured: Measured) -> Answer:
         f"{other.arrangement.name} within {limits(measured.slo)}."
     )
     against = f"{number(best.goodput)} against {per_second(other.goodput)}"
-    return Answer(headline, f"{against}: {_conditions(best, measured)}{_in_turns(best, other, measured)}")
+    return Answer(headline, f"{against}: {_conditions(best, measured)}{_interleaved_ratios(best, other, measured)}")
 
 
-def _in_turns(best: Capacity, other: Capacity, measured: Measured) -> str:
-    """The ratios that were measured in turns, if these are the two that were."""
-    told = ""
+def _interleaved_ratios(best: Capacity, other: Capacity, measured: MeasuredResult) -> str:
+    """The ratios of interleaved measurements, if they are of these two arrangements."""
+    text = ""
     is_colocated = "colocated" in other.arrangement.name.lower() and "colocated" not in best.arrangement.name.lower()
     if is_colocated and measured.goodput_ratio:
-        told += f" Measured in turns: {_spread(measured.goodput_ratio)} times."
+        text += f" Measured in turns: {_spread(measured.goodput_ratio)} times."
     if is_colocated and measured.gap_ratio:
-        told += f" The P99 of its largest gap between tokens is {_spread(measured.gap_ratio)} times as long."
-    return told
+        text += f" The P99 of its largest gap between tokens is {_spread(measured.gap_ratio)} times as long."
+    return text
 
 
 def _spread(ratio: Spread) -> str:
     return f"{number(ratio.median)} [{number(ratio.p10)}, {number(ratio.p90)}]"
 
 
-def _one(best: Capacity, measured: Measured) -> Answer:
+def _single(best: Capacity, measured: MeasuredResult) -> Answer:
     if len(best.arrangement.measurements) == 1:
         at = best.at
         headline = (
@@ -189,18 +190,18 @@ def _one(best: Capacity, measured: Measured) -> Answer:
     return Answer(headline, _sentence(_conditions(best, measured)))
 
 
-def _conditions(best: Capacity, measured: Measured) -> str:
-    told = f"at least {percent(measured.target)} of the offered requests keep all limits"
+def _conditions(best: Capacity, measured: MeasuredResult) -> str:
+    text = f"at least {percent(measured.target)} of the offered requests keep all limits"
     engines = {(one.engines, one.unit) for one in measured.arrangements}
     if len(engines) == 1 and best.arrangement.engines:
-        told += f", on {plural(round(best.arrangement.engines), best.arrangement.unit)}"
-        told += " each" if len(measured.arrangements) > 1 else ""
+        text += f", on {plural(round(best.arrangement.engines), best.arrangement.unit)}"
+        text += " each" if len(measured.arrangements) > 1 else ""
     if best.is_highest_tried and len(best.arrangement.measurements) > 1:
-        told += f". {best.arrangement.name} kept them at the highest rate that was tried, so it may serve more"
-    return told + "."
+        text += f". {best.arrangement.name} kept them at the highest rate that was tried, so it may serve more"
+    return text + "."
 
 
-def _nobody(measured: Measured) -> Answer:
+def _none_meets(measured: MeasuredResult) -> Answer:
     tried = [
         (one.attainment or 0.0, arrangement, one)
         for arrangement in measured.arrangements
@@ -218,7 +219,7 @@ def _nobody(measured: Measured) -> Answer:
     return Answer(headline, nearest, is_bad=True)
 
 
-def _without_slo(measured: Measured) -> Answer:
+def _without_slo(measured: MeasuredResult) -> Answer:
     best = max(
         ((one.summary.get("request_throughput", 0.0), arrangement, one) for arrangement, one in _each(measured)),
         key=lambda one: one[0],
@@ -226,15 +227,15 @@ def _without_slo(measured: Measured) -> Answer:
     throughput, arrangement, at = best
     first = milliseconds(at.summary.get("median_ttft_ms"))
     headline = f"{arrangement.name} answered {per_second(throughput)}, half of the first tokens within {first}."
-    return Answer(headline, "No service level was asked for (--goodput), so there is no goodput to compare.")
+    return Answer(headline, "No SLO was given with --goodput, so there is no goodput to compare.")
 
 
-def _each(measured: Measured) -> list[tuple[Arrangement, Measurement]]:
+def _each(measured: MeasuredResult) -> list[tuple[Arrangement, Measurement]]:
     return [(arrangement, one) for arrangement in measured.arrangements for one in arrangement.measurements]
 
 
 def _baseline(best: Sequence[Capacity]) -> Capacity:
-    """Whom the best one is held against: the colocated arrangement, or else the runner-up."""
+    """The arrangement that the best one is compared with: the colocated one, or else the second best."""
     others = best[1:]
     return next((one for one in others if "colocated" in one.arrangement.name.lower()), others[0])
 
@@ -249,13 +250,13 @@ def _most_frequent_error(measurements: Sequence[Measurement]) -> str:
     return f"Most often: {max(errors, key=lambda error: errors[error])}"
 
 
-def _middle_rate(measured: Measured) -> float | None:
+def _middle_rate(measured: MeasuredResult) -> float | None:
     rates = sorted(one.rate for _, one in _each(measured) if one.rate is not None)
     return rates[len(rates) // 2] if rates else None
 
 
 def _by_rate(arrangement: Arrangement) -> list[tuple[float, list[Measurement]]]:
-    """Measurements that were repeated, together, by rising rate; infinity: unpaced."""
+    """Groups repeated measurements by rate, in rising order; infinity: unpaced."""
     found: dict[float, list[Measurement]] = {}
     for one in arrangement.measurements:
         found.setdefault(math.inf if one.rate is None else one.rate, []).append(one)

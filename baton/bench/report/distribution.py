@@ -1,4 +1,4 @@
-"""How often something took how long: counts in bins, so that a million values and a thousand draw alike."""
+"""Distributions of durations as counts in bins, so that plots of a million values are as small as of a thousand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 _GROWTH = 1.02
-"""Upper edge of a bin over its lower one, where this module makes bins: as exact as an eye is."""
+"""Ratio of a bin's upper edge to its lower one: differences below it can't be seen in a plot."""
 _LOWEST_MS = 1e-3
 _HIGHEST_MS = 1e9
 
@@ -18,7 +18,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """This share of everything took at most so long."""
+    """The share of all values that are at most `at_ms`."""
 
     at_ms: float
     share: float
@@ -26,7 +26,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """This share of everything took between `low_ms` and `high_ms`."""
+    """The share of all values between `low_ms` and `high_ms`."""
 
     low_ms: float
     high_ms: float
@@ -34,12 +34,12 @@ class Bar:
 
 
 class Distribution:
-    """Counts by duration in milliseconds. Inside a bin values count as spread evenly."""
+    """Counts by duration in milliseconds. Values are assumed to be uniformly distributed inside a bin."""
 
     __slots__ = ("_counts", "_edges", "count")
 
     def __init__(self, edges_ms: Values, counts: Values) -> None:
-        """`edges_ms`: rising, above zero, one more than there are counts; empty bins at both ends are dropped."""
+        """`edges_ms`: rising, above zero, one more than counts; empty bins at both ends are dropped."""
         used = np.flatnonzero(counts)
         first, last = (int(used[0]), int(used[-1])) if used.size else (0, -1)
         self._edges = edges_ms[first : last + 2] if used.size else np.zeros(0)
@@ -48,7 +48,7 @@ class Distribution:
 
     @staticmethod
     def of(values_ms: Values) -> Distribution:
-        """Of these durations, as far as they are finite numbers."""
+        """The distribution of these durations; values that are not finite are left out."""
         values = np.clip(values_ms[np.isfinite(values_ms)], _LOWEST_MS, _HIGHEST_MS)
         if not values.size:
             return Distribution(np.zeros(0), np.zeros(0))
@@ -58,32 +58,32 @@ class Distribution:
         return Distribution(low * _GROWTH ** np.arange(counts.size + 1), counts)
 
     def quantile(self, share: float) -> float | None:
-        """Milliseconds that so large a share stays below; nothing when nothing was counted."""
+        """The quantile in milliseconds; None if there are no values."""
         if not self.count:
             return None
         return float(np.interp(share, self._reached(), self._edges))
 
     def within(self, limit_ms: float) -> float | None:
-        """The share that took at most that long; nothing when nothing was counted."""
+        """The share of values that are at most `limit_ms`; None if there are no values."""
         if not self.count:
             return None
         return float(np.interp(limit_ms, self._edges, self._reached()))
 
     def span(self) -> tuple[float, float] | None:
-        """From the first bin with something in it to the last one, in milliseconds."""
+        """Start of the first and end of the last bin that is not empty, in milliseconds."""
         return (float(self._edges[0]), float(self._edges[-1])) if self.count else None
 
-    def cumulative(self, most: int = 200) -> list[Reached]:
-        """At most so many points from a share of 0 to one of 1."""
+    def cumulative(self, max_points: int = 200) -> list[Reached]:
+        """The cumulative distribution, from a share of 0 to a share of 1."""
         if not self.count:
             return []
-        stride = max(1, -(-self._edges.size // most))
+        stride = max(1, -(-self._edges.size // max_points))
         places = sorted({*range(0, self._edges.size, stride), self._edges.size - 1})
         reached = self._reached()
         return [Reached(float(self._edges[at]), float(reached[at])) for at in places]
 
     def bars(self, low_ms: float, high_ms: float, count: int) -> list[Bar]:
-        """So many bars of even width on a logarithmic axis; what lies outside is left out."""
+        """A histogram of `count` bars of equal width on a logarithmic axis; values outside of it are left out."""
         if not self.count:
             return []
         edges = np.geomspace(low_ms, high_ms, count + 1)
@@ -96,14 +96,14 @@ class Distribution:
 
 
 def of_histogram(edges_s: Sequence[float], counts: Sequence[float]) -> Distribution:
-    """Of bins in seconds, as result files have them; raises ValueError."""
+    """The distribution of a result file's histogram, with edges in seconds; raises ValueError."""
     edges, numbers = np.asarray(edges_s, np.float64), np.asarray(counts, np.float64)
     if edges.size == numbers.size == 0:
         return Distribution(edges, numbers)
     if edges.ndim != 1 or numbers.ndim != 1 or edges.size != numbers.size + 1:
-        raise ValueError("a histogram has one edge more than counts")
+        raise ValueError("a histogram must have one edge more than counts")
     if not ((edges <= 1e12).all() and (np.diff(edges) > 0).all() and edges[0] >= 0):
-        raise ValueError("edges of a histogram rise and are not below zero")
+        raise ValueError("edges of a histogram must rise and must not be negative")
     if not ((numbers >= 0) & (numbers <= 1e15)).all():
-        raise ValueError("counts of a histogram are numbers, none below zero")
+        raise ValueError("counts of a histogram must be numbers that are not negative")
     return Distribution(np.maximum(edges * 1e3, _LOWEST_MS), numbers)

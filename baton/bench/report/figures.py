@@ -1,4 +1,4 @@
-"""Numbers as people read them. Between a number and its unit is a space at which no line breaks."""
+"""Formats numbers for people. Between a number and its unit is a no-break space."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 _SPACE = "\u00a0"
 NOTHING = "–"
-"""Where there is no figure."""
+"""Shown where there is no figure."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many significant digits, thousands apart: `0.0123`, `4.56`, `1,230`."""
+    """A number with `digits` significant digits and separated thousands: `0.0123`, `4.56`, `1,230`."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -21,7 +21,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """`0.85 ms`, `120 ms`, `1.23 s`, from a duration in milliseconds."""
+    """A duration in milliseconds as `0.85 ms`, `120 ms` or `1.23 s`."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value >= 1000:
@@ -30,7 +30,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """`98.5 %`; never 100 or 0 for what is only nearly so."""
+    """A share as `98.5 %`; never rounded to 100 % or 0 %."""
     if share is None or not math.isfinite(share):
         return NOTHING
     if 0.9995 <= share < 1:
@@ -41,10 +41,10 @@ def percent(share: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 request`, `1,200 requests`."""
+    """A count with its noun: `1 request`, `1,200 requests`."""
     return f"{count:,}{_SPACE}{noun}" + ("" if count == 1 else "s")
 
 
 def per_second(rate: float | None) -> str:
-    """`8.4 requests/s`."""
+    """A rate as `8.4 requests/s`."""
     return f"{number(rate)}{_SPACE}requests/s"

@@ -1,7 +1,7 @@
-"""What nodes did over time, one lane a node: as shares of time, or step by step.
+"""Timelines of nodes, one lane for each node: as shares of time, or step by step.
 
-Shares are cut into columns, so a million steps draw like a hundred. Steps have the upper part of a lane, and what moves
-KV beside them the lower one.
+Shares are drawn in a fixed number of columns, so a million steps take as much space as a hundred. Steps are in the
+upper part of a lane, and transfers of KV in the lower part.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from baton.bench.report.measured import Interval
 
 Values = npt.NDArray[np.float64]
 Rows = Mapping[str, Sequence[Interval]]
-"""Intervals by node. `kinds` below: the colour of each kind of work."""
+"""Intervals by node. The parameter `kinds` of functions here is the colour of each kind of work."""
 
 _COLUMNS = 240
-_MOST_SHAPES = 400
-"""More steps than this in one lane can't be told apart."""
+_MAX_SHAPES = 400
+"""More steps in one lane can't be distinguished."""
 _STEPS = (0.0, 720.0)
-_MOVING = (780.0, EXTENT)
-"""Upper and lower end of both parts of a lane."""
+_TRANSFERS = (780.0, EXTENT)
+"""Upper and lower end of the two parts of a lane."""
 
 
 def draw_shares(name: str, label: str, x: Axis, kinds: Mapping[str, str], rows: Rows) -> Markup:
-    """How much of each moment went into which kind of work."""
+    """Draws the share of time that each kind of work took."""
     return _lanes(name, label, x, {node: _shares(intervals, x, kinds) for node, intervals in rows.items()})
 
 
 def draw_steps(name: str, label: str, x: Axis, kinds: Mapping[str, str], rows: Rows) -> Markup:
-    """Each step by itself; a lane with more than can be told apart is drawn as shares."""
+    """Draws each step; a lane with too many steps is drawn as shares."""
     lanes = {}
     for node, intervals in rows.items():
         seen = [one for one in intervals if one.end_s >= x.low and one.start_s <= x.high]
-        lanes[node] = _steps(seen, x, kinds) if len(seen) <= _MOST_SHAPES else _shares(seen, x, kinds)
+        lanes[node] = _steps(seen, x, kinds) if len(seen) <= _MAX_SHAPES else _shares(seen, x, kinds)
     return _lanes(name, label, x, lanes)
 
 
@@ -66,8 +66,8 @@ def _shares(intervals: Sequence[Interval], x: Axis, kinds: Mapping[str, str]) ->
     filled = np.zeros(_COLUMNS)
     for kind, colour in kinds.items():
         busy = busy_shares(intervals, kind, x)
-        if work.is_move(kind):
-            shapes.append(_columns(np.minimum(busy, 1.0), np.zeros(_COLUMNS), colour, _MOVING))
+        if work.is_transfer(kind):
+            shapes.append(_columns(np.minimum(busy, 1.0), np.zeros(_COLUMNS), colour, _TRANSFERS))
             continue
         busy = np.minimum(busy, 1.0 - filled)
         shapes.append(_columns(busy, filled, colour, _STEPS))
@@ -76,7 +76,7 @@ def _shares(intervals: Sequence[Interval], x: Axis, kinds: Mapping[str, str]) ->
 
 
 def _columns(shares: Values, below: Values, colour: str, part: tuple[float, float]) -> Markup:
-    """Columns of these heights on top of those."""
+    """Columns of heights `shares`, on top of columns of heights `below`."""
     width, (top, bottom) = EXTENT / _COLUMNS, part
     tall = bottom - top
     outline = "".join(
@@ -88,16 +88,16 @@ def _columns(shares: Values, below: Values, colour: str, part: tuple[float, floa
 
 
 def busy_shares(intervals: Sequence[Interval], kind: str, x: Axis) -> Values:
-    """The share of each column's time that went into this kind."""
+    """The share of each column's time that this kind of work took."""
     spans = np.array([(one.start_s, one.end_s) for one in intervals if one.kind == kind]).reshape(-1, 2)
     edges = np.linspace(x.low, x.high, _COLUMNS + 1)
-    # Time spent before each edge: since each interval's begin, less since each interval's end.
+    # Busy time before an edge: time since each interval's start, minus time since each interval's end.
     spent = _passed(edges, np.sort(spans[:, 0])) - _passed(edges, np.sort(spans[:, 1]))
     return np.asarray(np.diff(spent) / (edges[1] - edges[0]), dtype=np.float64)
 
 
 def _passed(edges: Values, times: Values) -> Values:
-    """For each edge, the time that has passed since each of the times before it, summed."""
+    """For each edge, the sum of the time that has passed since each of the earlier times."""
     sums = np.concatenate((np.zeros(1), np.cumsum(times)))
     before = np.searchsorted(times, edges)
     return np.asarray(before * edges - sums[before], dtype=np.float64)
@@ -109,7 +109,7 @@ def _steps(intervals: Sequence[Interval], x: Axis, kinds: Mapping[str, str]) -> 
 
 def _step(one: Interval, x: Axis, colour: str) -> Markup:
     left, right = x.at(one.start_s), x.at(one.end_s)
-    top, bottom = _MOVING if work.is_move(one.kind) else _STEPS
+    top, bottom = _TRANSFERS if work.is_transfer(one.kind) else _STEPS
     return tag(
         "rect",
         x=left,
@@ -125,5 +125,5 @@ def _tip(one: Interval) -> str:
     took = f"{one.kind}: {number((one.end_s - one.start_s) * 1e3)} ms at {one.start_s:.3f} s"
     if one.size is None:
         return took
-    size = f"{number(one.size / 1e6)} MB" if work.is_move(one.kind) else plural(round(one.size), "token")
+    size = f"{number(one.size / 1e6)} MB" if work.is_transfer(one.kind) else plural(round(one.size), "token")
     return f"{took}, {size}"

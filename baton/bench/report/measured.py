@@ -1,7 +1,8 @@
-"""What a result file says, checked: everything after this may rely on types, finite numbers and equal lengths.
+"""Parses a result file into checked values, with correct types, finite numbers and equal lengths.
 
-A result file is somebody else's text: names in it are any characters at all. What is missing is missing, a figure that
-is no number is left out; what can't be meant (columns of different lengths, say) is refused with the field's name.
+A result file is untrusted input; names in it may contain any characters. Missing values stay missing, and figures that
+are not numbers are left out. Contradictory values, such as columns of different lengths, are refused with the field's
+name.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from baton.errors import InvalidRequest
 
 Values = npt.NDArray[np.float64]
 TARGET = 0.9
-"""Share of the offered requests that has to meet the SLO, where the result does not say another one (DistServe's)."""
+"""Share of the offered requests that must meet the SLO, if the result does not say it; as in DistServe."""
 _LARGEST = 1e15
-"""Nothing measured is larger; a mistake may be, and must not overflow."""
+"""Larger numbers are no measurements; they are dropped before they can overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of each offered request, in milliseconds; not a number where it failed."""
+    """Latencies of each offered request in milliseconds; NaN where the request failed."""
 
     ttft_ms: Values
     tpot_ms: Values
     e2el_ms: Values
 
     def within(self, slo: Slo) -> float:
-        """The share of the offered requests that kept all limits."""
+        """The share of offered requests that kept all limits."""
         kept = np.isfinite(self.e2el_ms)
         for took, limit in ((self.ttft_ms, slo.ttft_ms), (self.tpot_ms, slo.tpot_ms), (self.e2el_ms, slo.e2el_ms)):
             if limit is not None:
@@ -47,7 +48,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Something that a node did, in seconds from the begin; `size`: tokens of a step, bytes of a transfer."""
+    """A step or transfer of a node, in seconds from the start; `size`: tokens of a step, bytes of a transfer."""
 
     start_s: float
     end_s: float
@@ -57,12 +58,12 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One arrangement at one rate."""
+    """A measurement of one arrangement at one rate."""
 
     rate: float | None
-    """Requests per second that were offered; None: as many as were answered."""
+    """Offered requests per second; None: as fast as possible."""
     summary: Mapping[str, float]
-    """vLLM's keys."""
+    """Figures by vLLM's keys."""
     offered: int
     failed: int
     errors: Mapping[str, int]
@@ -73,36 +74,36 @@ class Measurement:
     ttft_parts_ms: Mapping[str, float]
     timeline: Mapping[str, Sequence[Interval]]
     is_common: bool
-    """One of those that all arrangements were measured at, to be looked at beside each other."""
+    """Whether all arrangements were measured at this rate for comparison."""
     bottleneck: str
-    """Why the generator could not keep up; empty: it did."""
+    """Why the load generator could not keep up; empty if it could."""
 
     @property
     def attainment(self) -> float | None:
-        """Share of the offered requests that met the SLO."""
+        """Share of offered requests that met the SLO."""
         return self.summary.get("attainment")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Nodes that did the same work in one way; `engines`: how many GPUs or cores they had."""
+    """An arrangement of nodes, with its measurements; `engines`: the number of GPUs or cores."""
 
     name: str
     engines: float | None
     unit: str
     measurements: Sequence[Measurement]
-    """By rising rate; a rate may come more than once."""
+    """Sorted by rate; a rate may occur more than once."""
     goodput: Spread | None
-    """The highest rate within the SLO, as whoever measured it has found it; None: nobody searched."""
+    """The highest rate within the SLO, as found by a search; None: there was no search."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A whole result file."""
+class MeasuredResult:
+    """A checked result file."""
 
     kind: str
     facts: Mapping[str, str]
-    """Machine, versions, workload, command, seed, in words."""
+    """Machine, versions, workload, command and seed, as text."""
     slo: Slo
     target: float
     is_partial: bool
@@ -110,18 +111,19 @@ class Measured:
     arrangements: Sequence[Arrangement]
     goodput_ratio: Spread | None
     gap_ratio: Spread | None
-    """Of the best split to the colocated nodes, measured in turns: goodput, and the P99 of the largest gap."""
+    """Ratios of the best disaggregated arrangement to the colocated one, measured in turn: goodput, and the P99 of the
+    largest gap."""
 
 
-def read(result: Mapping[str, Any]) -> Measured:
-    """Check a result; raises InvalidRequest, which names the field."""
+def parse_result(result: Mapping[str, Any]) -> MeasuredResult:
+    """Checks and converts a result; raises InvalidRequest, which names the field."""
     if not isinstance(result, Mapping) or result.get("schema") != SCHEMA:
         raise InvalidRequest("schema", f"not a result of `baton bench` ({SCHEMA})")
-    said = _sequence(result, "arrangements")
-    arrangements = [_arrangement(one, f"arrangements[{index}]") for index, one in enumerate(said)]
-    targets = [_number(result.get("attainment")), *(_number(_mapping(one, "goodput").get("target")) for one in said)]
+    listed = _sequence(result, "arrangements")
+    arrangements = [_arrangement(one, f"arrangements[{index}]") for index, one in enumerate(listed)]
+    targets = [_number(result.get("attainment")), *(_number(_mapping(one, "goodput").get("target")) for one in listed)]
     target = next((target for target in targets if target), TARGET)
-    return Measured(
+    return MeasuredResult(
         kind=str(result.get("kind", "benchmark")),
         facts=_facts(result),
         slo=_slo(result),
@@ -134,23 +136,23 @@ def read(result: Mapping[str, Any]) -> Measured:
     )
 
 
-def _arrangement(said: Any, where: str) -> Arrangement:
-    _require(isinstance(said, Mapping), where, "not an object")
-    gpus, cores = _number(said.get("gpus")), _number(said.get("cores"))
-    measurements = [_measurement(one, f"{where}.rates[{i}]") for i, one in enumerate(_sequence(said, "rates", where))]
+def _arrangement(raw: Any, where: str) -> Arrangement:
+    _require(isinstance(raw, Mapping), where, "not an object")
+    gpus, cores = _number(raw.get("gpus")), _number(raw.get("cores"))
+    measurements = [_measurement(one, f"{where}.rates[{i}]") for i, one in enumerate(_sequence(raw, "rates", where))]
     return Arrangement(
-        name=str(said.get("name", "")) or "unnamed",
+        name=str(raw.get("name", "")) or "unnamed",
         engines=gpus or cores or None,
         unit="GPU" if gpus else "core",
         measurements=sorted(measurements, key=lambda one: math.inf if one.rate is None else one.rate),
-        goodput=_goodput(_mapping(said, "goodput", where), where),
+        goodput=_goodput(_mapping(raw, "goodput", where), where),
     )
 
 
-def _goodput(said: Mapping[str, Any], where: str) -> Spread | None:
-    """Of a search, or of several."""
-    rates = [rate for one in _sequence(said, "rates", f"{where}.goodput") if (rate := _number(one)) is not None]
-    if (rate := _number(said.get("rate"))) is not None:
+def _goodput(raw: Mapping[str, Any], where: str) -> Spread | None:
+    """The goodput of one search or of several."""
+    rates = [rate for one in _sequence(raw, "rates", f"{where}.goodput") if (rate := _number(one)) is not None]
+    if (rate := _number(raw.get("rate"))) is not None:
         rates.append(rate)
     return Spread.of(rates) if rates else None
 
@@ -164,32 +166,32 @@ def _spread(result: Mapping[str, Any], name: str) -> Spread | None:
     return Spread(middle, middle if low is None else low, middle if high is None else high)
 
 
-def _measurement(said: Any, where: str) -> Measurement:
-    _require(isinstance(said, Mapping), where, "not an object")
-    summary = _mapping(said, "summary", where)
+def _measurement(raw: Any, where: str) -> Measurement:
+    _require(isinstance(raw, Mapping), where, "not an object")
+    summary = _mapping(raw, "summary", where)
     figures = {str(key): number for key, value in summary.items() if (number := _number(value)) is not None}
-    columns = _mapping(said, "outcomes", where)
+    columns = _mapping(raw, "outcomes", where)
     latencies = _latencies(columns, f"{where}.outcomes") if columns else None
     answered = round(figures.get("completed", 0) + figures.get("failed", 0))
     return Measurement(
-        rate=_number(said.get("rate")),
+        rate=_number(raw.get("rate")),
         summary=figures,
         offered=round(figures.get("offered", latencies.e2el_ms.size if latencies else answered)),
         failed=round(figures.get("failed", 0)),
         errors=_errors(summary, columns, where),
-        ttft=Distribution.of(latencies.ttft_ms) if latencies else _distribution(said, "ttft_histogram", where),
-        itl=_distribution(said, "itl_histogram", where),
+        ttft=Distribution.of(latencies.ttft_ms) if latencies else _distribution(raw, "ttft_histogram", where),
+        itl=_distribution(raw, "itl_histogram", where),
         latencies=latencies,
-        attainment_by_scale=_pairs(said, "attainment_by_scale", where),
+        attainment_by_scale=_pairs(raw, "attainment_by_scale", where),
         ttft_parts_ms={
-            str(part): max(0.0, _number(ms) or 0.0) for part, ms in _mapping(said, "ttft_parts", where).items()
+            str(part): max(0.0, _number(ms) or 0.0) for part, ms in _mapping(raw, "ttft_parts", where).items()
         },
         timeline={
             str(node): _intervals(rows, f"{where}.timeline[{node!r}]")
-            for node, rows in _mapping(said, "timeline", where).items()
+            for node, rows in _mapping(raw, "timeline", where).items()
         },
-        is_common=said.get("is_common") is True,
-        bottleneck=str(_mapping(said, "generator", where).get("bottleneck") or ""),
+        is_common=raw.get("is_common") is True,
+        bottleneck=str(_mapping(raw, "generator", where).get("bottleneck") or ""),
     )
 
 
@@ -210,14 +212,14 @@ def _latencies(columns: Mapping[str, Any], where: str) -> Latencies:
 
 
 def _errors(summary: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> dict[str, int]:
-    said = _mapping(summary, "errors", f"{where}.summary")
-    if said:
-        return {str(error): round(_number(count) or 0) for error, count in said.items()}
+    counts = _mapping(summary, "errors", f"{where}.summary")
+    if counts:
+        return {str(error): round(_number(count) or 0) for error, count in counts.items()}
     return dict(Counter(str(error) for error in _sequence(columns, "error") if error is not None))
 
 
-def _distribution(said: Mapping[str, Any], name: str, where: str) -> Distribution:
-    histogram = _mapping(said, name, where)
+def _distribution(raw: Mapping[str, Any], name: str, where: str) -> Distribution:
+    histogram = _mapping(raw, name, where)
     try:
         return of_histogram(_sequence(histogram, "edges_s"), _sequence(histogram, "counts"))
     except (ValueError, TypeError) as error:
@@ -233,12 +235,12 @@ def _interval(row: Any, where: str) -> Interval:
     _require(isinstance(row, list) and len(row) >= 3, where, "a row is [start_s, end_s, kind, ...]")
     start, end = _number(row[0]), _number(row[1])
     if start is None or end is None or end < start:
-        raise InvalidRequest(where, f"from {row[0]!r} to {row[1]!r} is no time")
+        raise InvalidRequest(where, f"from {row[0]!r} to {row[1]!r} is not an interval of time")
     return Interval(start, end, str(row[2]), _number(row[3]) if len(row) > 3 else None)
 
 
 def _slo(result: Mapping[str, Any]) -> Slo:
-    """The result's, or the first one that a summary names; all of a file are the same."""
+    """The result's SLO, or that of the first summary that has one; all summaries of a file have the same."""
     if slo := _limits(_mapping(result, "slo")):
         return slo
     for arrangement in _sequence(result, "arrangements"):
@@ -248,8 +250,8 @@ def _slo(result: Mapping[str, Any]) -> Slo:
     return Slo()
 
 
-def _limits(said: Mapping[str, Any]) -> Slo:
-    return Slo(*(_number(said.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
+def _limits(raw: Mapping[str, Any]) -> Slo:
+    return Slo(*(_number(raw.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
 
 
 _FACTS = ("machine", "versions", "workload", "command", "seed", "created")
@@ -259,25 +261,25 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name in _FACTS if (text := _words(result.get(name), name))}
 
 
-def _words(said: Any, name: str) -> str:
-    if said is None:
+def _words(raw: Any, name: str) -> str:
+    if raw is None:
         return ""
-    if isinstance(said, Mapping):
-        return ", ".join(f"{_spoken(str(key))} {_words(value, str(key))}" for key, value in said.items())
-    if isinstance(said, list | tuple):
-        return " ".join(_words(one, name) for one in said)
-    if name.endswith("_bytes") and (number := _number(said)):
+    if isinstance(raw, Mapping):
+        return ", ".join(f"{_label(str(key))} {_words(value, str(key))}" for key, value in raw.items())
+    if isinstance(raw, list | tuple):
+        return " ".join(_words(one, name) for one in raw)
+    if name.endswith("_bytes") and (number := _number(raw)):
         return f"{number / 2**30:.1f} GiB"
-    return str(said)
+    return str(raw)
 
 
-def _spoken(key: str) -> str:
+def _label(key: str) -> str:
     return key.removesuffix("_bytes").replace("_", " ")
 
 
-def _pairs(said: Mapping[str, Any], name: str, where: str) -> list[tuple[float, float]]:
+def _pairs(raw: Mapping[str, Any], name: str, where: str) -> list[tuple[float, float]]:
     pairs = []
-    for row in _sequence(said, name, where):
+    for row in _sequence(raw, name, where):
         numbers = [_number(one) for one in row] if isinstance(row, list) else []
         if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
             raise InvalidRequest(f"{where}.{name}", f"{row!r} is not a pair of numbers")
@@ -294,20 +296,20 @@ def _column(columns: Mapping[str, Any], name: str, where: str) -> Values:
     return np.where(np.abs(values) <= _LARGEST, values, np.nan)
 
 
-def _mapping(said: Any, name: str, where: str = "") -> Mapping[str, Any]:
-    value = said.get(name) if isinstance(said, Mapping) else None
+def _mapping(raw: Any, name: str, where: str = "") -> Mapping[str, Any]:
+    value = raw.get(name) if isinstance(raw, Mapping) else None
     _require(value is None or isinstance(value, Mapping), f"{where}.{name}".lstrip("."), "not an object")
     return value or {}
 
 
-def _sequence(said: Any, name: str, where: str = "") -> Sequence[Any]:
-    value = said.get(name) if isinstance(said, Mapping) else None
+def _sequence(raw: Any, name: str, where: str = "") -> Sequence[Any]:
+    value = raw.get(name) if isinstance(raw, Mapping) else None
     _require(value is None or isinstance(value, list), f"{where}.{name}".lstrip("."), "not a list")
     return value or []
 
 
 def _number(value: Any) -> float | None:
-    """A number that could have been measured; True is none."""
+    """The value as a number; None if it is not a number or too large. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= _LARGEST else None

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it. It asks the network for nothing, and its own policy forbids it to."""
+"""The page: one HTML file that loads nothing; its Content-Security-Policy forbids it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.bench.report import plots
 from baton.bench.report.comparison import answer, rate_of
 from baton.bench.report.figures import percent, plural
 from baton.bench.report.markup import Markup, join, tag
-from baton.bench.report.measured import Measured
+from baton.bench.report.measured import MeasuredResult
 from baton.bench.report.section import Section, render, table
 from baton.bench.report.timeline import timelines
 
@@ -23,8 +23,8 @@ _KINDS = {
 }
 
 
-def page(measured: Measured) -> str:
-    """HTML of a result."""
+def page(measured: MeasuredResult) -> str:
+    """Renders a result as HTML."""
     style, script = Markup(_asset("page.css")), Markup(_asset("page.js"))
     head = tag(
         "head",
@@ -55,20 +55,20 @@ def page(measured: Measured) -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _header(measured: Measured) -> Markup:
-    said = answer(measured)
+def _header(measured: MeasuredResult) -> Markup:
+    found = answer(measured)
     return tag(
         "header",
         tag("p", _KINDS.get(measured.kind, measured.kind), class_="kind"),
-        tag("h1", said.headline),
-        tag("p", said.detail, class_="detail"),
+        tag("h1", found.headline),
+        tag("p", found.detail, class_="detail"),
         *(tag("p", notice, class_="notice", role="note") for notice in _notices(measured)),
-        class_="bad" if said.is_bad else None,
+        class_="bad" if found.is_bad else None,
     )
 
 
-def _notices(measured: Measured) -> list[str]:
-    """What a reader has to know before believing anything below."""
+def _notices(measured: MeasuredResult) -> list[str]:
+    """Warnings that a reader needs before the figures."""
     notices = []
     if measured.is_partial:
         notices.append("The run was interrupted: these are the results until then.")
@@ -85,11 +85,11 @@ def _notices(measured: Measured) -> list[str]:
     return [*notices, *(f"In some runs the load generator was late: {reason}" for reason in late), *measured.notes]
 
 
-def _has_errors(measured: Measured) -> bool:
+def _has_errors(measured: MeasuredResult) -> bool:
     return any(one.errors for arrangement in measured.arrangements for one in arrangement.measurements)
 
 
-def _errors(measured: Measured) -> Section:
+def _errors(measured: MeasuredResult) -> Section:
     rows = [
         [arrangement.name, rate_of(one), f"{count:,}", error]
         for arrangement in measured.arrangements
@@ -98,17 +98,17 @@ def _errors(measured: Measured) -> Section:
     ]
     columns = ["Arrangement", "Offered", "Requests", "Error"]
     figures = table(columns, rows, "Requests that failed, by error")
-    return Section("errors", "What failed", "As the client was told.", None, figures, is_wide=True)
+    return Section("errors", "What failed", "Errors as the client received them.", None, figures, is_wide=True)
 
 
-def _conditions(measured: Measured) -> Markup:
-    """Under which conditions these figures hold, and how to get them again."""
+def _conditions(measured: MeasuredResult) -> Markup:
+    """The conditions of the measurement, and how to repeat it."""
     rows = [tag("div", tag("dt", name), tag("dd", text)) for name, text in measured.facts.items()]
     return join(tag("h2", "How this was measured"), tag("dl", *rows))
 
 
 def _policy(script: str) -> str:
-    """Nothing may be loaded, and no script run but this page's own, whatever the result's names contain."""
+    """A policy that forbids loading anything, and all scripts except this page's own (CSP Level 3)."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"

@@ -1,4 +1,4 @@
-"""The plots of rates, service levels and latencies, each with its table."""
+"""The sections on rates, SLOs and latencies, each with plots and a table."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from baton.bench.report.comparison import Capacity, Compared, capacities, compar
 from baton.bench.report.distribution import Distribution
 from baton.bench.report.figures import NOTHING, milliseconds, number, percent, plural
 from baton.bench.report.markup import Markup, join, tag
-from baton.bench.report.measured import Arrangement, Measured, Measurement
+from baton.bench.report.measured import Arrangement, MeasuredResult, Measurement
 from baton.bench.report.section import Section, table
 from baton.bench.results.summary import SLO_SCALES
 
 _HISTOGRAM_BARS = 48
-_MOST_SERIES = 8
-"""Lines that one plot can hold; arrangements beyond are in the tables."""
-_NO_SLO = "There is no service level in this result: give one with --goodput ttft:MS tpot:MS."
+_MAX_SERIES = 8
+"""Largest number of lines in a plot; further arrangements are only in the tables."""
+_NO_SLO = "This result has no SLO: give one with --goodput ttft:MS tpot:MS."
 
 
-def overview(measured: Measured) -> Section:
-    """Everything that was measured, a row for each arrangement and rate."""
+def overview(measured: MeasuredResult) -> Section:
+    """All measurements as a table, a row for each arrangement and rate."""
     columns = ["Arrangement", "On", "Offered/s", "Good/s", "Meet SLO", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
     columns += ["Largest gap p99", "Tokens/s", "Requests", "Failed"]
     rows = [
@@ -32,43 +32,44 @@ def overview(measured: Measured) -> Section:
         for arrangement in measured.arrangements
         for one in arrangement.measurements
     ]
-    reading = "Times count from when a request was to be sent. Good: requests per second that kept all limits."
+    reading = "Times count from a request's planned time. Good: requests per second that kept all limits."
     return Section("figures", "All figures", reading, table(columns, rows, "Every measurement"), None, is_wide=True)
 
 
-def goodput(measured: Measured) -> Section:
-    """Good requests against offered ones."""
+def goodput(measured: MeasuredResult) -> Section:
+    """Good requests per second over offered ones."""
     title, name = "How much load it serves", "goodput"
     reading = (
-        f"Requests per second that kept {limits(measured.slo)}, against those that were offered. As long as a line "
-        f"stays on or above the dashed one, at least {percent(measured.target)} of what is offered is served in time."
+        f"Requests per second that kept {limits(measured.slo)}, over the offered rate. While a line is on or above the "
+        f"dashed one, at least {percent(measured.target)} of the offered requests are served in time."
     )
-    found = [(arrangement, colour) for colour, arrangement in enumerate(measured.arrangements[:_MOST_SERIES])]
+    found = [(arrangement, colour) for colour, arrangement in enumerate(measured.arrangements[:_MAX_SERIES])]
     lines = [Line(one.name, colour, _goodput_points(one), has_dots=True) for one, colour in found]
     lines = [line for line in lines if line.points]
     if not measured.slo or not lines:
-        missing = _NO_SLO if not measured.slo else "No rate was offered: the load came as fast as it was answered."
+        missing = _NO_SLO if not measured.slo else "The load had no rate: requests were sent as fast as possible."
         return Section(name, title, reading, None, None, missing)
     most = max(point.x for line in lines for point in line.points)
     x = axis.linear("offered, requests/s", most, number)
     y = axis.linear("good, requests/s", max(point.y for line in lines for point in line.points) or most, number)
-    mark = Mark(f"{percent(measured.target)} of what is offered", slope=measured.target)
-    chart = Chart("plot-goodput", "Good requests per second against offered ones", x, y, lines, marks=[mark])
+    mark = Mark(f"{percent(measured.target)} of the offered rate", slope=measured.target)
+    chart = Chart("plot-goodput", "Good requests per second over offered ones", x, y, lines, marks=[mark])
     best = capacities(measured)
     rows = [_capacity_row(one) for one in best]
-    missed = {one.arrangement.name for one in best}
-    rows += [[one.name, "none", NOTHING, NOTHING] for one in measured.arrangements if one.name not in missed]
+    shown = {one.arrangement.name for one in best}
+    rows += [[one.name, "none", NOTHING, NOTHING] for one in measured.arrangements if one.name not in shown]
     columns = ["Arrangement", "Up to", "Repeated", f"Per {_unit(measured)}"]
     caption = "The highest rate within the SLO, requests/s"
     return Section(name, title, reading, draw(chart), table(columns, rows, caption))
 
 
-def attainment(measured: Measured) -> Section:
-    """The share that meets stricter and laxer limits."""
-    title, name = "How strict a service level it meets", "attainment"
+def attainment(measured: MeasuredResult) -> Section:
+    """The share of requests that meet stricter and laxer limits."""
+    title, name = "Attainment with stricter and laxer limits", "attainment"
     chosen = compared(measured)
     reading = (
-        f"The share of the offered requests that keep so many times {limits(measured.slo)}. {_chosen_words(chosen)}"
+        f"The share of the offered requests that keep {limits(measured.slo)}, with all limits multiplied by the same "
+        f"factor. {_rates_of(chosen)}"
     )
     if not measured.slo:
         return Section(name, title, reading, None, None, _NO_SLO)
@@ -80,7 +81,7 @@ def attainment(measured: Measured) -> Section:
             [Point(scale, share, f"{percent(share)} at {number(scale)} x") for scale, share in pairs],
             has_dots=True,
         )
-        for one, pairs in by_scale[:_MOST_SERIES]
+        for one, pairs in by_scale[:_MAX_SERIES]
     ]
     if not lines:
         return Section(name, title, reading, None, None, "The result has no outcomes of single requests.")
@@ -88,7 +89,7 @@ def attainment(measured: Measured) -> Section:
     x = axis.linear("times the SLO (left: stricter)", most, number, count=8)
     y = axis.linear("keep it", 1.0, percent)
     marks = [Mark("the SLO", x=1.0), Mark(percent(measured.target), y=measured.target)]
-    chart = Chart("plot-attainment", "Share of requests within so many times the SLO", x, y, lines, marks=marks)
+    chart = Chart("plot-attainment", "Share of requests that keep a multiple of the SLO", x, y, lines, marks=marks)
     shown = [scale for scale in (0.5, 1.0, 2.0, 4.0) if scale <= most]
     rows = [
         [one.arrangement.name, *(percent(_at_scale(pairs, scale)) for scale in shown)]
@@ -96,41 +97,41 @@ def attainment(measured: Measured) -> Section:
         if pairs
     ]
     columns = ["Arrangement", *(f"{number(scale)} x" for scale in shown)]
-    return Section(name, title, reading, draw(chart), table(columns, rows, "Keep so many times the SLO"))
+    return Section(name, title, reading, draw(chart), table(columns, rows, "Share that keeps a multiple of the SLO"))
 
 
-def first_tokens(measured: Measured) -> Section:
+def first_tokens(measured: MeasuredResult) -> Section:
     """Distribution of the time to first token."""
     return _distribution(
         measured,
         "ttft",
         "Time to first token",
-        "From the moment a request was to be sent to its first token.",
+        "Time from a request's planned time to its first token.",
         lambda one: one.ttft,
         measured.slo.ttft_ms,
     )
 
 
-def token_gaps(measured: Measured) -> Section:
-    """Distribution of the times between tokens."""
+def token_gaps(measured: MeasuredResult) -> Section:
+    """Distribution of the time between tokens."""
     return _distribution(
         measured,
         "itl",
         "Time between tokens",
-        "Each gap between two messages with tokens of one request; the far right is what a reader feels as a stall.",
+        "Gaps between messages with tokens of a request. A reader notices the longest ones as stalls.",
         lambda one: one.itl,
         measured.slo.tpot_ms,
     )
 
 
-def first_token_parts(measured: Measured) -> Section:
-    """Where the time to first token went."""
-    title, name = "Where the time to first token went", "parts"
+def first_token_parts(measured: MeasuredResult) -> Section:
+    """Mean time to first token by stage."""
+    title, name = "Time to first token by stage", "parts"
     chosen = compared(measured)
-    reading = f"Mean milliseconds of each stage before the first token. {_chosen_words(chosen)}"
+    reading = f"Mean milliseconds of each stage before the first token. {_rates_of(chosen)}"
     split = [one for one in chosen if sum(one.at.ttft_parts_ms.values()) > 0]
     if not split:
-        return Section(name, title, reading, None, None, "The result does not say what first tokens waited for.")
+        return Section(name, title, reading, None, None, "The result has no durations of stages.")
     parts = work.colours(part for one in split for part in one.at.ttft_parts_ms)
     longest = max(sum(one.at.ttft_parts_ms.values()) for one in split)
     bars = [_stacked(one, parts, longest) for one in split]
@@ -143,13 +144,13 @@ def first_token_parts(measured: Measured) -> Section:
         ]
         for part in parts
     ]
-    rows.append(["together", *(milliseconds(sum(one.at.ttft_parts_ms.values())) for one in split)])
+    rows.append(["sum", *(milliseconds(sum(one.at.ttft_parts_ms.values())) for one in split)])
     columns = ["Stage", *(one.arrangement.name for one in split)]
     return Section(name, title, reading, join(legend(parts), plot), table(columns, rows, "Mean time of each stage"))
 
 
 def _distribution(
-    measured: Measured,
+    measured: MeasuredResult,
     name: str,
     title: str,
     meaning: str,
@@ -157,17 +158,17 @@ def _distribution(
     limit_ms: float | None,
 ) -> Section:
     chosen = compared(measured)
-    reading = f"{meaning} {_chosen_words(chosen)}"
+    reading = f"{meaning} {_rates_of(chosen)}"
     found = [(one, of(one.at)) for one in chosen]
     found = [(one, distribution) for one, distribution in found if distribution.count]
     if not found:
         return Section(name, title, reading, None, None, "Nothing was measured: no request got that far.")
-    drawn = found[:_MOST_SERIES]
+    drawn = found[:_MAX_SERIES]
     x = _time_axis([distribution for _, distribution in drawn])
     marks = [Mark(f"SLO {milliseconds(limit_ms)}", x=limit_ms)] if limit_ms and x.low <= limit_ms <= x.high else []
     lines = [_cumulative(one, distribution) for one, distribution in drawn]
-    upright = axis.linear("took at most that long", 1.0, percent)
-    cdf = Chart(f"plot-{name}-cdf", f"{title}: cumulative distribution", x, upright, lines, marks=marks)
+    y = axis.linear("share that took at most this long", 1.0, percent)
+    cdf = Chart(f"plot-{name}-cdf", f"{title}: cumulative distribution", x, y, lines, marks=marks)
     figure = join(draw(cdf), *_histograms(drawn, x, name, marks))
     return Section(name, title, reading, figure, _quantiles(found, name, limit_ms))
 
@@ -175,7 +176,7 @@ def _distribution(
 def _histograms(
     drawn: Sequence[tuple[Compared, Distribution]], x: axis.Axis, name: str, marks: Sequence[Mark]
 ) -> list[Markup]:
-    """A strip for each arrangement, one below the other, over one axis and of one scale."""
+    """A low plot for each arrangement, one below the other, with the same axes."""
     series = [_bars(one, distribution, x) for one, distribution in drawn]
     highest = max(height for bars in series for _, _, height, _ in bars.bars)
     y = axis.Axis("", 0.0, highest or 1.0, ())
@@ -194,7 +195,7 @@ def _histograms(
         )
         for bars in series
     ]
-    title = tag("div", f"share of all; the same scale for each, up to {percent(highest)}", class_="axis-title")
+    title = tag("div", f"share of all; the same scale in each plot, up to {percent(highest)}", class_="axis-title")
     return [title, *strips, tag("div", tag("div", *across(x), class_="lane-axis"), class_="frame")]
 
 
@@ -226,11 +227,11 @@ def _quantiles(found: Sequence[tuple[Compared, Distribution]], name: str, limit_
         times = [summary.get(f"mean_{name}_ms"), median, distribution.quantile(0.9), last]
         kept = [percent(distribution.within(limit_ms))] if limit_ms else []
         rows.append([one.arrangement.name, *map(milliseconds, times), *kept])
-    return table(columns, rows, "Of requests that were answered")
+    return table(columns, rows, "Requests that were answered")
 
 
 def _time_axis(distributions: Sequence[Distribution]) -> axis.Axis:
-    """Wide enough for nearly all of everything: the last thousandth may lie beyond the edge."""
+    """An axis that contains 99.9 % of the values."""
     low = min(distribution.quantile(0.0005) or 1.0 for distribution in distributions)
     high = max(distribution.quantile(0.9995) or 1.0 for distribution in distributions)
     return axis.logarithmic("", low, high, milliseconds)
@@ -249,7 +250,7 @@ def _stacked(one: Compared, parts: Mapping[str, str], longest: float) -> Markup:
 
 
 def _goodput_points(arrangement: Arrangement) -> list[Point]:
-    """One for each rate: the median of those that were repeated."""
+    """A point for each rate: the median of repeated measurements."""
     found: dict[float, list[Measurement]] = {}
     for one in arrangement.measurements:
         if one.rate is not None and "request_goodput" in one.summary:
@@ -269,12 +270,12 @@ def _capacity_row(one: Capacity) -> list[str]:
     return [one.arrangement.name, most, spread, number(one.goodput_per_engine())]
 
 
-def _unit(measured: Measured) -> str:
+def _unit(measured: MeasuredResult) -> str:
     units = {one.unit for one in measured.arrangements}
     return units.pop() if len(units) == 1 else "engine"
 
 
-def _attainment_by_scale(at: Measurement, measured: Measured) -> Sequence[tuple[float, float]]:
+def _attainment_by_scale(at: Measurement, measured: MeasuredResult) -> Sequence[tuple[float, float]]:
     if at.attainment_by_scale or at.latencies is None:
         return at.attainment_by_scale
     return [(scale, at.latencies.within(measured.slo.scaled(scale))) for scale in SLO_SCALES]
@@ -302,7 +303,7 @@ def _engines(arrangement: Arrangement) -> str:
     return plural(round(arrangement.engines), arrangement.unit) if arrangement.engines else NOTHING
 
 
-def _chosen_words(chosen: Sequence[Compared]) -> str:
+def _rates_of(chosen: Sequence[Compared]) -> str:
     rates = {one.at.rate for one in chosen}
     if not chosen:
         return ""

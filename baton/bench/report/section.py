@@ -1,4 +1,4 @@
-"""One part of the page: what is asked, the plot that answers, and the same figures as a table."""
+"""A section of the page: a title, a plot, and the same figures as a table."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from baton.bench.report.markup import Markup, join, tag
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`plots`: None when there is nothing to draw; `missing` says why."""
+    """The contents of a section. `plots`: None if there is nothing to draw; then `missing` says why."""
 
     name: str
     title: str
     reading: str
-    """How to read it, in a sentence or two."""
+    """How to read the plot, in a sentence or two."""
     plots: Markup | None
     table: Markup | None
     missing: str = ""
     is_wide: bool = False
-    """The plot needs the whole width; the table goes below."""
+    """Whether the plot needs the whole width; then the table is below it."""
 
 
 def render(section: Section) -> Markup:
-    """The section as HTML."""
+    """Renders the section as HTML."""
     figure = tag("figure", section.plots) if section.plots is not None else None
     return tag(
         "section",
@@ -38,7 +38,7 @@ def render(section: Section) -> Markup:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Markup:
-    """Figures; the first cell of a row names it. May be wider than the screen: it scrolls by itself."""
+    """Renders a table; the first cell of a row is its header. A table that is wider than the screen scrolls."""
     head = tag("tr", *(tag("th", name, scope="col") for name in columns))
     body = (tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows)
     return tag(

@@ -1,4 +1,4 @@
-"""A result for programs: what the page says, as one JSON document, or every measurement as a line of CSV."""
+"""Renders a result for programs: the page's contents as JSON, or every measurement as a line of CSV."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import io
 from typing import Any
 
 from baton.bench.report.comparison import answer, capacities
-from baton.bench.report.measured import Measured
+from baton.bench.report.measured import MeasuredResult
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def to_json(measured: Measured) -> dict[str, Any]:
-    """The answer, the goodput of each arrangement, and every summary by vLLM's keys."""
-    said = answer(measured)
+def to_json(measured: MeasuredResult) -> dict[str, Any]:
+    """The answer, the goodput of each arrangement, and every summary with vLLM's keys."""
+    found = answer(measured)
     best = {one.arrangement.name: one for one in capacities(measured)}
     return {
-        "answer": _plain(said.headline),
-        "detail": _plain(said.detail),
+        "answer": _plain(found.headline),
+        "detail": _plain(found.detail),
         "partial": measured.is_partial,
         "slo": measured.slo.to_json(),
         "attainment_target": measured.target,
@@ -43,8 +43,8 @@ def to_json(measured: Measured) -> dict[str, Any]:
     }
 
 
-def to_csv(measured: Measured) -> str:
-    """One line for each arrangement and rate, one column for each figure that any of them has."""
+def to_csv(measured: MeasuredResult) -> str:
+    """One line for each arrangement and rate, with one column for each figure that any of them has."""
     rows = to_json(measured)["measurements"]
     for row in rows:
         del row["errors"]
@@ -57,7 +57,7 @@ def to_csv(measured: Measured) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """No name may become a formula in somebody's spreadsheet."""
+    """Quotes a text that a spreadsheet would read as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

@@ -1,4 +1,4 @@
-"""The kinds of work that a node does and a request goes through, each with one colour in every plot of every report."""
+"""Kinds of work of nodes and stages of requests; each has the same colour in every plot of every report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from baton.bench.report.chart import COLOURS
 
 _KNOWN = ("prefill", "decode", "mixed", "transfer", "queue")
-_MOVES = frozenset({"transfer", "pull", "read", "push"})
+_TRANSFERS = frozenset({"transfer", "pull", "read", "push"})
 
 
 def colours(kinds: Iterable[str]) -> Mapping[str, str]:
-    """The class of the style sheet for each kind, in the order of the kinds; unknown ones get what is free."""
+    """The style sheet's class for each kind, in the order of the kinds; unknown kinds get the free colours."""
     given = list(dict.fromkeys(kinds))
     free = iter(range(len(given)))
     return {
@@ -20,15 +20,15 @@ def colours(kinds: Iterable[str]) -> Mapping[str, str]:
 
 
 def in_order(kinds: Iterable[str]) -> list[str]:
-    """Known kinds first, in the order in which a request meets them."""
+    """Sorts kinds: known ones first, in the order in which a request passes through them."""
     return sorted(set(kinds), key=lambda kind: (_KNOWN.index(kind) if kind in _KNOWN else len(_KNOWN), kind))
 
 
 def has_prompt(kind: str) -> bool:
-    """Whether it is a step that computes a prompt, or a piece of one."""
+    """Whether the kind is a step that computes prompts or chunks of prompts."""
     return kind in ("prefill", "mixed")
 
 
-def is_move(kind: str) -> bool:
-    """Whether it moves KV beside the computing."""
-    return kind in _MOVES
+def is_transfer(kind: str) -> bool:
+    """Whether the kind transfers KV while steps are computed."""
+    return kind in _TRANSFERS

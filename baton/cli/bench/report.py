@@ -41,12 +41,12 @@ def report(
 
     json and csv contain the same figures for programs, with the keys of `vllm bench serve`.
     """
-    from baton.bench.report.measured import read
+    from baton.bench.report.measured import parse_result
     from baton.bench.report.page import page
     from baton.bench.report.tabular import to_csv, to_json
     from baton.bench.results.result_file import read_result, write_text
 
-    measured = read(read_result(result))
+    measured = parse_result(read_result(result))
     if output is ReportFormat.HTML:
         path = out or result.with_suffix(".html")
         write_text(page(measured), path)

@@ -1,4 +1,4 @@
-"""Reports of the benchmark: what they say, that they bear any result at all, and that names in one stay names."""
+"""Reports: what they say, that any result file is rendered or refused, and that names in it are escaped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from baton.bench.report.distribution import Distribution, of_histogram
 from baton.bench.report.figures import milliseconds, number, percent
 from baton.bench.report.lanes import busy_shares
 from baton.bench.report.markup import tag
-from baton.bench.report.measured import Interval, read
+from baton.bench.report.measured import Interval, parse_result
 from baton.bench.report.page import page
 from baton.bench.report.tabular import to_csv, to_json
 from baton.bench.report.write import write_report
@@ -48,7 +48,7 @@ JUNK: tuple[Any, ...] = (None, "x", -1, 0, float("nan"), 1e308, [], {}, [None], 
 
 
 class Tags(HTMLParser):
-    """Names of all tags, all attributes, and all text outside of scripts and styles."""
+    """Collects the names of all tags, all attributes, and all text outside of scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Tags(HTMLParser):
 
 
 def simple(**rates: dict[float, float]) -> dict[str, Any]:
-    """A result with nothing but attainments by rate, for arrangements by name."""
+    """A result that has only the attainment by rate of each arrangement."""
     result = comparison((), ())
     result["arrangements"] = [
         {
@@ -94,9 +94,9 @@ def simple(**rates: dict[float, float]) -> dict[str, Any]:
     return result
 
 
-def said(result: dict[str, Any]) -> str:
-    told = answer(read(result))
-    return f"{told.headline} {told.detail}".replace("\u00a0", " ")
+def answer_text(result: dict[str, Any]) -> str:
+    found = answer(parse_result(result))
+    return f"{found.headline} {found.detail}".replace("\u00a0", " ")
 
 
 class TestDistribution:
@@ -106,7 +106,7 @@ class TestDistribution:
         distribution = Distribution.of(values)
         assert distribution.count == count
         for share in (0.1, 0.5, 0.9):
-            # Linear interpolation stays between the neighbours in rank, and a bin is 2 % wide.
+            # Linear interpolation stays between the values of neighbouring ranks, and a bin is 2 % wide.
             low, high = np.quantile(
                 values, (max(0.0, share - 1 / count), min(1.0, share + 1 / count)), method="nearest"
             )
@@ -124,7 +124,7 @@ class TestDistribution:
         assert Distribution.of(np.array([1.0, np.nan, 2.0, np.inf])).count == 2
         assert Distribution.of(np.array([np.nan])).quantile(0.5) is None
 
-    def test_a_histogram_of_a_result_is_what_was_counted(self) -> None:
+    def test_a_results_histogram_has_the_distribution_of_its_gaps(self) -> None:
         gaps = Gaps()
         gaps.add(np.random.default_rng(1).lognormal(-4.0, 0.4, 5000))
         histogram = gaps.histogram()
@@ -132,7 +132,7 @@ class TestDistribution:
         assert distribution.count == 5000
         assert distribution.quantile(0.5) == pytest.approx(gaps.percentile(50) * 1e3, rel=0.07)
 
-    def test_gaps_too_short_to_tell_are_in_the_first_bin(self) -> None:
+    def test_gaps_of_zero_are_in_the_first_bin(self) -> None:
         gaps = Gaps()
         gaps.add([0.0, 0.0, 0.1])
         histogram = gaps.histogram()
@@ -147,7 +147,7 @@ class TestDistribution:
             of_histogram(edges, counts)
 
     @given(st.lists(st.floats(1e-2, 1e6), min_size=1, max_size=300))
-    def test_the_curve_rises_from_nothing_to_everything(self, values: list[float]) -> None:
+    def test_the_cumulative_distribution_rises_from_0_to_1(self, values: list[float]) -> None:
         curve = Distribution.of(np.array(values)).cumulative(50)
         shares = [reached.share for reached in curve]
         assert shares[0] == 0.0
@@ -155,7 +155,7 @@ class TestDistribution:
         assert shares == sorted(shares)
         assert len(curve) <= 52
 
-    def test_bars_over_everything_sum_up_to_everything(self) -> None:
+    def test_bars_over_all_values_add_up_to_1(self) -> None:
         distribution = Distribution.of(np.random.default_rng(3).lognormal(3.0, 1.0, 4000))
         span = distribution.span()
         assert span is not None
@@ -179,7 +179,7 @@ class TestAxis:
         assert all(0 <= made.at(tick.value) <= axis.EXTENT for tick in made.ticks)
 
     @given(st.floats(0, 1e5), st.floats(1e-4, 1e5))
-    def test_an_exact_axis_goes_no_further(self, low: float, width: float) -> None:
+    def test_an_exact_axis_ends_at_its_bounds(self, low: float, width: float) -> None:
         made = axis.exact("", low, low + width, "s")
         assert (made.low, made.high) == (low, low + width)
         assert all(low - width / 1e3 <= tick.value <= low + width * 1.001 for tick in made.ticks)
@@ -187,81 +187,81 @@ class TestAxis:
 
 
 class TestFigures:
-    def test_digits_are_those_that_matter(self) -> None:
+    def test_numbers_have_three_significant_digits(self) -> None:
         assert [number(value) for value in (0.0, 0.012345, 4.5612, 1234.5, None, float("nan"))] == [
             *("0", "0.0123", "4.56"),
             *("1,234", "–", "–"),
         ]
 
-    def test_nearly_all_is_not_all(self) -> None:
+    def test_percent_never_rounds_to_0_or_100(self) -> None:
         shares = [percent(value).replace("\u00a0", " ") for value in (1.0, 0.99999, 0.985, 0.9, 0.0001, 0.0)]
         assert shares == ["100 %", "> 99.9 %", "98.5 %", "90 %", "< 0.1 %", "0 %"]
 
 
 class TestAnswer:
-    def test_the_better_arrangement_is_held_against_the_colocated_one(self) -> None:
+    def test_the_best_arrangement_is_compared_with_the_colocated_one(self) -> None:
         result = simple(
             two_colocated={2: 1.0, 4: 0.95, 6: 0.5}, one_more={2: 1.0, 4: 1.0, 6: 0.8}, disagg={4: 1.0, 8: 0.95, 9: 0.2}
         )
-        assert said(result) == (
+        assert answer_text(result) == (
             "disagg serves 2 times the requests of two colocated within TTFT 250 ms and TPOT 100 ms. 8 against 4 "
             "requests/s: at least 90 % of the offered requests keep all limits, on 2 GPUs each."
         )
 
-    def test_a_rate_that_nobody_went_beyond_is_a_lower_bound(self) -> None:
-        assert "may serve more" in said(simple(a={2: 1.0, 4: 1.0}, b={2: 1.0, 4: 0.1}))
-        assert "may serve more" not in said(simple(a={2: 1.0, 4: 1.0, 6: 0.2}, b={2: 1.0, 4: 0.1}))
+    def test_the_highest_rate_that_was_tried_is_a_lower_bound(self) -> None:
+        assert "may serve more" in answer_text(simple(a={2: 1.0, 4: 1.0}, b={2: 1.0, 4: 0.1}))
+        assert "may serve more" not in answer_text(simple(a={2: 1.0, 4: 1.0, 6: 0.2}, b={2: 1.0, 4: 0.1}))
 
     def test_unequal_engines_are_compared_per_engine(self) -> None:
         result = simple(colocated={4: 1.0, 8: 0.0}, disagg={6: 1.0, 8: 0.0})
         result["arrangements"][0]["gpus"] = 1
-        told = said(result)
-        assert told.startswith("colocated serves 1.3 times the requests per GPU of disagg")
-        assert "each" not in told
+        text = answer_text(result)
+        assert text.startswith("colocated serves 1.3 times the requests per GPU of disagg")
+        assert "each" not in text
 
-    def test_what_a_search_found_counts_more_than_single_runs(self) -> None:
+    def test_the_goodput_of_a_search_takes_precedence_over_single_runs(self) -> None:
         result = simple(colocated={2: 1.0, 4: 1.0, 8: 0.1}, split={4: 1.0, 9: 0.0})
         result["arrangements"][0]["goodput"] = {"rates": [2.9, 3.0, 3.1]}
         result["arrangements"][1]["goodput"] = {"rate": 7.5, "target": 0.95}
         result |= {"goodput_ratio": 2.4, "goodput_ratio_spread": {"p10": 2.3, "p90": 2.6}, "p99_gap_ratio": 0.2}
-        told = said(result)
-        assert told.startswith("split serves 2.5 times the requests of colocated within")
-        assert "7.5 against 3 requests/s: at least 95 %" in told
-        assert "Measured in turns: 2.4 [2.3, 2.6] times." in told
-        assert "largest gap between tokens is 0.2 [0.2, 0.2] times as long." in told
+        text = answer_text(result)
+        assert text.startswith("split serves 2.5 times the requests of colocated within")
+        assert "7.5 against 3 requests/s: at least 95 %" in text
+        assert "Measured in turns: 2.4 [2.3, 2.6] times." in text
+        assert "largest gap between tokens is 0.2 [0.2, 0.2] times as long." in text
 
-    def test_of_repeated_runs_the_middle_one_counts(self) -> None:
+    def test_the_median_of_repeated_runs_counts(self) -> None:
         result = simple(a={2: 1.0, 4: 0.2})
         lucky = copy.deepcopy(result["arrangements"][0]["rates"][1])
         lucky["summary"]["attainment"] = 1.0
         result["arrangements"][0]["rates"] += [lucky, copy.deepcopy(result["arrangements"][0]["rates"][1])]
-        assert "up to 2 requests/s" in said(result)
+        assert "up to 2 requests/s" in answer_text(result)
 
-    def test_only_one_keeps_the_limits(self) -> None:
-        assert said(simple(a={2: 0.95, 4: 0.1}, b={2: 0.5})).startswith(
+    def test_only_one_arrangement_keeps_the_limits(self) -> None:
+        assert answer_text(simple(a={2: 0.95, 4: 0.1}, b={2: 0.5})).startswith(
             "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 2 requests/s."
         )
 
-    def test_nobody_keeps_the_limits(self) -> None:
-        told = said(simple(a={2: 0.4, 4: 0.1}, b={2: 0.5}))
-        assert told == (
+    def test_no_arrangement_keeps_the_limits(self) -> None:
+        text = answer_text(simple(a={2: 0.4, 4: 0.1}, b={2: 0.5}))
+        assert text == (
             "No arrangement keeps TTFT 250 ms and TPOT 100 ms for 90 % of the requests at any rate tried. "
             "The nearest was b at 2 requests/s: 50 % kept them."
         )
-        assert "Not one request kept all limits" in said(simple(a={2: 0.0}))
+        assert "Not one request kept all limits" in answer_text(simple(a={2: 0.0}))
 
-    def test_one_run_says_what_it_was(self) -> None:
-        assert said(simple(mine={3: 0.973})).startswith(
+    def test_the_answer_of_a_single_run(self) -> None:
+        assert answer_text(simple(mine={3: 0.973})).startswith(
             "mine kept TTFT 250 ms and TPOT 100 ms for 97.3 % of 100 requests at 3 requests/s."
         )
 
     def test_everything_failed(self) -> None:
-        assert said(all_failed()) == "All 40 requests failed. Most often: connection refused"
-        assert answer(read(all_failed())).is_bad
+        assert answer_text(all_failed()) == "All 40 requests failed. Most often: connection refused"
+        assert answer(parse_result(all_failed())).is_bad
 
     def test_nothing_was_measured(self) -> None:
-        assert said(comparison((), ())).startswith("Nothing was measured.")
-        assert said(comparison((COLOCATED,), ())).startswith("Nothing was measured.")
+        assert answer_text(comparison((), ())).startswith("Nothing was measured.")
+        assert answer_text(comparison((COLOCATED,), ())).startswith("Nothing was measured.")
 
     def test_without_a_service_level(self) -> None:
         result = simple(a={2: 1.0})
@@ -270,29 +270,29 @@ class TestAnswer:
             "request_throughput": 3.0,
             "median_ttft_ms": 20.0,
         }
-        assert said(result).startswith("a answered 3 requests/s, half of the first tokens within 20 ms.")
+        assert answer_text(result).startswith("a answered 3 requests/s, half of the first tokens within 20 ms.")
 
-    def test_all_are_looked_at_where_the_best_one_still_holds(self) -> None:
-        measured = read(simple(a={2: 1.0, 5: 0.1}, b={2: 1.0, 4: 0.95, 8: 0.1}))
+    def test_arrangements_are_compared_near_the_best_ones_capacity(self) -> None:
+        measured = parse_result(simple(a={2: 1.0, 5: 0.1}, b={2: 1.0, 4: 0.95, 8: 0.1}))
         assert [one.at.rate for one in compared(measured)] == [5.0, 4.0]
 
-    def test_all_are_looked_at_where_all_were_measured(self) -> None:
+    def test_arrangements_are_compared_at_the_common_rate(self) -> None:
         result = simple(a={2: 1.0, 5: 0.1}, b={2: 1.0, 4: 0.95})
         for arrangement in result["arrangements"]:
             arrangement["rates"][0]["is_common"] = True
-        assert [one.at.rate for one in compared(read(result))] == [2.0, 2.0]
+        assert [one.at.rate for one in compared(parse_result(result))] == [2.0, 2.0]
 
 
 class TestRead:
-    def test_attainment_at_the_slo_is_the_summarys(self) -> None:
-        for arrangement in read(comparison(requests=80)).arrangements:
+    def test_attainment_of_single_requests_equals_the_summarys(self) -> None:
+        for arrangement in parse_result(comparison(requests=80)).arrangements:
             for one in arrangement.measurements:
                 assert one.latencies is not None
                 assert one.latencies.within(SLO) == pytest.approx(one.attainment)
                 assert one.summary["median_ttft_ms"] == pytest.approx(one.ttft.quantile(0.5), rel=0.05)
 
-    def test_a_file_without_single_requests_draws_the_same(self) -> None:
-        full, short = (read(comparison(requests=200, has_outcomes=has)) for has in (True, False))
+    def test_a_file_without_single_requests_gives_the_same_distributions(self) -> None:
+        full, short = (parse_result(comparison(requests=200, has_outcomes=has)) for has in (True, False))
         for one, other in zip(full.arrangements, short.arrangements, strict=True):
             for mine, theirs in zip(one.measurements, other.measurements, strict=True):
                 assert theirs.latencies is None
@@ -303,56 +303,56 @@ class TestRead:
                 assert kept == [[scale, pytest.approx(share)] for scale, share in theirs.attainment_by_scale]
 
     def test_failed_requests_count_as_offered(self) -> None:
-        (arrangement,) = read(all_failed()).arrangements
+        (arrangement,) = parse_result(all_failed()).arrangements
         (one,) = arrangement.measurements
         assert (one.offered, one.failed, one.errors, one.ttft.count) == (40, 40, {"connection refused": 40}, 0)
         assert one.latencies is not None
         assert one.latencies.within(SLO) == 0.0
 
-    def test_what_can_not_be_meant_is_refused_by_name(self) -> None:
+    def test_contradictory_values_are_refused_with_the_fields_name(self) -> None:
         result = comparison((COLOCATED,), (2.0,), 5)
         rate = result["arrangements"][0]["rates"][0]
         rate["outcomes"]["finished_s"].pop()
         with pytest.raises(InvalidRequest, match=r"arrangements\[0\].rates\[0\].outcomes: columns of different"):
-            read(result)
+            parse_result(result)
         del rate["outcomes"]
         rate["timeline"] = {"n": [[2.0, 1.0, "decode"]]}
         with pytest.raises(InvalidRequest, match=r"timeline\['n'\]: from 2.0 to 1.0"):
-            read(result)
+            parse_result(result)
         with pytest.raises(InvalidRequest, match="schema"):
-            read({"schema": "other"})
+            parse_result({"schema": "other"})
 
-    def test_whatever_a_file_says_is_a_page_or_a_refusal(self) -> None:
+    def test_any_changed_file_is_rendered_or_refused(self) -> None:
         sound = comparison((DISAGGREGATED,), (4.0,), 2)
-        page(read(sound))
-        every = [(path, junk) for path in _places(sound) for junk in JUNK]
+        page(parse_result(sound))
+        every = [(path, junk) for path in _paths(sound) for junk in JUNK]
         random.Random(11).shuffle(every)
         refused = 0
         for path, junk in every[: int(os.environ.get("BATON_BROKEN_RESULTS", "80"))]:
             try:
-                page(read(_changed(sound, path, junk)))
+                page(parse_result(_changed(sound, path, junk)))
             except InvalidRequest:
                 refused += 1
         assert refused > 5
 
 
 class TestPage:
-    def test_names_stay_names(self) -> None:
+    def test_names_are_escaped(self) -> None:
         result = comparison((Behaviour(HOSTILE, 1, 0.0, 0.01), COLOCATED), (2.0,), 20)
         rate = result["arrangements"][0]["rates"][0]
         rate["timeline"] = {HOSTILE: [[0.0, 1.0, HOSTILE, 3]]}
         rate["ttft_parts"] = {HOSTILE: 3.0}
         rate["summary"]["errors"] = {HOSTILE: 2}
         result |= {"command": ["baton", HOSTILE], "notes": [HOSTILE], "kind": HOSTILE, "machine": {HOSTILE: HOSTILE}}
-        found = Tags(page(read(result)))
+        found = Tags(page(parse_result(result)))
         assert found.names.count("script") == 1
         assert "img" not in found.names
         assert not any(name.startswith("on") for name in found.attributes)
         assert found.text.count(HOSTILE) > 8
 
     @given(st.text(st.characters(exclude_categories=["Cs"])))
-    def test_any_text_comes_back_as_it_was(self, text: str) -> None:
-        # HTML itself knows no NUL and one kind of line end.
+    def test_any_text_is_parsed_back_unchanged(self, text: str) -> None:
+        # HTML has no NUL, and normalizes line ends.
         text = text.replace("\0", "").replace("\r", "")
         found = Tags(tag("p", text, data_tip=text))
         assert found.names == ["p"]
@@ -372,19 +372,19 @@ class TestPage:
             '<p class="a&lt;b" aria-label="&#34;&#39;" hidden tabindex="0.5">1 &lt; 2 &amp; {0}<br/><b>&#39;</b></p>'
         )
 
-    def test_the_page_carries_its_conditions_and_every_figure(self) -> None:
-        text = Tags(page(read(comparison(requests=60)))).text
-        for told in ("AMD EPYC (Zen 5)", "torch 2.13.0", "--goodput ttft:250 tpot:100", "random input len 512"):
-            assert told in text
-        for told in ("prefill-0", "colocated-1", "1P1D conditional", "router and network"):
-            assert told in text
+    def test_the_page_has_the_conditions_and_every_figure(self) -> None:
+        text = Tags(page(parse_result(comparison(requests=60)))).text
+        for text in ("AMD EPYC (Zen 5)", "torch 2.13.0", "--goodput ttft:250 tpot:100", "random input len 512"):
+            assert text in text
+        for text in ("prefill-0", "colocated-1", "1P1D conditional", "router and network"):
+            assert text in text
 
-    def test_what_was_interrupted_or_failed_says_so(self) -> None:
+    def test_the_page_says_what_was_interrupted_or_failed(self) -> None:
         result = comparison((COLOCATED, DISAGGREGATED), (2.0,), 10)
         result |= {"is_complete": False, "notes": ["the generator was the bottleneck"]}
         result["arrangements"][0]["rates"][0]["summary"] |= {"failed": 3, "errors": {"unavailable: no node": 3}}
         result["arrangements"][1]["rates"] = []
-        text = Tags(page(read(result))).text.replace("\u00a0", " ")
+        text = Tags(page(parse_result(result))).text.replace("\u00a0", " ")
         assert "interrupted" in text
         assert "the generator was the bottleneck" in text
         assert "3 requests of 10 failed (30 %)" in text
@@ -392,26 +392,26 @@ class TestPage:
         assert "Nothing was measured of 1P1D." in text
 
     @pytest.mark.parametrize("result", [all_failed(), comparison((), ()), comparison((COLOCATED,), (), 0)])
-    def test_no_data_is_a_clear_page(self, result: dict[str, Any]) -> None:
-        found = Tags(page(read(result)))
+    def test_a_result_without_data_is_a_page_without_plots(self, result: dict[str, Any]) -> None:
+        found = Tags(page(parse_result(result)))
         assert "plot-goodput" not in found.attributes["id"] or "All 40" in found.text.replace("\u00a0", " ")
         assert found.names.count("h2") >= 7
 
-    def test_a_goodput_that_nobody_measured_is_none(self) -> None:
+    def test_a_goodput_without_measurements_is_not_shown(self) -> None:
         result = comparison()
         result["arrangements"][0]["rates"] = []
         result["arrangements"][0]["goodput"] = {"rate": 5.0}
         name = result["arrangements"][0]["name"]
-        assert f"Nothing was measured of {name}." in Tags(page(read(result))).text
+        assert f"Nothing was measured of {name}." in Tags(page(parse_result(result))).text
 
-    def test_a_large_run_is_no_larger_a_page(self) -> None:
-        few, many = (len(page(read(_run(count)))) for count in (5_000, 40_000))
+    def test_the_page_of_a_large_run_is_not_larger(self) -> None:
+        few, many = (len(page(parse_result(_run(count)))) for count in (5_000, 40_000))
         assert many < few * 1.5 < 400_000
 
 
 class TestLanes:
     @given(st.lists(st.tuples(st.floats(0, 50), st.floats(1e-3, 20)), min_size=1, max_size=40))
-    def test_shares_of_columns_add_up_to_the_time_spent(self, spans: list[tuple[float, float]]) -> None:
+    def test_shares_of_columns_add_up_to_the_busy_time(self, spans: list[tuple[float, float]]) -> None:
         intervals = [Interval(start, start + took, "decode", None) for start, took in spans]
         x = axis.exact("", 0.0, 70.0, "s")
         shares = busy_shares([*intervals, Interval(1.0, 2.0, "prefill", None)], "decode", x)
@@ -428,15 +428,15 @@ class TestLanes:
 
 class TestPrograms:
     def test_json_has_the_answer_and_every_summary(self) -> None:
-        told = to_json(read(simple(a={2: 1.0, 4: 0.95}, b={2: 0.1})))
-        assert told["goodput"] == {"a": 4.0, "b": 0.0}
-        assert told["answer"] == "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 4 requests/s."
-        assert [one["attainment"] for one in told["measurements"]] == [1.0, 0.95, 0.1]
+        text = to_json(parse_result(simple(a={2: 1.0, 4: 0.95}, b={2: 0.1})))
+        assert text["goodput"] == {"a": 4.0, "b": 0.0}
+        assert text["answer"] == "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 4 requests/s."
+        assert [one["attainment"] for one in text["measurements"]] == [1.0, 0.95, 0.1]
 
     def test_csv_has_a_line_for_each_measurement_and_no_formula(self) -> None:
         result = simple(a={2: 1.0, 4: 0.95})
         result["arrangements"][0]["name"] = "=cmd|' /C calc'!A0"
-        rows = list(csv.DictReader(io.StringIO(to_csv(read(result)))))
+        rows = list(csv.DictReader(io.StringIO(to_csv(parse_result(result)))))
         assert [row["rate"] for row in rows] == ["2.0", "4.0"]
         assert {row["arrangement"] for row in rows} == {"'=cmd|' /C calc'!A0"}
 
@@ -452,7 +452,7 @@ class TestPrograms:
         assert main(["bench", "report", str(file), "-o", "csv", "--out", str(tmp_path / "deep" / "run.csv")]) == 0
         assert (tmp_path / "deep" / "run.csv").read_text().startswith("arrangement,engines,rate")
 
-    def test_what_is_no_result_is_a_usage_error(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_an_invalid_result_is_a_usage_error(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         file = tmp_path / "run.json"
         file.write_text("{}")
         assert main(["bench", "report", str(file)]) == 2
@@ -460,7 +460,7 @@ class TestPrograms:
         assert main(["bench", "report", str(tmp_path / "none.json")]) == 1
         assert list(tmp_path.iterdir()) == [file]
 
-    def test_a_refused_result_leaves_the_page_before_it(self, tmp_path: Path) -> None:
+    def test_a_refused_result_does_not_overwrite_an_earlier_page(self, tmp_path: Path) -> None:
         path = tmp_path / "run.html"
         write_report(simple(a={2: 1.0}), path)
         before = path.read_bytes()
@@ -477,7 +477,7 @@ class TestPrograms:
 
 
 def _run(count: int) -> dict[str, Any]:
-    """One run with so many requests, and as many steps on each of 40 nodes together."""
+    """A run with `count` requests and as many steps, which are divided among 40 nodes."""
     result = comparison((COLOCATED,), (), 0)
     rng = np.random.default_rng(5)
     planned = np.arange(count) / 100.0
@@ -500,15 +500,15 @@ def _run(count: int) -> dict[str, Any]:
     return result
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, of a long list only the first two."""
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values in a JSON value; only the first two of a list."""
     yield path
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _places(inner, (*path, key))
+            yield from _paths(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value[:2]):
-            yield from _places(inner, (*path, index))
+            yield from _paths(inner, (*path, index))
 
 
 def _changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
@@ -520,12 +520,12 @@ def _changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
 
 
 @pytest.mark.parametrize(("wants_result", "wants_report"), [(True, True), (True, False), (False, True), (False, False)])
-def test_a_command_leaves_what_was_asked_for(tmp_path: Path, wants_result: bool, wants_report: bool) -> None:
+def test_the_files_that_were_asked_for_are_written(tmp_path: Path, wants_result: bool, wants_report: bool) -> None:
     result = comparison()
     files = tmp_path / "r.json", tmp_path / "r.html"
     write_files(result, files[0] if wants_result else None, files[1] if wants_report else None)
     assert [file.exists() for file in files] == [wants_result, wants_report]
     if wants_report:
-        assert files[1].read_text() == page(read(result))
+        assert files[1].read_text() == page(parse_result(result))
     if wants_result:
-        assert to_json(read(read_result(files[0]))) == to_json(read(result))
+        assert to_json(parse_result(read_result(files[0]))) == to_json(parse_result(result))

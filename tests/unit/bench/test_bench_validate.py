@@ -20,7 +20,7 @@ from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.timeline import NodeStep, NodeTimeline
 from baton.bench.report.comparison import answer
-from baton.bench.report.measured import read
+from baton.bench.report.measured import parse_result
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.shared_host import Contention
@@ -165,7 +165,7 @@ def test_a_cluster_with_the_formulas_step_times_is_predicted_exactly(
             assert load[name]["own_steps_ratio"] == pytest.approx(1.0, abs=0.02)
     assert verdict(result)[0].startswith("6 of 6 means within 15%")
     assert len(rows(result)) == 3
-    told = answer(read(json.loads(json.dumps(result, allow_nan=False))))
+    told = answer(parse_result(json.loads(json.dumps(result, allow_nan=False))))
     assert "mean TTFT and TPOT are within" in told.headline
     assert "of 6\u00a0means" in told.detail
 

@@ -20,12 +20,12 @@ SETTINGS = frozenset({"up", "node", "router"})
 """Commands whose options are settings of a process; docs/configuration.md lists those."""
 HEAD_OF_OPTIONS = ("option", "meaning")
 SHARED_BY = 10
-"""An option that at least so many commands have, with the same help, is listed once for all of them."""
+"""An option that at least this many commands have, with the same help, is listed once for all of them."""
 Row = tuple[str, str]
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Each command that does something, by its words after `baton`."""
+    """Yields each command that is not a group, with its words after `baton`."""
     for name, command in group.commands.items():
         if getattr(command, "commands", None):
             yield from commands(command, (*path, name))
@@ -34,21 +34,21 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 
 
 def rows(command: Any) -> list[Row]:
-    """Arguments and options of one command, as its help shows them, without `--help`."""
+    """Arguments and options of a command as its help shows them, without `--help`."""
     context = command.make_context("baton", [], resilient_parsing=True)
     records = (parameter.get_help_record(context) for parameter in command.params)
     return [(names, " ".join(text.split())) for names, text in filter(None, records)]
 
 
 def table(head: Sequence[str], found: Iterable[Sequence[str]]) -> str:
-    """Rows as a table of Markdown, the first column as code."""
+    """A Markdown table whose first column is formatted as code."""
     lines = [head, ["---"] * len(head), *([f"`{first}`", *rest] for first, *rest in found)]
     escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
 
 
 def error_rows() -> Iterator[tuple[str, ...]]:
-    """Each error that a request or a command may end with: its name, codes, and the first sentence about it."""
+    """Yields each error that a request or a command may end with: its name, codes, and the first paragraph about it."""
     for name, kind in vars(errors).items():
         if not (isinstance(kind, type) and issubclass(kind, BatonError)) or kind is BatonError:
             continue
@@ -86,7 +86,7 @@ def reference(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Write the page, or compare it with `--check`; 1 if a command has no place in it, or the page is out of date."""
+    """Writes the page, or compares it with `--check`; returns 1 if a command has no place or the page is outdated."""
     before = PAGE.read_text(encoding="utf-8")
     texts, places = reference(dict(commands(command_tree()))), names_in(before, "command")
     texts["errors"] = table(

@@ -1,7 +1,8 @@
-"""Baton beside other engines: the same random weights, prompts and threads, everything measured in one run.
+"""Compares Baton with other engines: the same random weights, prompts and number of threads, all measured in one run.
 
-Engines take turns, round after round, each in a process of its own. An engine that can't be installed or fails is named
-with the reason, and the others go on. Nothing here is a dependency of Baton: others live in build/compare-engines.
+Engines are measured in turn, in several rounds, each in a process of its own. An engine that can't be installed or
+fails is listed with the reason, and the others are measured. Baton does not depend on them: they are installed into
+build/compare-engines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BATCHES = (1, 8, 16)
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine and what to install for it, in this order, each list in one call of pip."""
+    """An engine and its packages; each list is installed by one call of pip, in this order."""
 
     name: str
     script: str
@@ -39,7 +40,7 @@ class Engine:
     packages: Sequence[Sequence[str]] = ()
 
 
-# optimum-intel asks for a torchvision that would bring the CUDA build of another torch; nothing here needs it.
+# optimum-intel requires a torchvision that would install another torch with CUDA, which is not needed here.
 ENGINES = (
     Engine("baton", "compare_engines_baton.py", "Baton"),
     Engine(
@@ -57,7 +58,7 @@ ENGINES = (
 
 @dataclass
 class Figures:
-    """All rounds of one engine, or why there are none."""
+    """The measurements of one engine, or why there are none."""
 
     engine: Engine
     failed: str = ""
@@ -66,8 +67,8 @@ class Figures:
     prefill_s: list[float] = field(default_factory=list)
     decode_s: dict[str, list[float]] = field(default_factory=dict)
 
-    def take(self, one: Mapping[str, Any]) -> None:
-        """Add one round."""
+    def add_round(self, one: Mapping[str, Any]) -> None:
+        """Adds the measurements of one round."""
         self.version, self.settings = one["version"], one["settings"]
         self.prefill_s += one["prefill_s"]
         for batch, seconds in one["decode_s"].items():
@@ -75,7 +76,7 @@ class Figures:
 
 
 def main() -> int:
-    """Install, measure, print."""
+    """Installs the engines, measures them, and prints the figures."""
     options = _options()
     BUILD.mkdir(parents=True, exist_ok=True)
     results = [Figures(engine) for engine in ENGINES if engine.name in options.engines]
@@ -94,7 +95,7 @@ def main() -> int:
                 note(f"round {number + 1} of {options.rounds}: {result.engine.title}")
                 answer = _call(result, plan)
                 if answer is not None:
-                    result.take(answer)
+                    result.add_round(answer)
     report = _report(options, results)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
@@ -105,38 +106,40 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/compare_engines", description=__doc__)
     names = [engine.name for engine in ENGINES]
-    parser.add_argument("--engines", nargs="+", choices=names, default=names, help="which; default: all")
+    parser.add_argument("--engines", nargs="+", choices=names, default=names, help="engines to measure; default: all")
     parser.add_argument("--shape", default="0.5b", help="random weights of a known shape")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="of each engine; default: all cores")
+    parser.add_argument(
+        "--threads", type=int, default=usable_cores(), help="threads of each engine; default: all cores"
+    )
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=24, help="decode steps of each batch and round")
-    parser.add_argument("--rounds", type=int, default=2, help="how often the engines take turns")
-    parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="of computing")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps at each batch size in each round")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each engine is measured")
+    parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="precision of computing")
     parser.add_argument("--openvino-kv", default="bf16", help="OpenVINO's KV_CACHE_PRECISION (its own default is u8)")
-    parser.add_argument("--json", metavar="PATH", help="write all figures there too")
-    parser.add_argument("--no-install", action="store_true", help="use what is in build/compare-engines")
-    parser.add_argument("--prepare-only", action="store_true", help="install and convert, measure nothing")
+    parser.add_argument("--json", metavar="PATH", help="also write all figures to this file")
+    parser.add_argument("--no-install", action="store_true", help="use what is installed in build/compare-engines")
+    parser.add_argument("--prepare-only", action="store_true", help="install and convert, but measure nothing")
     return parser.parse_args()
 
 
 def _install(engine: Engine) -> str:
-    """Install what the engine needs into the comparison's venv; returns why that failed, or nothing."""
+    """Installs an engine's packages into the comparison's venv; returns why that failed, or an empty text."""
     try:
         if engine.packages and not THEIR_PYTHON.exists():
             note("making build/compare-engines/venv")
             subprocess.run([sys.executable, "-m", "venv", str(BUILD / "venv")], check=True, capture_output=True)
         if engine.packages:
-            # First and by its exact version, and held there: any looser request brings gigabytes of CUDA along.
+            # torch is installed first and pinned: other versions would install gigabytes of CUDA libraries.
             torch = next(line for line in _constraints() if line.startswith("torch=="))
-            held = BUILD / "constraints.txt"
-            held.write_text(torch + "\n")
+            pinned = BUILD / "constraints.txt"
+            pinned.write_text(torch + "\n")
             _pip(torch)
         for packages in engine.packages:
             note(f"installing {' '.join(packages)} for {engine.title}")
-            _pip("-c", str(held), *packages)
+            _pip("-c", str(pinned), *packages)
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or error.stdout or b"").decode(errors="replace").strip().splitlines()
-        reasons = [line for line in said if "ERROR" in line or "rror:" in line] or said
+        output = (error.stderr or error.stdout or b"").decode(errors="replace").strip().splitlines()
+        reasons = [line for line in output if "ERROR" in line or "rror:" in line] or output
         return f"could not be installed: {reasons[-1][:200] if reasons else error}"
     return ""
 
@@ -151,7 +154,7 @@ def _constraints() -> list[str]:
 
 
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
-    """What every engine is told: the same model, prompts and threads."""
+    """The input of every engine's script: the same model, prompts and number of threads."""
     model = BUILD / f"model-{options.shape}"
     if not (model / "model.safetensors").exists():
         from baton.bench.micro.shapes import write_shape
@@ -174,7 +177,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _call(result: Figures, plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Run the engine's script once; notes why it failed, if it did."""
+    """Runs the engine's script once; if it fails, sets `result.failed` and returns None."""
     engine = result.engine
     interpreter = THEIR_PYTHON if engine.packages else Path(sys.executable)
     environment = {
@@ -228,7 +231,7 @@ def _figures(options: argparse.Namespace, result: Figures) -> dict[str, Any]:
 
 
 def _rates(tokens: int, seconds: Spread) -> dict[str, float]:
-    """Medians and, since less time is a higher rate, percentiles turned around."""
+    """Rates from times: median, and percentiles in reversed order, since less time is a higher rate."""
     return {
         "tokens_per_s": tokens / seconds.median,
         "tokens_per_s_p10": tokens / seconds.p90,
@@ -260,7 +263,7 @@ def _cell(rates: Mapping[str, float]) -> str:
 
 
 def note(text: str) -> None:
-    """Progress, on stderr."""
+    """Prints progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Baton's own figures, for scripts/compare_engines: scheduler and runner of one engine, prints one JSON line."""
+"""Measures Baton for scripts/compare_engines: scheduler and runner of one engine. Prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of each prompt and of each decode step by batch."""
+    """Measures the seconds of each prompt, and of each decode step by batch size."""
     import baton
     from baton.bench.micro.engine_drive import EngineDrive
     from baton.runner import TorchSpec, load
 
-    most, block = max(plan["batches"]), 16
-    blocks = most * (-(-plan["context"] // block) + len(plan["batches"]) * (plan["steps"] // block + 3))
+    max_batch, block = max(plan["batches"]), 16
+    blocks = max_batch * (-(-plan["context"] // block) + len(plan["batches"]) * (plan["steps"] // block + 3))
     dtype = {"bf16": "bfloat16", "f32": "float32"}[plan["precision"]]
     model = Path(plan["model"])
     runner = load(TorchSpec(model, dtype, block, num_blocks=blocks * 9 // 8, num_threads=plan["threads"]))
-    drive = EngineDrive(runner, plan["context"], most)
+    drive = EngineDrive(runner, plan["context"], max_batch)
     prefill = [drive.prefill(prompt) for prompt in plan["prompts"]][1:]
     decode = {str(batch): drive.decode(plan["prompts"][:batch], plan["steps"]) for batch in plan["batches"]}
     settings = {"kernels": runner.model.numerics, "bit_exact": runner.model.bit_exact}

@@ -1,4 +1,4 @@
-"""llama.cpp's figures, for scripts/compare_engines: runs in the comparison's own venv, prints one JSON line."""
+"""Measures llama.cpp for scripts/compare_engines: runs in the comparison's venv, prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYER_NAMES = {
 
 
 def prepare(model: Path, made: Path) -> Path:
-    """The same weights as one GGUF file, in bfloat16 where llama.cpp multiplies with them."""
+    """Converts the weights to a GGUF file, once; matrices are in bfloat16. Returns the file."""
     target = made / "model.gguf"
     if not target.is_file():
         made.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def _write(model: Path, target: Path) -> None:
 
     config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "qwen2" or not config["tie_word_embeddings"]:
-        raise SystemExit(f"only tied qwen2 shapes are converted, not {config['model_type']}")
+        raise SystemExit(f"only qwen2 shapes with tied embeddings can be converted, not {config['model_type']}")
     unfinished = target.with_suffix(".part")
     writer = gguf.GGUFWriter(unfinished, "qwen2")
     writer.add_block_count(config["num_hidden_layers"])
@@ -83,22 +83,22 @@ def _add(gguf: Any, writer: Any, name: str, tensor: Any) -> None:
 
 
 def measure(target: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of each prompt and of each decode step by batch."""
+    """Measures the seconds of each prompt, and of each decode step by batch size."""
     import llama_cpp
 
     llama_cpp.llama_backend_init()
-    most = max(plan["batches"])
+    max_batch = max(plan["batches"])
     model_settings = llama_cpp.llama_model_default_params()
     model_settings.use_mmap = False
     model = llama_cpp.llama_model_load_from_file(str(target).encode(), model_settings)
     settings = llama_cpp.llama_context_default_params()
-    settings.n_ctx = most * -(-(plan["context"] + plan["steps"] + 8) // 256) * 256
+    settings.n_ctx = max_batch * -(-(plan["context"] + plan["steps"] + 8) // 256) * 256
     settings.n_batch = settings.n_ubatch = plan["context"]
-    settings.n_seq_max = most
+    settings.n_seq_max = max_batch
     settings.n_threads = settings.n_threads_batch = plan["threads"]
     context = llama_cpp.llama_init_from_model(model, settings)
     if not context:
-        raise SystemExit("llama.cpp could not make a context")
+        raise SystemExit("llama.cpp could not create a context; is there enough memory for its KV cache?")
     run = _Run(llama_cpp, context, llama_cpp.llama_model_get_vocab(model), plan["context"])
     prefill = [run.prefill(index, prompt) for index, prompt in enumerate(plan["prompts"])]
     decode = {str(batch): run.decode(batch, plan["steps"]) for batch in plan["batches"]}
@@ -112,7 +112,7 @@ def measure(target: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Run:
-    """Sequences with one prompt each, decoded together; greedy, as the others are."""
+    """Sequences with one prompt each that are decoded as one batch, greedily like in the other engines."""
 
     def __init__(self, llama_cpp: Any, context: Any, vocab: Any, capacity: int) -> None:
         self._lib, self._context = llama_cpp, context
@@ -122,7 +122,7 @@ class _Run:
         self._lengths: list[int] = []
 
     def prefill(self, sequence: int, prompt: list[int]) -> float:
-        """Seconds of one prompt and its first token; sequences come in order."""
+        """Computes one prompt and its first token; returns the seconds. Sequences must be given in order."""
         started = time.perf_counter()
         self._decode([(token, place, sequence) for place, token in enumerate(prompt)], last_only=True)
         self._tokens.append(self._best(len(prompt) - 1))
@@ -131,7 +131,7 @@ class _Run:
         return seconds
 
     def decode(self, batch: int, steps: int) -> list[float]:
-        """Seconds of each step of the first `batch` sequences, which are then as long as before again."""
+        """Decodes the first `batch` sequences and truncates them again; returns the seconds of each step."""
         times, lengths, tokens = [], self._lengths[:batch], self._tokens[:batch]
         for _ in range(steps + 2):
             started = time.perf_counter()
@@ -154,7 +154,7 @@ class _Run:
             self._batch.logits[index] = not last_only or index == len(rows) - 1
         status = self._lib.llama_decode(self._context, self._batch)
         if status:
-            raise SystemExit(f"llama_decode failed with {status}")
+            raise SystemExit(f"llama_decode failed with status {status}")
 
     def _best(self, row: int) -> int:
         import numpy as np

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's figures, for scripts/compare_engines: runs in the comparison's own venv, prints one JSON line."""
+"""Measures OpenVINO GenAI for scripts/compare_engines: runs in the comparison's venv, prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def prepare(model: Path, made: Path) -> Path:
-    """The model as OpenVINO wants it, converted once from the same weights."""
+    """Converts the weights to OpenVINO's format, once; returns the directory."""
     target = made / "openvino"
     if not (target / "openvino_model.xml").is_file():
         source = made / "openvino-source"
@@ -21,11 +21,11 @@ def prepare(model: Path, made: Path) -> Path:
             link = source / file.name
             if not link.exists():
                 link.symlink_to(file.resolve())
-        # The random model has no end of sequence; the converter asks for one, and nothing here ever stops at it.
+        # The random model has no end-of-sequence token, but the converter needs one. No measurement stops at it.
         words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "Ġw1000", "pad_token": "Ġw1000"}
         (source / "tokenizer_config.json").write_text(json.dumps(words))
         exporter = Path(sys.executable).with_name("optimum-cli")
-        # 16-bit weights: without a format of their own large models are silently quantised to 8 bits.
+        # 16-bit weights: without this flag large models are quantised to 8 bits without a message.
         subprocess.run(
             [
                 *(str(exporter), "export", "openvino", "--model", str(source), "--weight-format", "fp16"),
@@ -39,7 +39,7 @@ def prepare(model: Path, made: Path) -> Path:
 
 
 def measure(target: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of each prompt and of each decode step by batch."""
+    """Measures the seconds of each prompt, and of each decode step by batch size."""
     import openvino_genai as genai
 
     limits = genai.SchedulerConfig()
@@ -62,19 +62,21 @@ def measure(target: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Run:
+    """Drives the pipeline step by step."""
+
     def __init__(self, genai: Any, pipeline: Any) -> None:
         self._genai, self._pipeline, self._count = genai, pipeline, 0
 
     def prefill(self, prompt: list[int]) -> float:
-        """Seconds of one prompt and its first token."""
+        """Computes one prompt and its first token; returns the seconds."""
         handle = self._add(prompt, 1)
         return self._until_idle([handle])[0]
 
     def decode(self, prompts: list[list[int]], steps: int) -> list[float]:
-        """Seconds of each step in which all requests take part and none still has prompt to compute."""
+        """Decodes all prompts as one batch; returns the seconds of each step that only decodes."""
         handles = [self._add(prompt, steps + 2) for prompt in prompts]
         times = self._until_idle(handles)
-        # One prefill (of all prompts, the budget has room), then as many decode steps as tokens; the last are kept.
+        # One step computes all prompts, for which the token budget has room; then each step decodes one token each.
         return times[-steps:]
 
     def _add(self, prompt: list[int], tokens: int) -> Any:

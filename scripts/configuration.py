@@ -60,7 +60,7 @@ COLUMNS = ("setting", "flag", "environment variable", "value", "default", "what 
 
 
 def main() -> int:
-    """Write the page, or compare it with `--check`."""
+    """Writes the page; with `--check` compares it and returns 1 if it is out of date."""
     page = render()
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page, encoding="utf-8")

@@ -1,8 +1,10 @@
-"""How fast each core is while something else is measured: a rented core is often half of one, and of whose other half
-somebody else makes use one second and not the next. The same work then takes 1.7 times as long, and no clock says so.
+"""Measures how fast each core is while something else is measured.
 
-Run as a program it times a short loop of plain Python on one core, twice a second, in processor time: that grows when
-the core is shared below the operating system, and not when this process waits for its turn.
+A rented core is often one hardware thread of a core whose other thread belongs to another tenant. While that one
+computes, the same work takes 1.7 times as long, which the operating system does not show.
+
+Run as a program it times a short loop of plain Python on one core, twice a second, in processor time. That grows when
+the core is shared below the operating system, but not when this process waits for its turn.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ _STEPS = 40_000
 
 
 @contextmanager
-def watched(speeds: dict[int, list[float]]) -> Iterator[None]:
-    """On exit `speeds` has what the loop took on each usable core, in milliseconds of processor time."""
+def measured_cores(speeds: dict[int, list[float]]) -> Iterator[None]:
+    """Times the loop on each usable core during the context; `speeds` gets the milliseconds of processor time."""
     cores = sorted(os.sched_getaffinity(0))
     watchers = [subprocess.Popen([sys.executable, __file__, str(core)], stdout=subprocess.PIPE) for core in cores]
     try:
@@ -31,12 +33,12 @@ def watched(speeds: dict[int, list[float]]) -> Iterator[None]:
     finally:
         for core, watcher in zip(cores, watchers, strict=True):
             watcher.terminate()
-            said, _ = watcher.communicate()
-            speeds.setdefault(core, []).extend(float(line) for line in said.split())
+            output, _ = watcher.communicate()
+            speeds.setdefault(core, []).extend(float(line) for line in output.split())
 
 
-def described(speeds: dict[int, list[float]]) -> str:
-    """In words, for a reader who wonders why a figure is not what it was."""
+def describe(speeds: dict[int, list[float]]) -> str:
+    """The measured times as text, to explain why a figure may differ from an earlier one."""
     cores = [f"{_median(taken):.1f} [{min(taken):.1f}, {max(taken):.1f}] ms on core {c}" for c, taken in speeds.items()]
     return f"a fixed loop of plain Python took {' and '.join(cores)} meanwhile"
 

@@ -34,7 +34,7 @@ DIAGRAMS = {
 
 
 def main() -> int:
-    """Write the page, or compare it with `--check`; 1 if a machine has no place in it, or the page is out of date."""
+    """Writes the page, or compares it with `--check`; returns 1 if a diagram has no place or the page is outdated."""
     before = PAGE.read_text(encoding="utf-8")
     places = names_in(before, "diagram")
     if wrong := [f"no place for {name}" for name in DIAGRAMS if name not in places]:

@@ -1,15 +1,15 @@
-"""Measures how long a router's event loop is held by the largest failures, and fails if it is too long.
+"""Measures how long large failures block a router's event loop, and fails if it is too long.
 
-Two failures, each several times over, with the router's own dispatcher, links, placement and flight records, over nodes
-that answer in process and compute nothing:
+There are two failures, each repeated several times. Dispatcher, links, placement and flight records are the router's
+own; the nodes are in this process and compute nothing.
 
-cut       every link of the router breaks at once, under many streams. The nodes live, so every stream has to go on
-          where it was: none ends, and no attempt begins anew.
-takeover  another router died, and all of its clients come to this one at once for what follows. Every flight is read
+cut       all links of the router break at once while many streams are open. The nodes are alive, so every stream must
+          continue: none ends, and no new attempt starts.
+takeover  another router has died, and all of its clients resume their streams at this one at once. Every flight is read
           from its record and adopted from its nodes.
 
-A turn of the loop is measured as a running router does it (see baton.observe.loop_probe): by the wall's clock and by
-the processor time of its thread. The wall's counts here, so run it on an idle machine.
+A turn of the loop is measured as in a running router (see baton.observe.loop_probe): in wall-clock time, and in
+processor time of its thread. The limits are for wall-clock time, so run this on an idle machine.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from router.timers import LoopTimers
 
 MODEL = "simulated"
 BEFORE, AFTER = 3, 5
-"""Tokens that a stream has brought when its links are cut, and those that it brings afterwards."""
-MOST_HELD_CUT_S = 0.2
-MOST_HELD_TAKEOVER_S = 0.05
-MOST_TAKEOVER_S = 1.0
+"""Tokens of a stream before its links are cut, and after that."""
+MAX_HELD_CUT_S = 0.2
+MAX_HELD_TAKEOVER_S = 0.05
+MAX_TAKEOVER_S = 1.0
 _GIVE_UP_S = 120.0
-"""A round that takes longer hangs."""
+"""A round that takes longer is taken to hang."""
 
 
 class _Node:
-    """Computes nothing: a prompt is handed off at once, and a sequence brings its first tokens, or what one lacks."""
+    """A node that computes nothing: it hands off prompts at once, and reports the first or the missing tokens."""
 
     def __init__(self, fakes: FakeNodes, index: int, count: int) -> None:
         description = bench_description(index, count, MODEL, MAX_MODEL_LEN)
@@ -83,12 +83,12 @@ class _Node:
                     if self.fake.description.role is Role.DECODE:
                         first = known[0] if known else 0
                         self.fake.report(RequestDelta(key, first, tuple(range(first, BEFORE + AFTER))))
-            # A real node's report comes over a socket, between two turns of the loop.
+            # A real node's reports arrive over a socket, in different turns of the loop.
             await asyncio.sleep(0)
 
 
 class _Router:
-    """What of a router hears and answers, without its fronts and without Redis."""
+    """A router without its ports and without Redis."""
 
     def __init__(self, name: str, store: FakeFlightStore) -> None:
         self._timers, self._view, self.fakes = LoopTimers(), ClusterView(), FakeNodes()
@@ -100,7 +100,7 @@ class _Router:
         )
 
     async def attach(self, nodes: Sequence[_Node]) -> None:
-        """Return once all of them are attached."""
+        """Waits until all nodes are attached."""
         records = [node_record(node.fake.description, 1.0, lease_s=60.0) for node in nodes]
         self._view.registered(records)
         self.links.update(records)
@@ -110,22 +110,22 @@ class _Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One failure."""
+class Round:
+    """What was measured in one failure."""
 
     took_s: float
-    """Until the last client had what follows."""
+    """Seconds until the last client had the following tokens."""
     held_s: float
     held_cpu_s: float
-    """The longest turn of the loop meanwhile."""
+    """The longest turn of the loop meanwhile, in wall-clock and in processor time."""
     num_ended: int
-    """Streams that ended without need."""
+    """Streams that ended although they could have continued."""
     num_anew: int
-    """Attempts that began anew."""
+    """New attempts that were started."""
 
 
 class _Client:
-    """Reads a stream in a task of its own."""
+    """Reads a stream in its own task."""
 
     def __init__(self, stream: AsyncGenerator[GenerateEvent, None], wanted: int) -> None:
         self.tokens: list[int] = []
@@ -142,13 +142,13 @@ class _Client:
                 if len(self.tokens) >= wanted:
                     self.has_all.set()
         finally:
-            # Nobody waits for one that has ended; what it lacks shows.
+            # Waiters must not hang if the stream ends early; missing tokens are counted later.
             self.has_begun.set()
             self.has_all.set()
 
 
 def _longest_turn() -> tuple[float, float]:
-    """The longest turn of this loop, by the wall's clock and in processor time; what came before the failure counts."""
+    """The longest turn of this loop in wall-clock and in processor time, including turns before the failure."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ProbedEventLoop)
     seen = {figure.name: figure.value for figure in loop.probe.figures() if isinstance(figure, Figure)}
@@ -164,9 +164,9 @@ async def _end(clients: Sequence[_Client], router: _Router, nodes: Sequence[_Nod
         await node.stop()
 
 
-async def cut(num_pairs: int, num_streams: int) -> Seen:
-    """All links of a router break at once."""
-    router = _Router("router-0", FakeFlightStore())
+async def cut(num_pairs: int, num_streams: int) -> Round:
+    """Measures a failure in which all links of a router break at once."""
+    router = _Router("router-0", MemoryFlightStore())
     nodes = [_Node(router.fakes, index, 2 * num_pairs) for index in range(2 * num_pairs)]
     await router.attach(nodes)
     clients = []
@@ -182,14 +182,14 @@ async def cut(num_pairs: int, num_streams: int) -> Seen:
         await client.has_all.wait()
     took, (held, held_cpu) = time.perf_counter() - began, _longest_turn()
     num_ended = sum(client.task.done() or client.tokens != [*range(BEFORE + AFTER)] for client in clients)
-    seen = Seen(took, held, held_cpu, num_ended, router.dispatcher.requests.counters.attempts.total() - attempts)
+    seen = Round(took, held, held_cpu, num_ended, router.dispatcher.requests.counters.attempts.total() - attempts)
     await _end(clients, router, nodes)
     return seen
 
 
-async def takeover(num_flights: int, num_prompt_tokens: int) -> Seen:
-    """A dead router's clients come to another one."""
-    store = FakeFlightStore()
+async def takeover(num_flights: int, num_prompt_tokens: int) -> Round:
+    """Measures a failure in which the clients of a dead router resume at another one."""
+    store = MemoryFlightStore()
     router = _Router("router-1", store)
     nodes = [_Node(router.fakes, index, 2) for index in range(2)]
     await router.attach(nodes)
@@ -203,7 +203,7 @@ async def takeover(num_flights: int, num_prompt_tokens: int) -> Seen:
     clients = []
     for number in range(num_flights):
         clients.append(_Client(router.dispatcher.resume(f"r{number}", [BEFORE], call=2), AFTER))
-        # Calls come over sockets, of which one turn of the loop reads a bounded number.
+        # Calls arrive over sockets, and one turn of the loop reads a limited number of them.
         if number % 64 == 63:
             await asyncio.sleep(0)
     for client in clients:
@@ -211,77 +211,79 @@ async def takeover(num_flights: int, num_prompt_tokens: int) -> Seen:
     took, (held, held_cpu) = time.perf_counter() - began, _longest_turn()
     num_ended = sum(client.task.done() or client.tokens != [*range(BEFORE, BEFORE + AFTER)] for client in clients)
     counters = router.dispatcher.requests.counters
-    seen = Seen(took, held, held_cpu, num_ended, counters.attempts.total() + num_flights - counters.adopted)
+    seen = Round(took, held, held_cpu, num_ended, counters.attempts.total() + num_flights - counters.adopted)
     await _end(clients, router, nodes)
     return seen
 
 
-def _line(what: str, rounds: Sequence[Seen]) -> str:
+def _line(what: str, rounds: Sequence[Round]) -> str:
     took, held, cpu = (
         Spread.of([getattr(seen, name) for seen in rounds], 1e3) for name in ("took_s", "held_s", "held_cpu_s")
     )
     return (
-        f"{what}: all go on after {took.median:.0f} ms [{took.p10:.0f}, {took.p90:.0f}]; longest turn of the loop "
+        f"{what}: all streams continue after {took.median:.0f} ms [{took.p10:.0f}, {took.p90:.0f}]; longest loop turn "
         f"{held.median:.0f} ms [{held.p10:.0f}, {held.p90:.0f}], processor time {cpu.median:.0f} ms; "
-        f"{sum(seen.num_ended for seen in rounds)} ended, {sum(seen.num_anew for seen in rounds)} began anew"
+        f"{sum(seen.num_ended for seen in rounds)} ended, {sum(seen.num_anew for seen in rounds)} new attempts"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A failure, and how long it may hold the loop and take in all, in seconds."""
+    """A failure, with the limits for the longest turn of the loop and for the total time, in seconds."""
 
     name: str
-    happen: Callable[[], Coroutine[None, None, Seen]]
-    most_held_s: float
-    most_took_s: float = math.inf
+    measure: Callable[[], Coroutine[None, None, Round]]
+    max_held_s: float
+    max_took_s: float = math.inf
 
-    def rounds(self, count: int) -> list[Seen]:
-        """Let it happen so often, each time on a loop of its own, as a router's is. Raises TimeoutError for a hang."""
+    def rounds(self, count: int) -> list[Round]:
+        """Repeats the failure, each time on a new event loop of the router's kind. Raises TimeoutError if one hangs."""
         rounds = []
         for _ in range(count):
             gc.collect()
             with asyncio.Runner(loop_factory=ProbedEventLoop) as runner:
-                rounds.append(runner.run(asyncio.wait_for(self.happen(), _GIVE_UP_S)))
+                rounds.append(runner.run(asyncio.wait_for(self.measure(), _GIVE_UP_S)))
         return rounds
 
-    def is_kept(self, seen: Seen) -> bool:
-        """Whether one round kept what is promised."""
-        in_time = seen.held_s <= self.most_held_s and seen.took_s <= self.most_took_s
+    def is_passed(self, seen: Round) -> bool:
+        """Whether a round kept all limits."""
+        in_time = seen.held_s <= self.max_held_s and seen.took_s <= self.max_took_s
         return in_time and not seen.num_ended and not seen.num_anew
 
     @property
     def limits(self) -> str:
-        held = f"held {self.most_held_s * 1e3:.0f} ms"
-        return held if math.isinf(self.most_took_s) else f"{held}, {self.most_took_s * 1e3:.0f} ms in all"
+        held = f"held {self.max_held_s * 1e3:.0f} ms"
+        return held if math.isinf(self.max_took_s) else f"{held}, {self.max_took_s * 1e3:.0f} ms in all"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/failover", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=300, help="prefill nodes, and decode nodes (default: 300)")
-    parser.add_argument("--streams", type=int, default=900, help="streams on them (default: 900)")
-    parser.add_argument("--flights", type=int, default=1000, help="of the dead router (default: 1000)")
-    parser.add_argument("--prompt-tokens", type=int, default=32_768, help="of each of those (default: 32768)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each failure (default: 5)")
+    parser.add_argument(
+        "--pairs", type=int, default=300, help="number of prefill nodes, and of decode nodes (default: 300)"
+    )
+    parser.add_argument("--streams", type=int, default=900, help="open streams in the failure cut (default: 900)")
+    parser.add_argument("--flights", type=int, default=1000, help="flights of the dead router (default: 1000)")
+    parser.add_argument("--prompt-tokens", type=int, default=32_768, help="tokens of their prompts (default: 32768)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each failure (default: 5)")
     arguments = parser.parse_args()
     set_thresholds()
     print(processor())
     cuts, takeovers = (arguments.pairs, arguments.streams), (arguments.flights, arguments.prompt_tokens)
     failures = [
-        _Failure("cut: {0}+{0} nodes, {1} streams".format(*cuts), partial(cut, *cuts), MOST_HELD_CUT_S),
+        _Failure("cut: {0}+{0} nodes, {1} streams".format(*cuts), partial(cut, *cuts), MAX_HELD_CUT_S),
         _Failure(
             "takeover: {} flights of {} tokens".format(*takeovers),
             partial(takeover, *takeovers),
-            MOST_HELD_TAKEOVER_S,
-            MOST_TAKEOVER_S,
+            MAX_HELD_TAKEOVER_S,
+            MAX_TAKEOVER_S,
         ),
     ]
     passed = True
     for failure in failures:
         rounds = failure.rounds(arguments.rounds)
-        is_kept = all(map(failure.is_kept, rounds))
-        passed &= is_kept
-        verdict = "PASS" if is_kept else "FAIL"
+        is_passed = all(map(failure.is_passed, rounds))
+        passed &= is_passed
+        verdict = "PASS" if is_passed else "FAIL"
         print(f"{verdict}  {_line(failure.name, rounds)} (every round: at most {failure.limits})")
     return 0 if passed else 1
 

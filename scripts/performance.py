@@ -1,16 +1,16 @@
-"""Regenerates the figures of docs/performance.md: runs each benchmark, keeps its result, writes it into the page.
+"""Regenerates the figures of docs/performance.md: runs each benchmark, keeps its output, and writes it into the page.
 
-The page is prose by people with figures by programs in it. A figure stands between two markers that name it,
+The text of the page is written by hand; the figures in it are generated. A figure is between two markers that name it,
 
     <!-- figure: engine -->
-    ... the command, when and on which machine it ran, and what it said ...
+    ... the command, when and on which machine it ran, and its output ...
     <!-- end -->
 
-and this script replaces what is between them (markers.py). What it wrote last is kept as a file of its own
-(docs/performance/engine.txt), so the page can be made again without measuring (--render). A figure whose markers are
-not in the page is only kept as a file.
+and this script replaces the text between them (markers.py). The latest text of each figure is kept in a file
+(docs/performance/engine.txt), so the page can be rendered without measuring (--render). A figure whose markers are not
+in the page is only kept as a file.
 
-Results and their reports, too large to be committed, are left in build/performance.
+Results and their reports are too large to be committed; they are in build/performance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from core_speed import described, watched
+from core_speed import describe, measured_cores
 from markers import rendered
 
 from baton.bench.results.host import processor, usable_cores
@@ -35,12 +35,12 @@ PAGE = ROOT / "docs" / "performance.md"
 KEPT = ROOT / "docs" / "performance"
 RESULTS = ROOT / "build" / "performance"
 RESULT = "RESULT"
-"""In a command: the file for its result, of which a report is made."""
+"""In a command: stands for the result file, from which a report is rendered."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One command and what it says. `minutes`: about how long it takes."""
+    """A command whose output is shown in the page. `minutes`: about how long it takes."""
 
     name: str
     command: str
@@ -61,7 +61,7 @@ FIGURES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and write; 1 if a command failed, whose figure then stays as it was."""
+    """Measures and writes the page; returns 1 if a command failed, whose figure then stays as it was."""
     options = _options(argv)
     chosen = [one for one in FIGURES if not options.only or one.name in options.only]
     if options.list:
@@ -72,18 +72,18 @@ def main(argv: Sequence[str]) -> int:
     texts = {one.name: path.read_text() for one in FIGURES if (path := _kept(one)).exists()}
     PAGE.write_text(rendered(PAGE.read_text(), "figure", texts))
     for name in failed:
-        print(f"scripts/performance: {name} failed, its figure is the old one", file=sys.stderr)
+        print(f"scripts/performance: {name} failed; the page keeps its earlier figure", file=sys.stderr)
     return 1 if failed else 0
 
 
-def told(command: str, said: str, where: str, when: str) -> str:
-    """A figure as it stands in the page: conditions, command, output."""
-    fence = "```" if "```" not in said else "````"
-    return f"{where}, {when}:\n\n{fence}console\n$ {command}\n{said.rstrip()}\n{fence}\n"
+def figure_text(command: str, output: str, where: str, when: str) -> str:
+    """The text of a figure in the page: conditions, command, output."""
+    fence = "```" if "```" not in output else "````"
+    return f"{where}, {when}:\n\n{fence}console\n$ {command}\n{output.rstrip()}\n{fence}\n"
 
 
 def _measure(figure: Figure) -> bool:
-    """Run the command and keep what it says; keeps nothing of one that fails."""
+    """Runs the command and keeps its output; returns False and keeps nothing if it fails."""
     result = RESULTS / f"{figure.name}.json"
     words = [str(result) if word == RESULT else word for word in shlex.split(figure.command)]
     for folder in (KEPT, RESULTS):
@@ -91,7 +91,7 @@ def _measure(figure: Figure) -> bool:
     print(f"{figure.name}: about {figure.minutes} min: {_shown(figure)}", flush=True)
     environment = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", "COLUMNS": "120"}
     speeds: dict[int, list[float]] = {}
-    with watched(speeds):
+    with measured_cores(speeds):
         done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return False
@@ -99,12 +99,12 @@ def _measure(figure: Figure) -> bool:
         subprocess.run(["baton", "bench", "report", str(result)], cwd=ROOT, env=environment, check=True)
     where = f"{usable_cores()} cores of {processor()}, commit {_commit()}"
     when = datetime.now(UTC).date().isoformat()
-    _kept(figure).write_text(told(_shown(figure), done.stdout, where, f"{when}; {described(speeds)}"))
+    _kept(figure).write_text(figure_text(_shown(figure), done.stdout, where, f"{when}; {describe(speeds)}"))
     return True
 
 
 def _shown(figure: Figure) -> str:
-    """The command as a reader would type it."""
+    """The command as a reader types it."""
     return figure.command.replace(RESULT, f"{figure.name}.json")
 
 
@@ -122,9 +122,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         prog="scripts/performance", description="Regenerate docs/performance.md's figures."
     )
     names = [one.name for one in FIGURES]
-    parser.add_argument("only", nargs="*", metavar="FIGURE", help=f"only these of: {', '.join(names)}")
-    parser.add_argument("--list", action="store_true", help="say what would run")
-    parser.add_argument("--render", action="store_true", help="measure nothing: write the kept figures into the page")
+    parser.add_argument("only", nargs="*", metavar="FIGURE", help=f"measure only these of: {', '.join(names)}")
+    parser.add_argument("--list", action="store_true", help="list the commands without running them")
+    parser.add_argument("--render", action="store_true", help="write the kept figures into the page without measuring")
     options = parser.parse_args(argv)
     if unknown := set(options.only) - set(names):
         parser.error(f"no such figure: {', '.join(sorted(unknown))}")

@@ -1,7 +1,7 @@
-"""Runs each test that failed in the last run once more, by itself, and says which of them are flaky.
+"""Runs each test that failed in the last run once more, by itself, and lists the flaky ones.
 
-A test that passes now failed because of something beside it: it is listed as flaky, to be mended before anything else.
-One that fails again is a failure. Exits with 0 if every one passed, else with 1.
+A test that passes now failed because of other tests or processes: it is listed as flaky, and must be fixed before
+anything else. A test that fails again is a failure. Exits with 0 if all tests passed, else with 1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 MAX_RERUN = 10
-"""More than these at once are no accident."""
+"""More failed tests than this are not flaky; they are not run again."""
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
-"""Runs two clusters for a long time under a mixed load with kills, and fails if anything of them grows.
+"""Runs two clusters for a long time under a mixed load with kills, and fails if memory or other figures grow.
 
-One cluster serves the simulated model, the other the bundled one, side by side, each with a Redis, two routers, two
-prefill nodes and two decode nodes. The run is a row of equal cycles. In each, clients of several tenants ask (see
-soak_load.py), one process is killed with SIGKILL and started again by the supervisor, then everybody stops asking, and
-at the end of this quiet phase every process is read. The second router, prefill node and decode node of both clusters
-are killed in turn, so the first of each kind lives from the begin to the end. Redis is never killed. What the readings
-are held against is said in soak_judge.py.
+One cluster serves the simulated model and the other the bundled one, at the same time. Each has a Redis, two routers,
+two prefill nodes and two decode nodes. The run is a sequence of equal cycles. In each cycle clients of several tenants
+send requests (see soak_load.py), and one process is killed with SIGKILL and restarted by the supervisor. Then the
+clients pause, and at the end of this quiet phase the figures of every process are read. The second router, prefill node
+and decode node of both clusters are killed in turn, so the first of each kind lives from start to end. Redis is never
+killed. soak_judge.py compares the readings.
 
 Results are one table on standard output and, in the folder of --out, samples.csv (every ten seconds and in every quiet
 moment), result.json and memory.svg.
@@ -34,9 +34,9 @@ from random import Random
 from statistics import median
 
 import redis
-from soak_judge import COUNTS, Line, Reading, judged, least_counts, lives_of
-from soak_load import Routers, SoakLoad, Tenant, Told, summary
-from soak_plot import Panel, drawn
+from soak_judge import COUNTS, Line, Reading, judge, lives_of, minimum_counts
+from soak_load import ClientResults, Routers, SoakLoad, Tenant, summary
+from soak_plot import Panel, render_svg
 
 from baton.bench.results.host import processor, usable_cores
 from baton.cli.cluster.run_dir import RunDir
@@ -49,24 +49,24 @@ from baton.security.matrix import CallerRole
 ROOT = Path(__file__).parents[1]
 LONG_CYCLE_S, SHORT_CYCLE_S = 120.0, 40.0
 CYCLES = 6
-"""A short run has at least so many, if they are not shorter than SHORT_CYCLE_S."""
+"""Smallest number of cycles in a short run, if they are not shorter than SHORT_CYCLE_S then."""
 KILL_AT = (0.1, 0.4)
-"""Somewhen between these shares of a cycle a process is killed."""
+"""A process is killed at a random time between these shares of a cycle."""
 QUIET_S = 22.0
-"""The quiet phase at the end of a cycle: orphans' grace and two rounds of the collectors fit."""
+"""Length of the quiet phase at the end of a cycle: enough for orphans' grace and two runs of the collectors."""
 ORPHAN_GRACE_S = 5.0
 READINGS = 3
-"""In a quiet moment, a second apart: what comes and goes meanwhile does not count."""
+"""Readings in a quiet moment, a second apart; the minimum counts."""
 SAMPLE_S = 10.0
 WARM_UP_S = 600.0
 LONG_RUN_MIN = 30.0
 GROWTH, SHORT_GROWTH = 0.02, 0.10
-"""How much memory may grow in a run of LONG_RUN_MIN and more, and in a shorter one, whose warm-up is too short."""
+"""Allowed growth of memory in a run of at least LONG_RUN_MIN, and in a shorter one, whose warm-up is too short."""
 RESTARTED_GROWTH = 0.05
-"""Two lives of one process: where its allocators put things differs from start to start."""
+"""Allowed growth between two lives of a process; allocators place data differently after each start."""
 START_S = 180.0
-"""A cluster has so long to be ready, and a killed process to be back: all cores are busy meanwhile."""
-_LOOK_S = 0.2
+"""Time in which a cluster must be ready and a killed process must be back; all cores are busy meanwhile."""
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class Kind:
     vocab_size: int
     clients: int
     warm_up_clients: int
-    """More of them at first: a node keeps its latest events, as many as there may be after the warm-up."""
+    """Clients during the warm-up. There are more of them, so that each node's buffer of events is full afterwards."""
 
 
 CLUSTERS: Mapping[str, Kind] = {
-    # Small caches, so that all of their memory has been written before the warm-up ends.
+    # The caches are small, so that all of their memory has been written before the warm-up ends.
     "simulated": Kind(
         ("--runner", "simulated", "--kv-cache-memory", "1MiB"), {"BATON_SIMULATED_STEP_MS": "10"}, 32000, 8, 24
     ),
@@ -90,7 +90,7 @@ CLUSTERS: Mapping[str, Kind] = {
 }
 FLAGS = (
     *("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--grpc-port", "0", "--http-port", "0"),
-    # Every prompt goes the long way, over both nodes and NIXL.
+    # Every request uses both nodes and NIXL.
     *("--placement", "least-loaded", "--orphan-grace-s", f"{ORPHAN_GRACE_S:g}"),
 )
 VICTIMS = ("router-1", "decode-1", "prefill-1")
@@ -99,7 +99,7 @@ SUPERVISOR = "supervisor"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked for."""
+    """The options of the command line."""
 
     minutes: float
     out: Path
@@ -122,7 +122,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One process at one moment; None where it does not say."""
+    """The figures of one process at one time; None if the process does not report one."""
 
     at_s: float
     cluster: str
@@ -151,7 +151,7 @@ class Cluster:
     def state(self) -> ClusterState:
         state = self._run_dir.read_state()
         if state is None:
-            raise SystemExit(f"scripts/soak: the {self.name} cluster has ended by itself: see {self._run_dir.logs}")
+            raise SystemExit(f"scripts/soak: the {self.name} cluster has ended unexpectedly; see {self._run_dir.logs}")
         return state
 
     @property
@@ -162,11 +162,11 @@ class Cluster:
         return next(process for process in self.state.processes if process.name == name)
 
     def samples(self, at_s: float, *, is_quiet: bool) -> Iterator[Sample]:
-        """One sample of every process that is there."""
+        """Yields a sample of every running process."""
         state = self.state
         pids = [(process.name, process.pid) for process in state.processes if process.pid]
         for name, pid in [*pids, (SUPERVISOR, state.pid)]:
-            with suppress(OSError, KeyError):  # it was killed just now
+            with suppress(OSError, KeyError):  # the process was killed just now
                 yield self._sample(at_s, name, pid, state, is_quiet=is_quiet)
 
     def _sample(self, at_s: float, name: str, pid: int, state: ClusterState, *, is_quiet: bool) -> Sample:
@@ -191,18 +191,18 @@ class Cluster:
         return None
 
     def keys(self) -> dict[str, int]:
-        """How many keys Redis has, by kind. Records of requests that have ended expire soon and are not counted."""
-        found = {"keys of members and wishes": 0, "keys of requests under way": 0}
+        """The number of Redis keys by kind. Records of ended requests expire soon and are not counted."""
+        found = {"keys of members and desired state": 0, "keys of running requests": 0}
         for key in self._redis.scan_iter(count=1000):
             kind = key.split(b":")[2] if key.count(b":") >= 2 else b""
             if kind != b"flight":
-                found["keys of members and wishes"] += 1
+                found["keys of members and desired state"] += 1
             elif self._redis.ttl(key) > ENDED_S:
-                found["keys of requests under way"] += 1
+                found["keys of running requests"] += 1
         return found
 
-    def complaints(self) -> list[str]:
-        """First lines with a traceback in the logs."""
+    def tracebacks(self) -> list[str]:
+        """The first line with a traceback of each log."""
         found = []
         for log in sorted(self._run_dir.logs.glob("*.log*")):
             bad = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
@@ -211,7 +211,7 @@ class Cluster:
 
 
 class Soak:
-    """One run."""
+    """Runs load, kills and readings of all clusters."""
 
     def __init__(self, options: Options, clusters: Sequence[Cluster], tenants: Sequence[Tenant]) -> None:
         self._options = options
@@ -221,41 +221,41 @@ class Soak:
             cluster.name: SoakLoad(cluster.routers, tenants, CLUSTERS[cluster.name].vocab_size, Random(options.seed))
             for cluster in clusters
         }
-        self._begun = 0.0
+        self._started = 0.0
         self.duration_s = 0.0
         self.samples: list[Sample] = []
         self.readings: dict[tuple[str, str], list[Reading]] = {}
         self.kills: list[tuple[float, str, str]] = []
-        self.backs: list[float] = []
-        """Seconds until each killed process was ready again; infinite where it was not within `START_S`."""
+        self.recoveries: list[float] = []
+        """Seconds until each killed process was ready again; infinite if it was not within `START_S`."""
 
     @property
-    def told(self) -> dict[str, Told]:
-        return {name: load.told for name, load in self._loads.items()}
+    def results(self) -> dict[str, ClientResults]:
+        return {name: load.results for name, load in self._loads.items()}
 
     async def run(self) -> None:
         for load in self._loads.values():
-            await load.learn()
-        self._begun = time.monotonic()
-        sampling = asyncio.create_task(self._sample_on())
+            await load.record_expected_tokens()
+        self._started = time.monotonic()
+        sampling = asyncio.create_task(self._sample_repeatedly())
         try:
             victims = [(cluster, name) for name in VICTIMS for cluster in self._clusters]
             number = 0
-            # A cycle that would end after the time is not begun.
+            # A cycle that would end after the given time is not started.
             while self._now() + self._options.cycle_s <= self._options.minutes * 60 + 1:
                 await self._cycle(*victims[number % len(victims)])
                 number += 1
-                self._say_progress()
+                self._print_progress()
         finally:
             self.duration_s = self._now()
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
 
     def _now(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started
 
     async def _cycle(self, victims_cluster: Cluster, victim: str) -> None:
-        begun, cycle_s = self._now(), self._options.cycle_s
+        start_s, cycle_s = self._now(), self._options.cycle_s
         loads = [
             asyncio.create_task(self._loads[cluster.name].run(self._clients(cluster.name)))
             for cluster in self._clusters
@@ -263,7 +263,7 @@ class Soak:
         try:
             await asyncio.sleep(self._rng.uniform(*KILL_AT) * cycle_s)
             await self._kill(victims_cluster, victim)
-            await asyncio.sleep(max(0.0, begun + cycle_s - QUIET_S - self._now()))
+            await asyncio.sleep(max(0.0, start_s + cycle_s - QUIET_S - self._now()))
             for load in self._loads.values():
                 load.pause()
             await asyncio.gather(*loads)
@@ -271,7 +271,7 @@ class Soak:
             for task in loads:
                 task.cancel()
             await asyncio.gather(*loads, return_exceptions=True)
-        await asyncio.sleep(max(QUIET_S / 2, begun + cycle_s - READINGS - self._now()))
+        await asyncio.sleep(max(QUIET_S / 2, start_s + cycle_s - READINGS - self._now()))
         await self._read_all()
 
     def _clients(self, cluster: str) -> int:
@@ -283,15 +283,15 @@ class Soak:
         os.kill(before.pid, signal.SIGKILL)
         self.kills.append((self._now(), cluster.name, name))
         killed_at = time.monotonic()
-        # Only the file that the supervisor writes says so.
+        # Restarts are visible only in the file that the supervisor writes.
         while (now := cluster.process(name)).restarts == before.restarts or now.status != "Ready":
             if time.monotonic() > killed_at + START_S:
-                self.backs.append(math.inf)
+                self.recoveries.append(math.inf)
                 return
-            await asyncio.sleep(_LOOK_S)
-        self.backs.append(time.monotonic() - killed_at)
+            await asyncio.sleep(_POLL_S)
+        self.recoveries.append(time.monotonic() - killed_at)
 
-    async def _sample_on(self) -> None:
+    async def _sample_repeatedly(self) -> None:
         due = 0.0
         while True:
             await asyncio.sleep(max(0.0, due - self._now()))
@@ -311,29 +311,31 @@ class Soak:
         for sample in several[-1]:
             place = sample.cluster, sample.process
             same = [one for samples in several for one in samples if (one.cluster, one.process) == place]
-            counts = least_counts([_counts(one) for one in same])
+            counts = minimum_counts([_counts(one) for one in same])
             if sample.process == "redis":
                 counts |= keys[sample.cluster]
             memory = sorted(one.resident for one in same)[len(same) // 2]
             reading = Reading(sample.at_s, sample.pid, memory, counts)
             self.readings.setdefault(place, []).append(reading)
 
-    def _say_progress(self) -> None:
-        line = "; ".join(summary(self.told))
+    def _print_progress(self) -> None:
+        line = "; ".join(summary(self.results))
         print(f"{self._now() / 60:5.1f} min: {line}", file=sys.stderr, flush=True)
 
     def lines(self) -> list[Line]:
-        """What is judged of the processes, then of the answers."""
+        """The judged figures of processes, then of answers and restarts."""
         options = self._options
         found = []
         for (cluster, process), readings in self.readings.items():
-            found += judged(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
+            found += judge(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
         for name, load in self._loads.items():
-            for what, many in (("lost answers", load.told.lost), ("wrong answers", load.told.wrong)):
-                found.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {sum(load.told.ended.values())}"))
-        num_missing, back = sum(map(math.isinf, self.backs)), [took for took in self.backs if took < math.inf]
+            results = load.results
+            for what, many in (("lost answers", results.lost), ("wrong answers", results.wrong)):
+                found.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {results.ended.total()}"))
+        num_missing = sum(map(math.isinf, self.recoveries))
+        back = [seconds for seconds in self.recoveries if seconds < math.inf]
         usually, longest = median(back or [0]), max(back, default=0)
-        basis = f"of {len(self.backs)} kills; the others were back after {usually:.0f} s, {longest:.0f} s at most"
+        basis = f"of {len(self.recoveries)} kills; the others were back after {usually:.0f} s, {longest:.0f} s at most"
         found.append(Line("killed processes", "not back", 0, num_missing, 0.0, basis))
         return found
 
@@ -344,10 +346,10 @@ def _counts(sample: Sample) -> dict[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; 0 if nothing grew and every answer was right, 1 if not, 130 after Ctrl-C."""
+    """Runs the soak test; returns 0 if nothing grew and all answers were right, 1 if not, 130 after Ctrl-C."""
     options = _options(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    # `kill` ends the clusters as Ctrl-C does.
+    # SIGTERM ends the clusters, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with ExitStack() as stack:
@@ -359,11 +361,11 @@ def main(argv: Sequence[str]) -> int:
             ]
             soak = Soak(options, clusters, tenants)
             asyncio.run(soak.run())
-            complaints = [line for cluster in clusters for line in cluster.complaints()]
+            tracebacks = [line for cluster in clusters for line in cluster.tracebacks()]
     except KeyboardInterrupt:
-        print("scripts/soak: interrupted; every process that it started has ended", file=sys.stderr)
+        print("scripts/soak: interrupted; all processes that it started have ended", file=sys.stderr)
         return 130
-    return _report(soak, options, complaints)
+    return _report(soak, options, tracebacks)
 
 
 def _keys(file: Path) -> tuple[list[Tenant], str]:
@@ -389,24 +391,24 @@ def _cluster(name: str, home: Path, monitor_key: str, first_metrics_port: int) -
 
 
 def _baton(environment: Mapping[str, str], *words: str) -> None:
-    # In a session of its own: Ctrl-C is for this script, which then stops the clusters in order.
+    # The process has its own session, so Ctrl-C reaches only this script, which then stops the clusters in order.
     command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, start_new_session=True, timeout=START_S
     )
     if done.returncode:
         sys.stderr.write(done.stderr)
-        raise SystemExit(f"scripts/soak: baton {words[0]} ended with {done.returncode}")
+        raise SystemExit(f"scripts/soak: `baton {words[0]}` ended with status {done.returncode}; see its output above")
 
 
-def _report(soak: Soak, options: Options, complaints: Sequence[str]) -> int:
+def _report(soak: Soak, options: Options, tracebacks: Sequence[str]) -> int:
     lines = soak.lines()
     failed = sum(not line.passed for line in lines)
-    _write(soak, options, lines, complaints)
+    _write(soak, options, lines, tracebacks)
     warm_up = f"{options.warm_up_s / 60:g} min"
     print(f"{options.minutes:g} minutes, {len(soak.kills)} kills, seed {options.seed}; warm-up {warm_up}")
-    print(f"memory may grow by {options.growth:.0%}, by {RESTARTED_GROWTH:.0%} between lives, counts not at all\n")
-    print("\n".join(summary(soak.told)) + "\n")
+    print(f"limits of growth: memory {options.growth:.0%}, between lives {RESTARTED_GROWTH:.0%}, counts 0%\n")
+    print("\n".join(summary(soak.results)) + "\n")
     rows = [("PROCESS", "FIGURE", "BEFORE", "AFTER", "GROWTH", "", "BASIS")]
     rows += [
         (
@@ -423,11 +425,11 @@ def _report(soak: Soak, options: Options, complaints: Sequence[str]) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
-    for told in soak.told.values():
-        for problem in [*told.lost[:20], *told.wrong[:20]]:
+    for results in soak.results.values():
+        for problem in [*results.lost[:20], *results.wrong[:20]]:
             print(problem)
-    for complaint in complaints:
-        print(f"a process complained: {complaint}")
+    for traceback in tracebacks:
+        print(f"traceback in a log: {traceback}")
     print(f"\n{'FAIL' if failed else 'PASS'}: {failed} of {len(lines)} lines failed; details are in {options.out}")
     return 1 if failed else 0
 
@@ -436,7 +438,7 @@ def _shown(figure: str, value: float) -> str:
     return f"{value / (1 << 20):.1f} MiB" if figure == "memory" else f"{value:g}"
 
 
-def _write(soak: Soak, options: Options, lines: Sequence[Line], complaints: Sequence[str]) -> None:
+def _write(soak: Soak, options: Options, lines: Sequence[Line], tracebacks: Sequence[str]) -> None:
     with (options.out / "samples.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(list(Sample.__dataclass_fields__))
@@ -448,9 +450,9 @@ def _write(soak: Soak, options: Options, lines: Sequence[Line], complaints: Sequ
         "duration_s": soak.duration_s,
         "kills": soak.kills,
         "lines": [{**asdict(line), "growth": line.growth, "verdict": line.verdict} for line in lines],
-        "clients": {name: told.to_json() for name, told in soak.told.items()},
+        "clients": {name: results.to_json() for name, results in soak.results.items()},
         "readings": {" ".join(place): [asdict(one) for one in many] for place, many in soak.readings.items()},
-        "complaints": list(complaints),
+        "complaints": list(tracebacks),
     }
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     growth = {line.process: line for line in lines if line.figure == "memory"}
@@ -460,7 +462,7 @@ def _write(soak: Soak, options: Options, lines: Sequence[Line], complaints: Sequ
         title = f"{process}: {line.growth:+.2%}" if line.is_judged else process
         columns.setdefault(f"{cluster} model", []).append(_panel(soak, cluster, process, title, readings))
     title = f"Memory of every process over {options.minutes:g} minutes, {len(soak.kills)} kills"
-    svg = drawn(title, columns, max(1.0, soak.duration_s), options.warm_up_s)
+    svg = render_svg(title, columns, max(1.0, soak.duration_s), options.warm_up_s)
     (options.out / "memory.svg").write_text(svg)
 
 
@@ -479,16 +481,16 @@ def _panel(soak: Soak, cluster: str, process: str, title: str, readings: Sequenc
 def _options(argv: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="scripts/soak",
-        description="Run clusters under a mixed load with kills for a long time; exit 1 if anything of them grows.",
+        description="Run clusters under a mixed load with kills for a long time; exit 1 if memory or counts grow.",
     )
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long, without start and end (default: 60)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak", metavar="DIR", help="where results go")
-    parser.add_argument("--seed", type=int, default=1, help="of requests, clients and kills (default: 1)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length, without start and end (default: 60)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak", metavar="DIR", help="folder for results")
+    parser.add_argument("--seed", type=int, default=1, help="seed of requests, clients and kills (default: 1)")
     parser.add_argument(
         "--metrics-port", type=int, default=19200, metavar="PORT", help="first of 20 free ports (default: 19200)"
     )
     parser.add_argument(
-        "--cluster", choices=CLUSTERS, action="append", help="only the cluster of this model (default: both)"
+        "--cluster", choices=CLUSTERS, action="append", help="run only the cluster of this model (default: both)"
     )
     found = parser.parse_args(argv)
     if found.minutes * 60 < 2 * SHORT_CYCLE_S:

@@ -1,8 +1,8 @@
-"""The load of a soak run: clients of several tenants, over gRPC and HTTP, some of which behave badly.
+"""The load of a soak run: clients of several tenants, over gRPC and HTTP, some of which misbehave.
 
-Every request is one of a fixed set, whose tokens are known from an undisturbed run, so whatever comes can be checked,
-also of a stream that its client breaks off. Half of the askings have a cache salt of their own: nothing of their
-prompts is cached, and every cache of blocks turns over.
+Requests are taken from a fixed set whose tokens are known from an undisturbed run, so all tokens can be checked, also
+those of a stream that its client ends early. Half of the requests have a unique cache salt: their prompts are not
+cached, so that all prefix caches evict blocks.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from baton.messages.ids import new_request_id
 from baton.security.access import Access
 
 NUM_REQUESTS = 24
-LONGEST_PROMPT = 400
+MAX_PROMPT = 400
 OWN_SALT_SHARE = 0.5
-"""The share of requests whose prompts are in no cache, by a salt of their own."""
+"""Share of requests with a unique cache salt, whose prompts are in no cache."""
 ANSWER_S = 60.0
-"""No answer takes longer, not even one whose router and nodes are killed."""
+"""An answer that takes longer is lost, even if router and nodes were killed meanwhile."""
 RETRY_S = 20.0
-"""An HTTP client tries for so long to find a router that goes on with its stream."""
+"""Time for which an HTTP client tries to find a router that continues its stream."""
 AT_ONCE = 4
 _RETRY_PAUSE_S = 0.3
 _UNREACHABLE_PAUSE_S = 2.0
 _SLOW_PAUSE_S = 0.25
-"""A slow reader takes one event, then waits for so long."""
+"""Longest pause of a slow reader after each event."""
 _SMALL_BUFFER = 4096
-"""Receive buffer of a slow reader: the rest of its stream waits at the router."""
-_LONGEST_THINKING_S = 1.0
+"""Receive buffer of a slow reader; it is small, so that the rest of the stream waits at the router."""
+_MAX_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose key a client shows. One with a quota is refused now and then, which is no failure."""
+    """A tenant. Requests of a tenant with a quota may be refused, which is not a failure."""
 
     name: str
     api_key: str
@@ -53,21 +53,21 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """Where a cluster's routers are; their ports stay when they are started again."""
+    """Addresses of a cluster's routers; a restarted router keeps its ports."""
 
     grpc: Sequence[str]
     http: Sequence[str]
 
 
 @dataclass(slots=True)
-class Told:
-    """What the clients of one cluster saw."""
+class ClientResults:
+    """What the clients of one cluster received."""
 
     ended: Counter[str] = field(default_factory=Counter)
-    """Askings by kind."""
+    """Ended requests by kind of client."""
     tokens: int = 0
     retried: int = 0
-    """Calls that went on at another router over HTTP, or were asked again because no router took them."""
+    """HTTP streams that continued at another router, and requests that were sent again since no router was reached."""
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -83,11 +83,11 @@ class Told:
 
 
 def requests(rng: Random, vocab_size: int) -> list[GenerateRequest]:
-    """Greedy and sampled ones, half of them with a common beginning."""
-    prefix = [rng.randrange(2, vocab_size) for _ in range(LONGEST_PROMPT // 2)]
+    """Makes greedy and sampled requests; half of them have a common prefix."""
+    prefix = [rng.randrange(2, vocab_size) for _ in range(MAX_PROMPT // 2)]
     made = []
     for number in range(NUM_REQUESTS):
-        own = [rng.randrange(2, vocab_size) for _ in range(rng.randint(4, LONGEST_PROMPT // 2))]
+        own = [rng.randrange(2, vocab_size) for _ in range(rng.randint(4, MAX_PROMPT // 2))]
         made.append(
             GenerateRequest(
                 prefix + own if number % 2 else own,
@@ -101,33 +101,33 @@ def requests(rng: Random, vocab_size: int) -> list[GenerateRequest]:
 
 
 class SoakLoad:
-    """The clients of one cluster. `run` asks until `pause`; nothing is open when it returns."""
+    """The clients of one cluster. `run` sends requests until `pause`; when it returns, all have ended."""
 
     def __init__(self, routers: Routers, tenants: Sequence[Tenant], vocab_size: int, rng: Random) -> None:
         self._routers = routers
         self._tenants = tenants
         self._rng = rng
-        self._asked = requests(rng, vocab_size)
+        self._requests = requests(rng, vocab_size)
         self._expected: list[list[int]] = []
         self._over = asyncio.Event()
-        self.told = Told()
+        self.results = ClientResults()
 
-    async def learn(self) -> None:
-        """Ask each request once, before anything disturbs it."""
+    async def record_expected_tokens(self) -> None:
+        """Sends each request once, before anything disturbs it, and keeps its tokens."""
         async with self._client(next(tenant for tenant in self._tenants if not tenant.has_quota)) as client:
-            for request in self._asked:
+            for request in self._requests:
                 self._expected.append([token async for token in _tokens(client, request)])
 
     def pause(self) -> None:
-        """Let everything that is open end, and ask nothing new."""
+        """Lets open requests end and sends no new ones."""
         self._over.set()
 
     async def run(self, num_clients: int) -> None:
-        """Ask until `pause`."""
+        """Sends requests until `pause`."""
         self._over.clear()
-        await asyncio.gather(*(self._ask_on(Random(self._rng.getrandbits(32))) for _ in range(num_clients)))
+        await asyncio.gather(*(self._run_client(Random(self._rng.getrandbits(32))) for _ in range(num_clients)))
 
-    async def _ask_on(self, rng: Random) -> None:
+    async def _run_client(self, rng: Random) -> None:
         kinds: Sequence[tuple[str, int, Callable[..., Awaitable[None]]]] = (
             ("whole over gRPC", 4, self._whole),
             ("whole over HTTP", 4, self._whole_over_http),
@@ -141,35 +141,35 @@ class SoakLoad:
         )
         weights = [weight for _, weight, _ in kinds]
         while not self._over.is_set():
-            (kind, _, ask), place = rng.choices(kinds, weights)[0], rng.randrange(len(self._asked))
+            (kind, _, send), place = rng.choices(kinds, weights)[0], rng.randrange(len(self._requests))
             tenant = rng.choice(self._tenants)
             salt = f"{rng.getrandbits(64):x}" if rng.random() < OWN_SALT_SHARE else ""
-            request = replace(self._asked[place], request_id=new_request_id(rng), cache_salt=salt)
+            request = replace(self._requests[place], request_id=new_request_id(rng), cache_salt=salt)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    await self._until_reached(partial(ask, tenant, request, self._expected[place], rng))
-                self.told.ended[kind] += 1
+                    await self._send_until_reached(partial(send, tenant, request, self._expected[place], rng))
+                self.results.ended[kind] += 1
             except QuotaExceeded as error:
-                self._refusal(tenant, f"{kind}, {request.request_id}: {error}")
+                self._count_refusal(tenant, f"{kind}, {request.request_id}: {error}")
             except (BatonError, OSError, TimeoutError, ValueError) as error:
-                self.told.lost.append(f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
+                self.results.lost.append(f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), rng.uniform(0.0, _LONGEST_THINKING_S))
+                await asyncio.wait_for(self._over.wait(), rng.uniform(0.0, _MAX_PAUSE_S))
 
-    async def _until_reached(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """A client tries each router once before any has taken its request: asking again is its caller's business."""
+    async def _send_until_reached(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Sends a request until a router is reached; a client itself tries each router only once until then."""
         while True:
             try:
-                return await ask()
+                return await send()
             except Unreachable:
-                self.told.retried += 1
+                self.results.retried += 1
             await asyncio.sleep(_UNREACHABLE_PAUSE_S)
 
-    def _refusal(self, tenant: Tenant, story: str) -> None:
+    def _count_refusal(self, tenant: Tenant, description: str) -> None:
         if tenant.has_quota:
-            self.told.ended["over the tenant's quota"] += 1
+            self.results.ended["over the tenant's quota"] += 1
         else:
-            self.told.lost.append(story)
+            self.results.lost.append(description)
 
     def _client(self, tenant: Tenant) -> AsyncGenerationClient:
         return AsyncGenerationClient(
@@ -177,21 +177,21 @@ class SoakLoad:
         )
 
     def _check(self, request: GenerateRequest, got: Sequence[int], expected: Sequence[int], *, is_whole: bool) -> None:
-        self.told.tokens += len(got)
+        self.results.tokens += len(got)
         if list(got) != list(expected if is_whole else expected[: len(got)]):
-            self.told.wrong.append(f"{request.request_id}: {list(got)} instead of {list(expected)}"[:1000])
+            self.results.wrong.append(f"{request.request_id}: {list(got)} instead of {list(expected)}"[:1000])
 
     async def _whole(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
         async with self._client(tenant) as client:
             self._check(request, [token async for token in _tokens(client, request)], expected, is_whole=True)
 
     async def _several(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
-        """Beyond a quota some of them are refused, and the others served."""
+        """Sends several requests at once; with a quota some of them are refused, and the others served."""
         several = [replace(request, request_id=new_request_id(rng)) for _ in range(AT_ONCE)]
-        told = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(self._whole(tenant, one, expected, rng) for one in several), return_exceptions=True
         )
-        for error in told:
+        for error in outcomes:
             if isinstance(error, BaseException):
                 raise error
 
@@ -204,14 +204,14 @@ class SoakLoad:
         self._check(request, got, expected, is_whole=True)
 
     async def _cancelled(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
-        """By a call of its own, while the stream is read on."""
+        """Cancels the request with a separate call, while the stream is read on."""
         got, stop = [], rng.randint(1, len(expected))
         async with self._client(tenant) as client:
             with suppress(Cancelled):
                 async for token in _tokens(client, request):
                     got.append(token)
                     if len(got) == stop:
-                        # It has ended meanwhile, or is at a router that was killed.
+                        # The request has ended meanwhile, or its router was killed.
                         with suppress(RequestNotFound, Unreachable):
                             await client.cancel(request.request_id)
         self._check(request, got, expected, is_whole=False)
@@ -233,7 +233,7 @@ class SoakLoad:
                     pass
             except InvalidRequest:
                 return
-        self.told.wrong.append(f"{request.request_id}: temperature -1 was not refused")
+        self.results.wrong.append(f"{request.request_id}: temperature -1 was not refused")
 
     async def _whole_over_http(
         self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random
@@ -256,7 +256,10 @@ class SoakLoad:
     async def _over_http(
         self, tenant: Tenant, request: GenerateRequest, rng: Random, limit: int | None, pause_s: float
     ) -> list[int]:
-        """Tokens of a stream that is resumed elsewhere when its router goes; `limit`: hang up after so many events."""
+        """Reads a stream, which continues at another router if its router dies; returns the tokens.
+
+        `limit`: close the connection after this many events.
+        """
         loop = asyncio.get_running_loop()
         place = rng.randrange(len(self._routers.http))
         stream = _HttpStream(tenant, request)
@@ -270,18 +273,18 @@ class SoakLoad:
                 if lost_at is None or stream.num_events > num_events:
                     lost_at = loop.time()
                 if loop.time() - lost_at > RETRY_S:
-                    raise BatonError(f"no router goes on with it: {type(error).__name__}: {error}") from error
-            self.told.retried += 1
+                    raise BatonError(f"no router continues the stream: {type(error).__name__}: {error}") from error
+            self.results.retried += 1
             place = (place + 1) % len(self._routers.http)
             await asyncio.sleep(_RETRY_PAUSE_S)
 
 
 class _TryAgain(Exception):
-    """The router can't go on with the stream now."""
+    """The router can't continue the stream now."""
 
 
 class _HttpStream:
-    """One completion over HTTP/1.1, over as many connections as it takes."""
+    """One completion over HTTP/1.1, over as many connections as needed."""
 
     def __init__(self, tenant: Tenant, request: GenerateRequest) -> None:
         self._tenant = tenant
@@ -301,7 +304,7 @@ class _HttpStream:
         self.num_events = 0
 
     async def read(self, address: str, limit: int | None, pause_s: float) -> None:
-        """Read to the end, or hang up after `limit` events. Raises OSError, IncompleteReadError or _TryAgain."""
+        """Reads to the end or for `limit` events. Raises OSError, IncompleteReadError or _TryAgain."""
         host, _, port = address.rpartition(":")
         connection = socket.socket()
         connection.setblocking(False)
@@ -314,14 +317,14 @@ class _HttpStream:
             raise
         reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
         try:
-            writer.write(self._question(address))
+            writer.write(self._request(address))
             status = int((await _line(reader)).split()[1])
             while await _line(reader) != b"":
                 pass
             if status != 200:
-                self._failed(status, await _body(reader))
+                self._raise_for(status, await _body(reader))
                 return
-            while self._take(await _body_piece(reader)):
+            while self._parse_events(await _body_piece(reader)):
                 if limit is not None and self.num_events >= limit:
                     return
                 if pause_s:
@@ -329,7 +332,7 @@ class _HttpStream:
         finally:
             writer.transport.abort()
 
-    def _question(self, address: str) -> bytes:
+    def _request(self, address: str) -> bytes:
         body = json.dumps(self._body).encode()
         headers = {
             "host": address,
@@ -343,31 +346,31 @@ class _HttpStream:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n".encode() + body
 
-    def _failed(self, status: int, body: bytes) -> None:
+    def _raise_for(self, status: int, body: bytes) -> None:
         if status == 429 and self._tenant.has_quota and not self._last_id:
             raise QuotaExceeded(body.decode())
         if status == 404 and self._last_id:
-            # Nobody knows it any more: it is asked again from the start, and brings the same.
+            # No router knows the request any more: it is sent again, and has the same tokens.
             self._last_id, self.token_ids, self.num_events = "", [], 0
             raise _TryAgain(body.decode())
         if status in (409, 429, 502, 503):
             raise _TryAgain(f"{status}: {body.decode()}")
         raise ValueError(f"{status}: {body.decode()}")
 
-    def _take(self, piece: bytes) -> bool:
-        """The events of a piece of the stream; False: it is over. The server never cuts an event."""
+    def _parse_events(self, piece: bytes) -> bool:
+        """Handles the events of a piece of the stream; returns False at its end. The server never splits an event."""
         for block in piece.decode().split("\n\n"):
             fields = dict(line.partition(": ")[::2] for line in block.split("\n") if line and not line.startswith(":"))
             if "data" not in fields:
                 continue
             if fields["data"] == "[DONE]":
                 return False
-            said: dict[str, Any] = json.loads(fields["data"])
-            if "error" in said:
-                raise _TryAgain(str(said["error"]))
+            event: dict[str, Any] = json.loads(fields["data"])
+            if "error" in event:
+                raise _TryAgain(str(event["error"]))
             self._last_id = fields.get("id", self._last_id)
             self.num_events += 1
-            for choice in said["choices"]:
+            for choice in event["choices"]:
                 self.token_ids += choice.get("token_ids") or ()
         return True
 
@@ -388,7 +391,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _body_piece(reader: asyncio.StreamReader) -> bytes:
-    """The next chunk (RFC 9112, section 7.1)."""
+    """Reads the next chunk (RFC 9112, section 7.1)."""
     size = int(await _line(reader), 16)
     piece = await reader.readexactly(size + 2)
     if not size:
@@ -397,17 +400,17 @@ async def _body_piece(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _body(reader: asyncio.StreamReader) -> bytes:
-    """Read an answer that is no stream, up to the end of the connection."""
+    """Reads an answer that is not a stream, up to the end of the connection."""
     return await reader.read()
 
 
-def summary(told: Mapping[str, Told]) -> list[str]:
-    """For people, one line a cluster."""
+def summary(results: Mapping[str, ClientResults]) -> list[str]:
+    """One printed line for each cluster."""
     lines = []
-    for name, one in told.items():
+    for name, one in results.items():
         kinds = ", ".join(f"{number} {kind}" for kind, number in one.ended.most_common())
         lines.append(
-            f"{name}: {one.ended.total()} askings ({kinds}), {one.tokens} tokens, {one.retried} retries, "
+            f"{name}: {one.ended.total()} requests ({kinds}), {one.tokens} tokens, {one.retried} retries, "
             f"{len(one.lost)} lost, {len(one.wrong)} wrong"
         )
     return lines

@@ -1,4 +1,4 @@
-"""A soak run as a picture: the memory of every process over time, one panel each, as an SVG that stands alone."""
+"""Plots a soak run: the memory of every process over time, one panel for each, as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from markupsafe import escape
 _PANEL_WIDTH, _PANEL_HEIGHT = 460, 120
 _LEFT, _TOP, _GAP = 62, 46, 34
 _MIB = 1 << 20
-_LEAST_SPAN = 0.1
-"""A panel spans at least this share of the largest value, so that noise does not look like growth."""
+_MIN_SPAN = 0.1
+"""A panel's axis covers at least this share of the largest value, so that noise does not look like growth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One process. Points are seconds and bytes; a line is broken where the process was killed."""
+    """The panel of one process. Points are (seconds, bytes); the line is interrupted where the process was killed."""
 
     title: str
     runs: Sequence[Sequence[tuple[float, float]]]
@@ -24,8 +24,8 @@ class Panel:
     kills: Sequence[float]
 
 
-def drawn(title: str, columns: Mapping[str, Sequence[Panel]], duration_s: float, warm_up_s: float) -> str:
-    """The whole picture: one column a cluster."""
+def render_svg(title: str, columns: Mapping[str, Sequence[Panel]], duration_s: float, warm_up_s: float) -> str:
+    """Draws all panels, with one column for each cluster."""
     rows = max((len(panels) for panels in columns.values()), default=0)
     width = len(columns) * (_LEFT + _PANEL_WIDTH + _GAP // 2)
     height = _TOP + rows * (_PANEL_HEIGHT + _GAP) + 40
@@ -49,8 +49,8 @@ def drawn(title: str, columns: Mapping[str, Sequence[Panel]], duration_s: float,
 def _panel(panel: Panel, x: float, y: float, duration_s: float, warm_up_s: float) -> list[str]:
     values = [value for run in panel.runs for _, value in run] or [1.0]
     top = max(values)
-    # Quiet readings are always in sight; the steep rise of a start is cut off below them.
-    bottom = min([top * (1 - _LEAST_SPAN), *(value for _, value in panel.quiet)])
+    # The axis contains all quiet readings; the steep rise of a start is clipped.
+    bottom = min([top * (1 - _MIN_SPAN), *(value for _, value in panel.quiet)])
     top += (top - bottom) * 0.08
 
     def at(seconds: float, value: float) -> tuple[float, float]:

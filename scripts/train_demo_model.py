@@ -1,12 +1,12 @@
 """Trains the demo model that Baton bundles, on the source text of Python's standard library.
 
-Everything that decides the result is an argument or a constant of this file: the corpus is the standard library of
-the running interpreter, the held-out files are chosen by the hash of their path, and the run lasts a fixed number of
-steps. The result is a directory that AutoModelForCausalLM, AutoTokenizer and Tokenizer.from_file load.
+The result depends only on arguments and constants of this file: the corpus is the standard library of the running
+interpreter, the held-out files are chosen by the hash of their path, and the number of steps is fixed. The result is a
+directory that AutoModelForCausalLM, AutoTokenizer and Tokenizer.from_file load.
 
-The hidden matrices learn with Muon (Jordan et al. 2024), the embedding and the norms with AdamW; the learning rate
-warms up, holds, and decays linearly to zero. Most steps see short windows, which are cheap; the last ones see the
-full context, so that the model stays sane up to `max_position_embeddings`.
+The hidden matrices are trained with Muon (Jordan et al. 2024), the embedding and the norms with AdamW. The learning
+rate warms up, stays constant, and decays linearly to zero. Most steps use short windows, which are cheap; the last ones
+use the full context, so that the model works up to `max_position_embeddings`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the training took."""
+    """The cost of the training."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -90,7 +90,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """What the model card tells of a run: its data, its cost, and what the saved model does."""
+    """The figures of the model card: data, cost, validation, and an example."""
 
     epoch_tokens: int
     cost: Cost
@@ -119,14 +119,14 @@ def read_corpus(root: Path) -> Corpus:
 
 
 def digest(text: str) -> int:
-    """A number that depends on nothing but `text`."""
+    """A number that depends on `text` alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def documented_functions(text: str) -> Iterator[tuple[str, str]]:
     """Yields (question, source) of each short documented function; half of the questions are empty.
 
-    The bare ones teach the model to go on from a lone `def`, the others to answer in the chat template.
+    Functions without a question teach the model to continue a `def`, the others to answer in the chat template.
     """
     lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
@@ -167,7 +167,7 @@ def encode_documents(tokenizer: Tokenizer, corpus: Corpus) -> list[Tensor]:
 
 
 def pack(documents: list[Tensor], context: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields windows of `context` + 1 ids for ever, each epoch in a new order of documents and windows."""
+    """Yields windows of `context` + 1 ids forever, each epoch in a new order of documents and windows."""
     while True:
         order = torch.randperm(len(documents), generator=generator).tolist()
         stream = torch.cat([documents[index] for index in order])
@@ -221,13 +221,13 @@ def new_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, torc
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """The share of the peak learning rate at `step`: up, level, then down to zero."""
+    """The share of the peak learning rate at `step`: warm-up, constant, then linear decay to zero."""
     warmup = min(WARMUP_STEPS, max(1, steps // 10))
     return min((step + 1) / warmup, 1.0, (steps - step) / (DECAY_SHARE * steps))
 
 
 def train(model: LlamaForCausalLM, documents: list[Tensor], options: argparse.Namespace) -> Cost:
-    """Runs the fixed number of steps, printing progress and saving the weights now and then."""
+    """Runs the fixed number of steps, prints progress, and saves the weights at intervals."""
     generator = torch.Generator().manual_seed(options.seed)
     short_windows = pack(documents, SHORT_CONTEXT, generator)
     full_windows = pack(documents, MAX_CONTEXT, generator)
@@ -281,7 +281,7 @@ def validate(model: LlamaForCausalLM, tokenizer: Tokenizer, held_out: tuple[str,
 
 @torch.no_grad()
 def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int, length: int = 96) -> str:
-    """`prompt` and what the model goes on with, at temperature 0.7 among the 40 likeliest tokens."""
+    """`prompt` and its continuation by the model, at temperature 0.7 with top-k 40."""
     torch.manual_seed(seed)
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     out = model.generate(
@@ -297,7 +297,7 @@ def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, seed: int
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> LlamaForCausalLM:
-    """Writes weights in bfloat16, configuration and tokenizer to `out`; returns the model as a reader loads it."""
+    """Writes weights in bfloat16, configuration and tokenizer to `out`; returns the model as loaded from there."""
     model.to(torch.bfloat16).save_pretrained(out)
     GenerationConfig(
         bos_token_id=SPECIAL_TOKENS.index(BOS),

@@ -1,4 +1,4 @@
-"""What runs what it reads can't be written here: the checks refuse it."""
+"""The checks refuse calls that would execute what they read, and other dangerous calls."""
 
 from __future__ import annotations
 

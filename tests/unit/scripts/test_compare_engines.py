@@ -1,4 +1,4 @@
-"""The comparison with other engines: what it makes of rounds, failures and names. Nothing is installed here."""
+"""The comparison with other engines: how rounds are merged, failures listed and weights named. Installs nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def round_of(seconds: float) -> dict[str, object]:
     return {"version": "1", "settings": {}, "prefill_s": [seconds * 2], "decode_s": decode}
 
 
-def test_rounds_are_put_together_and_rates_are_medians(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounds_are_merged_and_rates_are_medians(capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = (compare.Figures(engine) for engine in compare.ENGINES[:2])
     for seconds in (0.1, 0.2, 0.4):
-        ours.take(round_of(seconds))
+        ours.add_round(round_of(seconds))
     theirs.failed = "could not be installed: no index"
     report = compare._report(OPTIONS, [ours, theirs])
     first, second = report["engines"]
@@ -36,8 +36,8 @@ def test_rounds_are_put_together_and_rates_are_medians(capsys: pytest.CaptureFix
     assert "could not be installed: no index" in printed[4]
 
 
-def test_the_names_of_a_gguf_file() -> None:
-    names = load_script("compare_engines_llama_cpp")._gguf_name
+def test_weights_have_the_names_of_gguf() -> None:
+    names = load("compare_engines_llama_cpp")._gguf_name
     assert names("model.embed_tokens.weight") == "token_embd.weight"
     assert names("model.norm.weight") == "output_norm.weight"
     assert names("model.layers.7.self_attn.q_proj.bias") == "blk.7.attn_q.bias"

@@ -1,4 +1,4 @@
-"""The bundled demo model is whole: small, readable by the usual loaders, and trained."""
+"""The bundled demo model is complete: small, readable by the usual loaders, and trained."""
 
 from __future__ import annotations
 

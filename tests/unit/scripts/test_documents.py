@@ -1,4 +1,4 @@
-"""What the documents refer to exists: files, headings, modules, commands and their options."""
+"""Files, headings, modules, commands and options that the documents refer to exist."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def text_of(page: str) -> str:
 
 
 def anchors(page: str) -> set[str]:
-    """Names by which GitHub lets its headings be linked."""
+    """The anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @cache
 def tracked() -> frozenset[str]:
-    """Files and folders of the repository."""
+    """All files and folders of the repository."""
     found = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -59,7 +59,7 @@ def tracked() -> frozenset[str]:
 
 @cache
 def options() -> dict[str, frozenset[str]]:
-    """Each command by its words, with its options."""
+    """The options of each command, by the command's words."""
 
     def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, frozenset[str]]]:
         names = (name for each in command.params for name in (*each.opts, *each.secondary_opts))
@@ -71,7 +71,7 @@ def options() -> dict[str, frozenset[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_a_target(page: str) -> None:
     wrong = []
     for found in LINK.finditer(FENCE.sub("", text_of(page))):
         target, _, heading = (found[1] or found[2]).partition("#")
@@ -85,14 +85,14 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_paths_that_are_named_exist(page: str) -> None:
+def test_named_paths_exist(page: str) -> None:
     named = (found for found in CODE.findall(FENCE.sub("", text_of(page))) if found.startswith(OUR_FOLDERS))
     paths = {re.split(r"[ :#]", path)[0].rstrip("/") for path in named if not re.search(r"[*{]|[A-Z]{3}", path)}
     assert not paths - tracked()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_that_are_shown_exist_with_their_options(page: str) -> None:
+def test_shown_commands_exist_with_their_options(page: str) -> None:
     wrong = []
     for line in COMMAND.findall(text_of(page).replace("\\\n", " ")):
         line = re.split(r" (?:&&|\|) ", re.sub(r"\$\(.*\)", "", line))[0]

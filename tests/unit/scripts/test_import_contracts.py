@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml know every folder and module of `baton`: a new one can't escape them."""
+"""The import contracts of pyproject.toml name every folder and module of `baton`, so that a new one can't escape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures come between their markers, and nothing else of the page changes."""
+"""scripts/performance writes figures between their markers, and changes nothing else of the page."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def performance() -> Iterator[ModuleType]:
         yield load_script("performance")
 
 
-def test_only_what_is_between_the_markers_changes(performance: ModuleType) -> None:
+def test_only_the_text_between_markers_changes(performance: ModuleType) -> None:
     page = "# A\n<!-- figure: one -->\nold\n<!-- end -->\nprose\n<!-- figure: two -->\nkept\n<!-- end -->\n"
-    text = performance.told("baton x", "12 \\1 ms\n", "2 cores of X", "2026-11-21")
+    text = performance.figure_text("baton x", "12 \\1 ms\n", "2 cores of X", "2026-11-21")
     assert performance.rendered(page, "figure", {"one": text, "three": "nowhere"}) == (
         "# A\n<!-- figure: one -->\n2 cores of X, 2026-11-21:\n\n```console\n$ baton x\n12 \\1 ms\n```\n<!-- end -->\n"
         "prose\n<!-- figure: two -->\nkept\n<!-- end -->\n"
@@ -29,7 +29,7 @@ def test_only_what_is_between_the_markers_changes(performance: ModuleType) -> No
     assert performance.rendered(again, "figure", {"one": text}) == again
 
 
-def test_every_figure_has_its_one_place_in_the_page(performance: ModuleType) -> None:
+def test_every_figure_has_exactly_one_place_in_the_page(performance: ModuleType) -> None:
     page = performance.PAGE.read_text()
     said = performance.rendered(page, "figure", {one.name: f"[{one.name}]\n" for one in performance.FIGURES})
     for one in performance.FIGURES:
@@ -37,7 +37,7 @@ def test_every_figure_has_its_one_place_in_the_page(performance: ModuleType) -> 
     assert page.count("<!-- figure: ") == len(performance.FIGURES)
 
 
-def test_every_command_is_one_that_there_is(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_command_exists_with_its_flags(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     from baton.cli.main import main
 
     for figure in performance.FIGURES:
@@ -45,14 +45,14 @@ def test_every_command_is_one_that_there_is(performance: ModuleType, capfd: pyte
         if words[0] == "baton":
             named = words[1:3] if words[1] == "bench" else words[1:2]
             assert main([*named, "--help"]) == 0
-            told = capfd.readouterr().out
+            help_text = capfd.readouterr().out
             for flag in (word for word in words if word.startswith("--")):
-                assert flag in told, figure.command
+                assert flag in help_text, figure.command
         else:
             assert (SCRIPTS.parent / words[0]).exists()
 
 
-def test_a_figure_that_is_not_known_is_bad_usage(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_figure_is_a_usage_error(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         performance.main(["weather"])
     assert ended.value.code == 2
@@ -61,13 +61,13 @@ def test_a_figure_that_is_not_known_is_bad_usage(performance: ModuleType, capfd:
     assert "baton bench engine --shape 0.5b" in capfd.readouterr().out
 
 
-def test_a_figure_says_how_fast_the_cores_were(performance: ModuleType) -> None:
+def test_the_speed_of_all_cores_is_measured_and_described(performance: ModuleType) -> None:
     speeds: dict[int, list[float]] = {}
-    with performance.watched(speeds):
+    with performance.measured_cores(speeds):
         pass
     assert speeds.keys() == os.sched_getaffinity(0)
     assert all(min(taken) > 0 for taken in speeds.values())
-    said = performance.described({0: [3.0, 2.9, 5.1], 1: [5.0]})
+    said = performance.describe({0: [3.0, 2.9, 5.1], 1: [5.0]})
     assert said == (
         "a fixed loop of plain Python took 3.0 [2.9, 5.1] ms on core 0 and 5.0 [5.0, 5.0] ms on core 1 meanwhile"
     )

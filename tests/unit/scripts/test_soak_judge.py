@@ -1,4 +1,4 @@
-"""What scripts/soak makes of its readings: constant ones pass, growing ones fail, whatever a kill may hide."""
+"""The verdicts of scripts/soak: constant readings pass and growing ones fail, also across kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ judge = load_script("soak_judge")
 
 
 def readings(memory: Sequence[float], pids: Sequence[int] | None = None, **counts: Sequence[int]) -> list[Any]:
-    """One every two minutes, in MiB."""
+    """One reading every two minutes; memory is in MiB."""
     return [
         judge.Reading(
             120.0 * (number + 1),
@@ -28,7 +28,7 @@ def readings(memory: Sequence[float], pids: Sequence[int] | None = None, **count
 
 
 def verdicts(found: Sequence[Any]) -> dict[str, str]:
-    lines = judge.judged("a process", found, WARM_UP_S, 0.02, 0.05)
+    lines = judge.judge("a process", found, WARM_UP_S, 0.02, 0.05)
     return {line.figure: line.verdict for line in lines}
 
 
@@ -37,24 +37,24 @@ def test_constant_readings_pass() -> None:
     assert verdicts(found) == {"memory": "PASS", "tasks": "PASS", "descriptors": "PASS"}
 
 
-def test_what_grows_in_the_warm_up_alone_passes() -> None:
+def test_growth_during_the_warm_up_alone_passes() -> None:
     warm = [50.0, 70.0, 90.0, 99.0] + [100.0] * 26
     assert verdicts(readings(warm, tasks=[1, 2, 3, 4] + [5] * 26)) == {"memory": "PASS", "tasks": "PASS"}
 
 
 def test_a_slow_leak_of_memory_fails() -> None:
-    lines = judge.judged("a process", readings([100 + 0.2 * n for n in range(30)]), WARM_UP_S, 0.02, 0.05)
+    lines = judge.judge("a process", readings([100 + 0.2 * n for n in range(30)]), WARM_UP_S, 0.02, 0.05)
     assert [line.verdict for line in lines] == ["FAIL"]
     assert 0.02 < lines[0].growth < 0.05
 
 
-def test_one_task_more_fails_and_a_single_spike_does_not() -> None:
+def test_one_more_task_fails_and_a_single_spike_passes() -> None:
     constant = [100.0] * 30
     assert verdicts(readings(constant, tasks=[12] * 20 + [13] * 10)) == {"memory": "PASS", "tasks": "FAIL"}
     assert verdicts(readings(constant, tasks=[12] * 28 + [13, 12])) == {"memory": "PASS", "tasks": "PASS"}
 
 
-def test_what_was_never_there_before_fails() -> None:
+def test_a_count_that_was_zero_before_fails() -> None:
     assert verdicts(readings([100.0] * 30, threads=[0] * 20 + [1] * 10))["threads"] == "FAIL"
 
 
@@ -67,7 +67,7 @@ def test_lives_are_compared_at_the_same_age() -> None:
     }
 
 
-def test_a_peer_that_leaks_into_each_next_life_fails() -> None:
+def test_growth_from_life_to_life_fails() -> None:
     pids = [life for life in range(5) for _ in range(6)]
     descriptors = [20 + life for life in pids]
     assert verdicts(readings([100.0] * 30, pids, descriptors=descriptors))["descriptors"] == "FAIL"
@@ -79,6 +79,6 @@ def test_too_few_readings_are_not_judged() -> None:
     assert verdicts(readings([100.0] * 8, [1, 1, 1, 1, 2, 2, 2, 2])) == {"memory": "-"}
 
 
-def test_of_several_readings_of_a_moment_the_least_counts() -> None:
-    assert judge.least_counts([{"tasks": 12}, {"tasks": 14}, {"tasks": 13}]) == {"tasks": 12}
-    assert judge.least_counts([{"keys": 3}, {}]) == {"keys": 0}
+def test_the_minimum_of_several_readings_of_a_moment_counts() -> None:
+    assert judge.minimum_counts([{"tasks": 12}, {"tasks": 14}, {"tasks": 13}]) == {"tasks": 12}
+    assert judge.minimum_counts([{"keys": 3}, {}]) == {"keys": 0}

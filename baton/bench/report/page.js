@@ -1,5 +1,5 @@
 "use strict";
-// Says what the pointer is on. Without this script nothing is missing but that: every figure is in a table as well.
+// Shows tooltips. The page is complete without them: every figure is in a table as well.
 (() => {
   const tip = document.createElement("div");
   tip.id = "tip";

@@ -29,15 +29,15 @@ def _seconds(text: str) -> float:
         minute = datetime.fromisoformat(text[:_SECONDS_FROM] + "00").replace(tzinfo=UTC)
         seconds = float(text[_SECONDS_FROM:].removesuffix("+00:00"))
     except ValueError:
-        raise ValueError(f"TIMESTAMP is {text[:40]!r}") from None
+        raise ValueError(f"TIMESTAMP is {text[:40]!r}, which is not a date and time") from None
     if not 0 <= seconds < 61:
-        raise ValueError(f"TIMESTAMP is {text[:40]!r}")
+        raise ValueError(f"TIMESTAMP is {text[:40]!r}, which is not a date and time")
     return minute.timestamp() + seconds
 
 
 def _tokens(text: str, name: str, least: int) -> int:
     if not text.strip().isdecimal():
-        raise ValueError(f"{name} is {text[:40]!r}")
+        raise ValueError(f"{name} is {text[:40]!r}, which is not a whole number")
     return whole_number(int(text), name, least)
 
 

@@ -27,7 +27,7 @@ def _parse(text: str) -> TraceLine:
             raise ValueError(f"{name} is missing")
     timestamp = fields["timestamp"]
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
-        raise ValueError(f"timestamp is {timestamp!r}")
+        raise ValueError(f"timestamp is {timestamp!r}, which is not a number of milliseconds")
     hash_ids = fields["hash_ids"]
     if not isinstance(hash_ids, list):
         raise ValueError("hash_ids is not a list")

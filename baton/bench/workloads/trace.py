@@ -160,7 +160,7 @@ def whole_number(value: object, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} is not a whole number")
     if not least <= value < 1 << 48:
-        raise ValueError(f"{name} is {value}")
+        raise ValueError(f"{name} is {value}, which is not between {least} and 2^48")
     return value
 
 

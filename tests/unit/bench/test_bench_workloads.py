@@ -1,4 +1,4 @@
-"""Workloads: the same requests each time, arrivals as vLLM has them, pieces that are shared as the trace says."""
+"""Workloads: iterations give the same requests, arrivals are vLLM's, and prompts share the pieces of the trace."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_name_always_stands_for_the_same_tokens(hash_id: int, some: int, more:
     assert tokens.max() < vocab_size
 
 
-def test_tokens_are_spread_evenly_and_other_names_have_others() -> None:
+def test_tokens_are_uniformly_distributed_and_differ_between_names() -> None:
     pieces = [piece_tokens(Piece(hash_id, 512), VOCAB) for hash_id in range(400)]
     counts = np.bincount(np.concatenate(pieces), minlength=VOCAB)
     expected = 512 * 400 / VOCAB
@@ -58,28 +58,28 @@ def test_tokens_are_spread_evenly_and_other_names_have_others() -> None:
     assert len({tuple(piece[:16]) for piece in pieces}) == 400
 
 
-def test_unique_names_are_none_of_a_traces() -> None:
+def test_unique_names_differ_from_all_names_of_traces() -> None:
     names = {unique_piece(1, seed, index).hash_id for seed in range(3) for index in range(1000)}
     assert len(names) == 3000
     assert min(names) >= 1 << 63
 
 
 @given(st.floats(0.01, 1e4), st.floats(0.05, 20), st.integers(1, 500), st.integers(0, 99))
-def test_the_last_arrival_is_where_the_rate_puts_it(rate: float, burstiness: float, count: int, seed: int) -> None:
+def test_the_last_arrival_is_at_count_over_rate(rate: float, burstiness: float, count: int, seed: int) -> None:
     times = GammaArrivals(rate, burstiness).times(count, np.random.default_rng(seed))
     assert (np.diff(times) >= 0).all()
     assert times[-1] == pytest.approx(count / rate)
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_spread_that_burstiness_says(burstiness: float) -> None:
+def test_gaps_have_the_standard_deviation_of_their_burstiness(burstiness: float) -> None:
     gaps = np.diff(GammaArrivals(10.0, burstiness).times(40_000, np.random.default_rng(0)))
     assert gaps.mean() == pytest.approx(0.1, rel=0.02)
     assert gaps.std() == pytest.approx(0.1 / np.sqrt(burstiness), rel=0.05)
 
 
 @pytest.mark.parametrize("is_exponential", [False, True])
-def test_a_ramp_begins_and_ends_at_its_rates(is_exponential: bool) -> None:
+def test_a_ramp_starts_and_ends_at_its_rates(is_exponential: bool) -> None:
     ramp = RampArrivals(10.0, 100.0, is_exponential, burstiness=1e6)
     gaps = np.diff(ramp.times(1000, np.random.default_rng(0)))
     assert 1 / gaps[0] == pytest.approx(10.0, rel=0.05)
@@ -93,7 +93,7 @@ def test_an_even_ramp_has_the_gaps_of_its_rates() -> None:
 
 
 @pytest.mark.parametrize("arrivals", [GammaArrivals(5.0), SteadyArrivals(5.0), UnpacedArrivals()])
-def test_a_workload_is_the_same_each_time_and_another_with_another_seed(arrivals: Arrivals) -> None:
+def test_a_workload_is_the_same_in_every_iteration_and_differs_with_the_seed(arrivals: Arrivals) -> None:
     lengths = RandomLengths(100, 20, 0.5)
     workload = Synthetic(lengths, arrivals, 50, seed=3)
     assert list(workload) == list(workload)
@@ -115,14 +115,14 @@ def test_sharegpt_like_lengths_have_the_cited_means() -> None:
     assert max(request.input_length + request.output_length for request in requests) <= 2048
 
 
-def test_prompts_share_their_prefixes_and_nothing_else() -> None:
+def test_prompts_share_only_their_prefixes() -> None:
     lengths = SharedPrefixes(3, prefix_length=40, suffix_length=24, output_length=8)
     prompts = [request.token_ids(VOCAB) for request in Synthetic(lengths, SteadyArrivals(1.0), 60)]
     assert len({tuple(prompt[:40]) for prompt in prompts}) == 3
     assert len({tuple(prompt[40:]) for prompt in prompts}) == 60
 
 
-def test_a_conversation_goes_on_where_it_was() -> None:
+def test_a_turn_starts_with_the_prompt_of_the_turn_before() -> None:
     workload = MultiTurn(SteadyArrivals(2.0), 3, 4, first_length=30, turn_length=10, output_length=5, think_s=1.0)
     requests = list(workload)
     assert len(requests) == len(workload) == 12
@@ -137,7 +137,7 @@ def test_a_conversation_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("dataset", [name for name in DATASETS if name not in ("mooncake", "azure")])
-def test_a_spec_is_the_same_workload_in_another_process(dataset: str) -> None:
+def test_a_spec_makes_the_same_workload_after_serialization(dataset: str) -> None:
     spec = WorkloadSpec(dataset=dataset, num_prompts=12, random_input_len=30, random_output_len=4, seed=5)
     again = WorkloadSpec.from_json(json.loads(json.dumps(spec.to_json(), allow_nan=False)))
     assert again == spec
@@ -146,7 +146,7 @@ def test_a_spec_is_the_same_workload_in_another_process(dataset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "story"),
+    ("changes", "message"),
     [
         ({"request_rate": -1.0}, "--request-rate"),
         ({"request_rate": float("nan")}, "--request-rate"),
@@ -156,8 +156,8 @@ def test_a_spec_is_the_same_workload_in_another_process(dataset: str) -> None:
         ({"dataset": "mooncake", "dataset_path": "x", "ramp_up_strategy": "linear"}, "--time-scale"),
     ],
 )
-def test_a_load_that_can_not_be_meant_is_refused(changes: dict[str, Any], story: str) -> None:
-    with pytest.raises(InvalidRequest, match=story):
+def test_an_invalid_load_is_refused_with_the_flags_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         replace(WorkloadSpec(), **changes).build()
 
 
@@ -166,16 +166,16 @@ def mooncake_line(timestamp: float, tokens: int, hash_ids: Any, output_length: A
     return json.dumps(fields) + "\n"
 
 
-def read(form: TraceFormat, text: str, scale: TraceScale = UNSCALED, **options: Any) -> list[WorkloadRequest]:
+def read(trace_format: TraceFormat, text: str, scale: TraceScale = UNSCALED, **options: Any) -> list[WorkloadRequest]:
     with tempfile.NamedTemporaryFile("w", suffix=".trace") as file:
         file.write(text)
         file.flush()
-        return list(Trace(Path(file.name), form, scale, **options))
+        return list(Trace(Path(file.name), trace_format, scale, **options))
 
 
 @settings(max_examples=40)
 @given(st.floats(0.01, 2), st.floats(0.1, 50), st.integers(1, 3000))
-def test_a_scaled_trace_shares_what_it_shared(length: float, time: float, tokens: int) -> None:
+def test_prompts_of_a_scaled_trace_share_the_same_blocks(length: float, time: float, tokens: int) -> None:
     whole = tokens // 512
     ids = list(range(100, 100 + whole))
     mine, others = [*ids, 1], [*ids, 2]
@@ -190,7 +190,7 @@ def test_a_scaled_trace_shares_what_it_shared(length: float, time: float, tokens
     assert prompts[0][:shared] == prompts[1][:shared]
 
 
-def test_prompts_without_names_share_nothing() -> None:
+def test_prompts_without_hash_ids_share_nothing() -> None:
     text = AZURE_HEADER + "2023-11-16 18:15:59.9805900,374,44\n2023-11-16 18:16:00.9951690,396,109\n"
     first, second = read(AZURE, text)
     assert second.arrival_s == pytest.approx(1.014579)
@@ -198,7 +198,7 @@ def test_prompts_without_names_share_nothing() -> None:
     assert first.token_ids(VOCAB)[:8] != second.token_ids(VOCAB)[:8]
 
 
-def test_lengths_may_be_cut_and_the_begin_of_a_trace_may_do() -> None:
+def test_lengths_and_the_number_of_requests_can_be_limited() -> None:
     text = "".join(mooncake_line(at, 2000, [1, 2, 3, at]) for at in range(5, 9))
     requests = read(MOONCAKE, text, TraceScale(max_input=700, max_output=2), limit=3)
     assert [(request.input_length, request.output_length) for request in requests] == [(700, 2)] * 3
@@ -206,7 +206,7 @@ def test_lengths_may_be_cut_and_the_begin_of_a_trace_may_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "story"),
+    ("line", "message"),
     [
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
@@ -221,15 +221,15 @@ def test_lengths_may_be_cut_and_the_begin_of_a_trace_may_do() -> None:
         (mooncake_line(0.5, 5, []), "its timestamp is earlier than that of the line before"),
     ],
 )
-def test_a_broken_mooncake_line_is_named(line: str, story: str) -> None:
+def test_an_error_names_the_broken_mooncake_line(line: str, message: str) -> None:
     text = mooncake_line(1, 5, []) + line.strip() + "\n" + mooncake_line(2, 5, [])
-    with pytest.raises(BrokenTraceLine, match=rf"\.trace:2: .*{story}"):
+    with pytest.raises(BrokenTraceLine, match=rf"\.trace:2: .*{message}"):
         read(MOONCAKE, text)
     assert len(read(MOONCAKE, text, skip_broken=True)) == 2
 
 
 @pytest.mark.parametrize(
-    ("line", "story"),
+    ("line", "message"),
     [
         ("2023-11-16 18:15:46.6,374", "there are 2 fields"),
         ("yesterday,374,44", "TIMESTAMP is 'yesterday'"),
@@ -240,17 +240,17 @@ def test_a_broken_mooncake_line_is_named(line: str, story: str) -> None:
         ("2023-11-16 18:15:46.6,3,-4", "GeneratedTokens is '-4'"),
     ],
 )
-def test_a_broken_azure_line_is_named(line: str, story: str) -> None:
-    with pytest.raises(BrokenTraceLine, match=rf"\.trace:2: .*{story}"):
+def test_an_error_names_the_broken_azure_line(line: str, message: str) -> None:
+    with pytest.raises(BrokenTraceLine, match=rf"\.trace:2: .*{message}"):
         read(AZURE, AZURE_HEADER + line + "\n")
 
 
-def test_a_trace_of_another_kind_is_refused() -> None:
+def test_a_trace_of_another_format_is_refused() -> None:
     with pytest.raises(BrokenTraceLine, match=r"\.trace:1: the header"):
         read(AZURE, mooncake_line(1, 5, []))
 
 
 @given(st.text(max_size=200))
-def test_no_line_does_more_than_be_broken(text: str) -> None:
-    for form, head in ((MOONCAKE, ""), (AZURE, AZURE_HEADER)):
-        assert all(request.input_length > 0 for request in read(form, head + text, skip_broken=True))
+def test_any_text_is_read_or_skipped_as_broken(text: str) -> None:
+    for trace_format, head in ((MOONCAKE, ""), (AZURE, AZURE_HEADER)):
+        assert all(request.input_length > 0 for request in read(trace_format, head + text, skip_broken=True))

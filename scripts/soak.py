@@ -245,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
 def _keys(file: Path) -> tuple[list[Tenant], str]:
     today = datetime.now(UTC).date().isoformat()
     quotas = {"red": None, "green": None, "blue": 1}
-    made = {name: new_key(name, CallerRole.CLIENT, today, most) for name, most in quotas.items()}
+    made = {name: new_key(name, CallerRole.CLIENT, today, quota) for name, quota in quotas.items()}
     monitor_key, monitor = new_key("monitor", CallerRole.MONITOR, today)
     write_keys(file, [*(entry for _, entry in made.values()), monitor])
     return [Tenant(name, key, quotas[name] is not None) for name, (key, _) in made.items()], monitor_key

@@ -187,7 +187,7 @@ def run(config: OverloadConfig) -> OverloadReport:
 def _keys(file: Path, config: OverloadConfig) -> dict[str, str]:
     today = datetime.now(UTC).date().isoformat()
     quotas = {GREEDY: config.run_at_once // 2, MODEST: None, PROBE: None}
-    made = {tenant: new_key(tenant, CallerRole.CLIENT, today, most) for tenant, most in quotas.items()}
+    made = {tenant: new_key(tenant, CallerRole.CLIENT, today, quota) for tenant, quota in quotas.items()}
     write_keys(file, [entry for _, entry in made.values()])
     return {tenant: key for tenant, (key, _) in made.items()}
 
@@ -335,8 +335,8 @@ def _refusals(loads: Mapping[str, Shifted]) -> tuple[Refusals, dict[str, int]]:
             took.append(float(e2el_s))
             typed += int(error.startswith(_TYPED))
             with_retry_after += int(has_retry_after)
-    p50, p99, most = (float(np.percentile(took, share)) if took else 0.0 for share in (50, 99, 100))
-    return Refusals(len(took), typed, with_retry_after, p50, p99, most), failed
+    p50, p99, largest = (float(np.percentile(took, share)) if took else 0.0 for share in (50, 99, 100))
+    return Refusals(len(took), typed, with_retry_after, p50, p99, largest), failed
 
 
 def recovery_s(

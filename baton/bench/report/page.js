@@ -51,10 +51,10 @@
   };
 
   const point = (event) => {
-    const told = event.target.closest?.("[data-tip]");
-    if (told) {
+    const target = event.target.closest?.("[data-tip]");
+    if (target) {
       cross.remove();
-      return show(event, [row(told.dataset.tip)]);
+      return show(event, [row(target.dataset.tip)]);
     }
     const plot = event.target.closest?.(".plot[data-points]");
     if (!plot) return hide();

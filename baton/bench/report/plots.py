@@ -49,9 +49,9 @@ def goodput(measured: MeasuredResult) -> Section:
     if not measured.slo or not lines:
         missing = _NO_SLO if not measured.slo else "The load had no rate: requests were sent as fast as possible."
         return Section(name, title, reading, None, None, missing)
-    most = max(point.x for line in lines for point in line.points)
-    x = axis.linear("offered, requests/s", most, number)
-    y = axis.linear("good, requests/s", max(point.y for line in lines for point in line.points) or most, number)
+    highest = max(point.x for line in lines for point in line.points)
+    x = axis.linear("offered, requests/s", highest, number)
+    y = axis.linear("good, requests/s", max(point.y for line in lines for point in line.points) or highest, number)
     mark = Mark(f"{percent(measured.target)} of the offered rate", slope=measured.target)
     chart = Chart("plot-goodput", "Good requests per second over offered ones", x, y, lines, marks=[mark])
     best = capacities(measured)
@@ -85,12 +85,12 @@ def attainment(measured: MeasuredResult) -> Section:
     ]
     if not lines:
         return Section(name, title, reading, None, None, "The result has no outcomes of single requests.")
-    most = max(point.x for line in lines for point in line.points)
-    x = axis.linear("times the SLO (left: stricter)", most, number, count=8)
-    y = axis.linear("keep it", 1.0, percent)
+    highest = max(point.x for line in lines for point in line.points)
+    x = axis.linear("multiple of the SLO (left: stricter)", highest, number, count=8)
+    y = axis.linear("share of requests that keep it", 1.0, percent)
     marks = [Mark("the SLO", x=1.0), Mark(percent(measured.target), y=measured.target)]
     chart = Chart("plot-attainment", "Share of requests that keep a multiple of the SLO", x, y, lines, marks=marks)
-    shown = [scale for scale in (0.5, 1.0, 2.0, 4.0) if scale <= most]
+    shown = [scale for scale in (0.5, 1.0, 2.0, 4.0) if scale <= highest]
     rows = [
         [one.arrangement.name, *(percent(_at_scale(pairs, scale)) for scale in shown)]
         for one, pairs in by_scale
@@ -266,8 +266,8 @@ def _goodput_points(arrangement: Arrangement) -> list[Point]:
 def _capacity_row(one: Capacity) -> list[str]:
     found = one.arrangement.goodput
     spread = f"{number(found.p10)} … {number(found.p90)}" if found and found.p10 < found.p90 else NOTHING
-    most = f"≥ {number(one.goodput)}" if one.is_highest_tried else number(one.goodput)
-    return [one.arrangement.name, most, spread, number(one.goodput_per_engine())]
+    goodput = f"≥ {number(one.goodput)}" if one.is_highest_tried else number(one.goodput)
+    return [one.arrangement.name, goodput, spread, number(one.goodput_per_engine())]
 
 
 def _unit(measured: MeasuredResult) -> str:

@@ -34,8 +34,8 @@ def timelines(measured: MeasuredResult) -> Section:
         return Section(name, title, reading, None, None, "The result has no timelines.", is_wide=True)
     found = (interval.kind for one in chosen for rows in one.at.timeline.values() for interval in rows)
     kinds = work.colours(work.in_order(found))
-    most = max(2, _MAX_NODES // len(chosen))
-    shown = [_busiest(one.at.timeline, most) for one in chosen]
+    count = max(2, _MAX_NODES // len(chosen))
+    shown = [_busiest(one.at.timeline, count) for one in chosen]
     plots = [_arrangement(one, rows, kinds) for one, rows in zip(chosen, shown, strict=True)]
     columns = ["Node", "Arrangement", *(f"{kind}, of the time" for kind in kinds), "Longest step with a prompt"]
     rows = [row for one, rows in zip(chosen, shown, strict=True) for row in _table_rows(one, rows, kinds)]
@@ -81,11 +81,11 @@ def _overlap(intervals: Sequence[Interval], middle: float, half: float) -> int:
     return sum(one.end_s > middle - half and one.start_s < middle + half for one in intervals)
 
 
-def _busiest(timeline: Rows, most: int) -> Rows:
+def _busiest(timeline: Rows, count: int) -> Rows:
     """The nodes that worked most of the time, in the order of the result."""
     named = {node: intervals for node, intervals in timeline.items() if intervals}
     ranked = sorted(named, key=lambda node: -sum(one.end_s - one.start_s for one in named[node]))
-    kept = set(ranked[:most])
+    kept = set(ranked[:count])
     return {node: intervals for node, intervals in named.items() if node in kept}
 
 

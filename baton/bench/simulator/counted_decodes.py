@@ -28,10 +28,10 @@ class CountedDecodes(DecodeSet):
         for request in self._members.values():
             self._bring_up(request)
 
-    def skip_quiet(self, most: int) -> int:
-        """Advance by ticks in which no member needs a block or fills one, by `most` at most. Returns their number."""
+    def skip_quiet(self, max_ticks: int) -> int:
+        """Advance by ticks in which no member needs a block or fills one, at most `max_ticks`. Returns their number."""
         calendar, tick = self._calendar, self._tick
-        last = tick + most
+        last = tick + max_ticks
         while tick < last and tick + 1 not in calendar and tick + 2 not in calendar:
             tick += 1
         num_quiet, self._tick = tick - self._tick, tick

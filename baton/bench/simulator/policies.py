@@ -130,32 +130,32 @@ class FetchingPlacer(Placer):
             return choice
         prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
         source = max(prefills, key=lambda cost: question.cached.get(cost.node.incarnation, 0))
-        most = min(question.cached.get(source.node.incarnation, 0), demand.num_prompt_tokens - 1)
-        ttfts = {cost.node.incarnation: self._ttft_ms(question, cost, most) for cost in prefills}
+        num_elsewhere = min(question.cached.get(source.node.incarnation, 0), demand.num_prompt_tokens - 1)
+        ttfts = {cost.node.incarnation: self._ttft_ms(question, cost, num_elsewhere) for cost in prefills}
         best = min(prefills, key=lambda cost: (ttfts[cost.node.incarnation][0], cost.candidate.last_chosen))
         num_fetched = ttfts[best.node.incarnation][1]
         if num_fetched:
-            fetch = Fetch(source.node.incarnation, best.node.incarnation, most)
+            fetch = Fetch(source.node.incarnation, best.node.incarnation, num_elsewhere)
             self._fetches[request.request_id] = fetch
         elif best.node.incarnation == found.prefill.node.incarnation:
             return choice
-        taken = self._with_prefill(question, best, most if num_fetched else 0) or found
+        taken = self._with_prefill(question, best, num_elsewhere if num_fetched else 0) or found
         assert taken.prefill is not None
         placement = Placement(taken.prefill.node, taken.decode.node, "with blocks from elsewhere")
         return replace(choice, placement=placement, found=taken)
 
-    def _ttft_ms(self, question: Question, cost: NodeCosts, most: int) -> tuple[float, int]:
+    def _ttft_ms(self, question: Question, cost: NodeCosts, num_elsewhere: int) -> tuple[float, int]:
         """Time to first token on this node, and the number of tokens to fetch for it."""
         tokens = question.demand.num_prompt_tokens
         here = min(question.cached.get(cost.node.incarnation, 0), tokens - 1)
         alone = cost.queue_ms + cost.prefill_ms(tokens - here)
-        if most <= here * _BALANCING:
+        if num_elsewhere <= here * _BALANCING:
             return alone, 0
         token_bytes = cost.node.block_bytes / cost.node.block_size
-        fetch_ms = (most - here) * token_bytes * self._ms_per_byte
+        fetch_ms = (num_elsewhere - here) * token_bytes * self._ms_per_byte
         # Requests ahead in the queue are computed while blocks are fetched.
-        fetched = max(cost.queue_ms, fetch_ms) + cost.prefill_ms(tokens - most)
-        return (fetched, most - here) if fetched < alone else (alone, 0)
+        fetched = max(cost.queue_ms, fetch_ms) + cost.prefill_ms(tokens - num_elsewhere)
+        return (fetched, num_elsewhere - here) if fetched < alone else (alone, 0)
 
     @staticmethod
     def _with_prefill(question: Question, prefill: NodeCosts, cached: int) -> Found | None:

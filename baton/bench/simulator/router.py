@@ -137,7 +137,7 @@ class SimulatedClient(EventQueue):
 
     def end(self, error: BatonError | None = None) -> None:
         if type(error) is BatonError:
-            # The router's own fault, for which a real client would be told that its request failed.
+            # A bug in the router, which a real client would see as a failed request.
             raise error
         if not self.is_over:
             self.is_over = True
@@ -193,10 +193,10 @@ class SimulatedRouter:
         self._requests.on_attached(description)
 
     def lose(self, node: SimulatedNode) -> None:
-        """A node is gone, and the router notices."""
+        """The router notices that a node has died."""
         del self._nodes[node.incarnation], self._records[node.incarnation]
         self._view.registered(self._records.values())
-        self._requests.on_lost(node.incarnation, "it is gone")
+        self._requests.on_lost(node.incarnation, "the node has died")
 
     def report(self, node: SimulatedNode, report: StepReport, times: TokenTimes) -> None:
         """A node reports a step. `times`, which is emptied: when the tokens in it were drawn."""

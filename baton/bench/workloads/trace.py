@@ -164,6 +164,6 @@ def whole_number(value: object, name: str, least: int) -> int:
     return value
 
 
-def _scaled(length: int, scale: float, most: int | None) -> int:
+def _scaled(length: int, scale: float, limit: int | None) -> int:
     scaled = max(1, round(length * scale))
-    return scaled if most is None else min(scaled, most)
+    return scaled if limit is None else min(scaled, limit)

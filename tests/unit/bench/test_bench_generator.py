@@ -198,8 +198,8 @@ class InterruptedSpec(WorkloadSpec):
 
 
 def test_ctrl_c_while_generators_start_stops_all_of_them() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody_answers:
-        target = replace(TARGET, address=f"127.0.0.1:{nobody_answers.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as silent_server:
+        target = replace(TARGET, address=f"127.0.0.1:{silent_server.getsockname()[1]}")
         ran = run_load(LoadPlan(target, InterruptedSpec(num_prompts=50), limit_s=5.0))
     assert ran.was_interrupted
     assert ran.offered == 0
@@ -232,9 +232,9 @@ async def test_a_generator_that_can_not_keep_up_says_so() -> None:
         ran = await asyncio.to_thread(run_load, LoadPlan(target, spec))
     assert ran.load.bottleneck
     assert ran.load.to_json()["is_bottleneck"] is True
-    said = remarks(ran, summarize(ran.outcomes, ran.duration_s), None)
-    assert any(line.startswith("the generator was the bottleneck: ") for line in said)
-    assert "use more --processes" in " ".join(said)
+    lines = remarks(ran, summarize(ran.outcomes, ran.duration_s), None)
+    assert any(line.startswith("the generator was the bottleneck: ") for line in lines)
+    assert "use more --processes" in " ".join(lines)
     # Requests count from when they were planned: being late makes nothing look fast.
     assert ran.outcomes.ttft_s.mean() >= (ran.outcomes.sent_s - ran.outcomes.planned_s).mean()
 
@@ -281,9 +281,9 @@ class Silent(asyncio.Protocol):
 class Mute(asyncio.Protocol):
     """A server that never answers, and records how its client ends the request."""
 
-    def __init__(self, done: list[str], heard: asyncio.Event) -> None:
+    def __init__(self, done: list[str], has_event: asyncio.Event) -> None:
         self._done = done
-        self._heard = heard
+        self._has_event = has_event
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -301,7 +301,7 @@ class Mute(asyncio.Protocol):
 
     def _note(self, what: str) -> None:
         self._done.append(what)
-        self._heard.set()
+        self._has_event.set()
 
 
 @pytest.mark.parametrize(("make", "expected"), [(GrpcEndpoint, "reset"), (HttpEndpoint, "left")])
@@ -309,14 +309,14 @@ async def test_a_request_without_an_answer_in_time_is_cancelled_at_the_server(
     make: type[GrpcEndpoint | HttpEndpoint], expected: str
 ) -> None:
     done: list[str] = []
-    heard = asyncio.Event()
-    server = await asyncio.get_running_loop().create_server(lambda: Mute(done, heard), "127.0.0.1", 0)
+    has_event = asyncio.Event()
+    server = await asyncio.get_running_loop().create_server(lambda: Mute(done, has_event), "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     endpoint = make(replace(TARGET, address=address, connections=1))
     await endpoint.open()
     generator = Generator(endpoint, None, request_timeout_s=0.01)
     await generator.run(sessions([request(0)]), asyncio.get_running_loop().time())
-    await heard.wait()
+    await has_event.wait()
     assert done == [expected]
     assert generator.outcomes.errors == {"no answer in time": 1}
     endpoint.close()
@@ -454,14 +454,14 @@ def test_outcomes_until_an_endpoint_went_away_are_kept(tmp_path: Path, capfd: py
     words = ("bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{server.server_port}")
     load = ("--num-prompts", "200", "--max-concurrency", "1", "--random-input-len", "8", "--random-output-len", "3")
     assert main([*words, *load, "--result-filename", str(path), "--goodput", "ttft:0.0001"]) == 5
-    said = capfd.readouterr()
+    printed = capfd.readouterr()
     result = read_result(path)
     assert result["completed"] == 11
     assert result["is_complete"] is False
     assert len(result["arrangements"][0]["rates"][0]["outcomes"]["index"]) == len(result_errors(result)) + 11
-    assert "the endpoint went away" in said.err
-    assert "no request met the SLO: median TTFT was " in said.err
-    assert "Successful requests" in said.out
+    assert "the endpoint went away" in printed.err
+    assert "no request met the SLO: median TTFT was " in printed.err
+    assert "Successful requests" in printed.out
 
 
 def result_errors(result: dict[str, Any]) -> list[str]:

@@ -165,9 +165,9 @@ def test_a_cluster_with_the_formulas_step_times_is_predicted_exactly(
             assert load[name]["own_steps_ratio"] == pytest.approx(1.0, abs=0.02)
     assert verdict(result)[0].startswith("6 of 6 means within 15%")
     assert len(rows(result)) == 3
-    told = answer(parse_result(json.loads(json.dumps(result, allow_nan=False))))
-    assert "mean TTFT and TPOT are within" in told.headline
-    assert "of 6\u00a0means" in told.detail
+    found_answer = answer(parse_result(json.loads(json.dumps(result, allow_nan=False))))
+    assert "mean TTFT and TPOT are within" in found_answer.headline
+    assert "of 6\u00a0means" in found_answer.detail
 
 
 def _by_index(outcomes: Outcomes, column: str) -> dict[int, float]:
@@ -204,9 +204,9 @@ def test_a_load_is_predicted_from_the_others() -> None:
     found = validated(FormulaCluster(FakeClock(), slow))
     least = min(found.pairs, key=lambda pair: pair.rate)
     result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
-    said = next(load for load in result["models"][0]["loads"] if load["rate"] == least.rate)
-    assert said["tpot_ms"]["ratio"] == pytest.approx(0.5, abs=0.06)
-    assert said["tpot_ms"]["own_steps_ratio"] == pytest.approx(1.0, abs=0.06)
+    load_result = next(load for load in result["models"][0]["loads"] if load["rate"] == least.rate)
+    assert load_result["tpot_ms"]["ratio"] == pytest.approx(0.5, abs=0.06)
+    assert load_result["tpot_ms"]["own_steps_ratio"] == pytest.approx(1.0, abs=0.06)
 
 
 def test_a_segment_that_other_processes_disturbed_is_measured_again_and_left_out() -> None:
@@ -223,8 +223,8 @@ def test_a_segment_that_other_processes_disturbed_is_measured_again_and_left_out
 def test_the_verdict_says_when_other_processes_always_used_the_machine() -> None:
     cluster = FormulaCluster(FakeClock())
     found = validated(cluster, 120.0, FakeBackgroundLoad(dict.fromkeys(range(100), 0.4)))
-    said = verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))
-    assert "other processes used more than 8% of the machine" in said[-1]
+    found_lines = verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))
+    assert "other processes used more than 8% of the machine" in found_lines[-1]
 
 
 def test_a_budget_shortens_runs_and_what_was_measured_is_kept(undisturbed: tuple[FormulaCluster, Validated]) -> None:

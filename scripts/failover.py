@@ -166,7 +166,7 @@ async def _end(clients: Sequence[_Client], router: _Router, nodes: Sequence[_Nod
 
 async def cut(num_pairs: int, num_streams: int) -> Round:
     """Measures a failure in which all links of a router break at once."""
-    router = _Router("router-0", MemoryFlightStore())
+    router = _Router("router-0", FakeFlightStore())
     nodes = [_Node(router.fakes, index, 2 * num_pairs) for index in range(2 * num_pairs)]
     await router.attach(nodes)
     clients = []
@@ -189,7 +189,7 @@ async def cut(num_pairs: int, num_streams: int) -> Round:
 
 async def takeover(num_flights: int, num_prompt_tokens: int) -> Round:
     """Measures a failure in which the clients of a dead router resume at another one."""
-    store = MemoryFlightStore()
+    store = FakeFlightStore()
     router = _Router("router-1", store)
     nodes = [_Node(router.fakes, index, 2) for index in range(2)]
     await router.attach(nodes)

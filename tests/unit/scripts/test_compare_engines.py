@@ -37,7 +37,7 @@ def test_rounds_are_merged_and_rates_are_medians(capsys: pytest.CaptureFixture[s
 
 
 def test_weights_have_the_names_of_gguf() -> None:
-    names = load("compare_engines_llama_cpp")._gguf_name
+    names = load_script("compare_engines_llama_cpp")._gguf_name
     assert names("model.embed_tokens.weight") == "token_embd.weight"
     assert names("model.norm.weight") == "output_norm.weight"
     assert names("model.layers.7.self_attn.q_proj.bias") == "blk.7.attn_q.bias"

@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 VERSION = 1
@@ -37,13 +37,10 @@ def print_json(value: Any) -> None:
 
 
 def print_yaml(value: Any) -> None:
-    """One YAML document; strings are quoted as in JSON, which YAML 1.2 contains."""
+    """One YAML document."""
+    from baton.cli.yaml_text import yaml_text
+
     print(yaml_text(value), end="")  # noqa: T201
-
-
-def yaml_text(value: Any) -> str:
-    """A document of YAML, of what JSON can say; strings are quoted."""
-    return "\n".join(_yaml(value)) + "\n"
 
 
 def print_list(
@@ -118,26 +115,3 @@ def size(count: int) -> str:
     value, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
     rank = 0 if count < 1 else min(int(math.log2(count) // 10), len(units) - 1)
     return f"{count} B" if rank == 0 else f"{value / 1024**rank:.1f} {units[rank]}"
-
-
-def _yaml(value: Any) -> list[str]:
-    if isinstance(value, Mapping) and value:
-        lines = []
-        for key, inner in value.items():
-            nested = _yaml(inner)
-            if _is_scalar(inner):
-                lines.append(f"{key}: {nested[0]}")
-            else:
-                lines += [f"{key}:", *("  " + line for line in nested)]
-        return lines
-    if isinstance(value, Sequence) and not isinstance(value, str) and value:
-        return [("- " if first else "  ") + line for item in value for first, line in _firsts(_yaml(item))]
-    return [json.dumps(value, ensure_ascii=False, default=str)]
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str) or not isinstance(value, Mapping | Sequence) or not value
-
-
-def _firsts(lines: Sequence[str]) -> list[tuple[bool, str]]:
-    return [(index == 0, line) for index, line in enumerate(lines)]

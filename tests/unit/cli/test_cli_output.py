@@ -7,15 +7,19 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
 from baton.cli.views.cluster_view import combine
+from baton.cli.yaml_text import yaml_text
 from baton.errors import BatonError
 from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path, SequenceFinished
 
+TEXT = st.text(st.characters(codec="utf-8")) | st.text("ab \n:#-'\"\t|>%@`!&*{}[],?01ey.~=<\u2028\x85\r")
 FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated"))
 
 
@@ -81,6 +85,30 @@ def test_the_summary_of_a_request() -> None:
 def test_yaml_says_what_was_meant(value: object, capsys: pytest.CaptureFixture[str]) -> None:
     print_yaml(value)
     assert yaml.safe_load(capsys.readouterr().out) == value
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+        lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+        max_leaves=8,
+    )
+)
+def test_yaml_is_read_as_it_was_written(value: object) -> None:
+    assert yaml.safe_load(yaml_text(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "y", "null", "", "1e3", "12e45678", "08", "0o17", ".5", "1:30", "2026-01-31", "~", "=", "a: b"]
+)
+def test_text_that_a_reader_of_any_yaml_takes_for_something_else_is_quoted(text: str) -> None:
+    assert yaml_text([text]) == f"- '{text}'\n"
+    assert yaml_text({text: 1}) == f"'{text}': 1\n"
+
+
+def test_yaml_repeats_what_is_there_twice_and_keeps_the_order() -> None:
+    twice = ["x"]
+    assert yaml_text({"b": twice, "a": twice}) == "b:\n- x\na:\n- x\n"
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:

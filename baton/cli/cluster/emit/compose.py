@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.cli.cluster.emit.processes import EmittedProcess, words
 from baton.cli.cluster.supervisor.plan import REGISTRY
-from baton.cli.output import yaml_text
+from baton.cli.yaml_text import yaml_text
 from baton.config import MODELS, UpConfig
 from baton.config.router import RouterSettings
 from baton.config.setting import settings_of

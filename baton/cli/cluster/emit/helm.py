@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cli.cluster.emit.processes import EmittedProcess, shared_flags
-from baton.cli.output import yaml_text
+from baton.cli.yaml_text import yaml_text
 from baton.config import UpConfig
 from baton.security.redaction import has_password
 

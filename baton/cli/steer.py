@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from baton.cli.output import note
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 T = TypeVar("T")
 
 ASK_S = 5.0
-_SAY_EVERY_S = 1.0
+_LINE_EVERY_S = 1.0
 
 NodesArgument = Annotated[
     list[str], typer.Argument(help="Names, as `baton get nodes` has them.", metavar="NODE...", show_default=False)
@@ -47,30 +51,41 @@ class Patience:
 
 
 class ProgressLine:
-    """What is left to be done, on stderr: one line that changes on a terminal, now and then a line elsewhere."""
+    """Shows on stderr what is still awaited: one line that is redrawn on a terminal, else at most one line a second."""
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._said = ""
-        self._said_at = float("-inf")
+        self._console = _terminal()
+        self._text = ""
+        self._shown_at = float("-inf")
 
-    def say(self, text: str) -> None:
-        """This is how it stands now."""
+    def show(self, text: str) -> None:
+        """Replace the text. A terminal that is too narrow for it shows its beginning."""
         now = time.monotonic()
-        if text == self._said or (not self._is_terminal and now < self._said_at + _SAY_EVERY_S):
+        if text == self._text or (self._console is None and now < self._shown_at + _LINE_EVERY_S):
             return
-        self._said, self._said_at = text, now
-        if self._is_terminal:
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
-        else:
+        self._text, self._shown_at = text, now
+        if self._console is None:
             note(text)
+        else:
+            self.clear()
+            self._console.print(text, end="", markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
 
-    def end(self) -> None:
-        """The result is what counts now."""
-        if self._is_terminal and self._said:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+    def clear(self) -> None:
+        """Remove the line from a terminal before the result is printed."""
+        if self._console is not None:
+            from rich.control import Control
+            from rich.segment import ControlType
+
+            self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+
+def _terminal() -> Console | None:
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return None
+    # rich takes 0.1 s to import.
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def warn(text: str) -> None:

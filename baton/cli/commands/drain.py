@@ -44,7 +44,7 @@ def drain(
         try:
             last = _drain(name, address, run_dir, patience, line, stop=stop)
         finally:
-            line.end()
+            line.clear()
         seconds = patience.spent - began
         said = {"name": name, "drained": True, "stopped": last.stopped, "seconds": round(seconds, 3)}
         done.append(said | {"quarantined_blocks": last.quarantined_blocks})
@@ -77,7 +77,7 @@ def _drain(
             for last in client.drain(name, stop=stop, timeout_s=patience.left):
                 # It gets on: every router may be asked once more.
                 trouble = None
-                line.say(f"{name}: {left(last)}")
+                line.show(f"{name}: {left(last)}")
             if last is not None:
                 return last
         except DeadlineExceeded:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,14 @@ from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_COLOURS = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "31;1"}
+_STYLES: Mapping[str, Mapping[str, Any]] = {
+    "debug": {"dim": True},
+    "info": {"fg": "green"},
+    "warning": {"fg": "yellow"},
+    "error": {"fg": "red"},
+    "critical": {"fg": "red", "bold": True},
+}
+"""As the arguments of typer.style."""
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z")
 
 
@@ -107,8 +114,8 @@ def spelled(line: LogLine, width: int, *, coloured: bool) -> str:
     at = datetime.fromtimestamp(line.at)
     clock = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}" if line.at else " " * 12
     level = f"{line.level:8}"
-    if coloured and line.level in _COLOURS:
-        level = f"\x1b[{_COLOURS[line.level]}m{level}\x1b[0m"
+    if coloured and line.level in _STYLES:
+        level = typer.style(level, **_STYLES[line.level])
     fields = " ".join(f"{key}={_value(value)}" for key, value in line.fields.items() if key != "exception")
     text = f"{clock}  {line.process:{width}}  {level} {line.event}" + (f"  {fields}" if fields else "")
     trouble = line.fields.get("exception")

@@ -88,7 +88,7 @@ def _until_changed(node: str, role: str, address: str | None, run_dir: Path | No
                 if status.role == role and status.status in ("Ready", "Cordoned", "Incompatible"):
                     return status
                 how = _how(status)
-            line.say(f"{node}: {how}")
+            line.show(f"{node}: {how}")
             if patience.is_over:
                 raise DeadlineExceeded(
                     f"after {patience.seconds:g} s {node} is no {role} node yet ({how}): it becomes one when its work "
@@ -96,4 +96,4 @@ def _until_changed(node: str, role: str, address: str | None, run_dir: Path | No
                 )
             time.sleep(_ASK_EVERY_S)
     finally:
-        line.end()
+        line.clear()

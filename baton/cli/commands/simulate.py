@@ -18,6 +18,7 @@ import typer
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import Dataset, slo_of, usage_errors
 from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.steer import ProgressLine
 from baton.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -249,19 +250,15 @@ def _check(plan: SimulationPlan) -> None:
 
 @contextlib.contextmanager
 def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[str, int], None]]:
-    """A line on stderr, where somebody looks."""
+    """Shows on a terminal how many requests have ended. Starts no thread, because cells are forked meanwhile."""
     if not is_wanted or not sys.stderr.isatty():
         yield lambda name, ended: None
         return
-
-    def show(name: str, ended: int) -> None:
-        sys.stderr.write(f"\r\x1b[K{name}: {ended} of {total} requests")
-        sys.stderr.flush()
-
+    line = ProgressLine()
     try:
-        yield show
+        yield lambda name, ended: line.show(f"{name}: {ended} of {total} requests")
     finally:
-        sys.stderr.write("\r\x1b[K")
+        line.clear()
 
 
 def _failures(result: dict[str, Any]) -> list[str]:

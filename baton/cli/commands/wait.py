@@ -86,7 +86,7 @@ def wait(
     try:
         found = _until(wanted, nodes or [], about, address, run_dir, patience, line)
     finally:
-        line.end()
+        line.clear()
     rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
     result = {"version": VERSION, "condition": condition, "nodes": rows, "seconds": round(patience.spent, 3)}
     if output is Format.JSON:
@@ -123,7 +123,7 @@ def _until(
             others = [node for node in meant if not wanted.holds(node)]
             if not others and (meant or wanted.word == "gone"):
                 return meant
-            line.say("waiting for " + (", ".join(f"{node.name} ({node.status})" for node in others) or "nodes"))
+            line.show("waiting for " + (", ".join(f"{node.name} ({node.status})" for node in others) or "nodes"))
         if patience.is_over:
             raise trouble or DeadlineExceeded(
                 f"after {patience.seconds:g} s not so: "

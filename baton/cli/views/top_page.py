@@ -1,10 +1,12 @@
-"""The live screen of `baton top`: what there is, as lines of so many columns. Pure."""
+"""Renders the screen of `baton top` as lines of styled text. Does no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from baton.cli.output import duration, fine_duration
 from baton.cli.views.cluster_view import ClusterView
@@ -26,17 +28,6 @@ _LEAST_BAR, _MOST_BAR = 6, 30
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Text in one style, which is empty or as rich writes it."""
-
-    text: str
-    style: str = ""
-
-
-Line = Sequence[Piece]
-
-
-@dataclass(frozen=True, slots=True)
 class Screen:
     """How much room there is."""
 
@@ -45,14 +36,9 @@ class Screen:
     """In lines; None: as many as it takes."""
 
 
-def plain(line: Line) -> str:
-    """Without colours."""
-    return "".join(piece.text for piece in line).rstrip()
-
-
 def top_lines(
     view: ClusterView, rows: Sequence[RequestRow], events: Sequence[ClusterEvent], now: float, screen: Screen
-) -> list[Line]:
+) -> list[Text]:
     """Health, nodes, requests that run, the latest events. `events` the oldest first, `now` seconds since the epoch.
 
     With little height the nodes get what they need, and the other two share what is left.
@@ -69,90 +55,81 @@ def top_lines(
         share = max(2, room - min(len(recent), room // 2))
         requests = _first(requests, share, "requests")
         recent = _first(recent, max(0, room - len(requests)), "")
-    blank: Line = ()
-    lines = [*health, blank, *nodes, blank, *requests, blank, *recent]
-    return [_cut(line, screen.width) for line in lines][: screen.height]
+    lines = [*health, Text(), *nodes, Text(), *requests, Text(), *recent][: screen.height]
+    for line in lines:
+        line.truncate(screen.width)
+    return lines
 
 
-def _health(view: ClusterView, running: int) -> Line:
+def _health(view: ClusterView, running: int) -> Text:
     nodes = [node for node in view.nodes if node.role != "router"]
     ready = sum(node.status == "Ready" for node in nodes)
     waiting = sum(node.waiting for node in nodes)
     # Routers count them all, and list only the latest.
     running = max(running, sum(node.running for node in view.nodes if node.role == "router"))
     said = f"   {ready}/{len(nodes)} nodes ready, {running} requests, {waiting} waiting at nodes"
-    return [
-        Piece(f"{view.cluster}: ", _HEADER),
-        Piece(view.health, _HEALTH_STYLES.get(view.health, _BAD)),
-        Piece(said),
-        Piece(f"   {view.detail}" if view.detail else "", "yellow"),
-    ]
+    return Text.assemble(
+        (f"{view.cluster}: ", _HEADER),
+        (view.health, _HEALTH_STYLES.get(view.health, _BAD)),
+        said,
+        (f"   {view.detail}" if view.detail else "", "yellow"),
+    )
 
 
-def _nodes(nodes: Sequence[NodeStatus], width: int) -> Iterator[Line]:
+def _nodes(nodes: Sequence[NodeStatus], width: int) -> Iterator[Text]:
     name = max(len("NODE"), *(len(node.name) for node in nodes), 0)
     status = max(len("STATUS"), *(len(node.status) for node in nodes), 0)
     beside = name + status + 43
     width_of_bar = min(max(width - beside, _LEAST_BAR), _MOST_BAR)
     head = f"{'NODE':{name}}  {'ROLE':7}  {'STATUS':{status}}  {'RUNNING':>7} {'WAITING':>7}  "
-    yield [Piece(f"{head}{'KV':{width_of_bar}}    %  {'AGE':>6}", _HEADER)]
+    yield Text(f"{head}{'KV':{width_of_bar}}    %  {'AGE':>6}", _HEADER)
     for node in nodes:
         share = node.kv_usage
         style = _BAD if share >= _FULL else "yellow" if share >= _NEARLY_FULL else "green"
         has_cache = node.role != "router"
-        yield [
-            Piece(f"{node.name:{name}}  {node.role:7}  "),
-            Piece(f"{node.status:{status}}", _NODE_STYLES.get(node.status, _BAD)),
-            Piece(f"  {node.running:7} {node.waiting:7}  "),
-            Piece(bar(share, width_of_bar) if has_cache else " " * width_of_bar, style),
-            Piece(f" {100 * share:4.0f}" if has_cache else "    -"),
-            Piece(f"  {duration(node.age_s):>6}"),
-        ]
+        yield Text.assemble(
+            f"{node.name:{name}}  {node.role:7}  ",
+            (f"{node.status:{status}}", _NODE_STYLES.get(node.status, _BAD)),
+            f"  {node.running:7} {node.waiting:7}  ",
+            (bar(share, width_of_bar) if has_cache else " " * width_of_bar, style),
+            f" {100 * share:4.0f}" if has_cache else "    -",
+            f"  {duration(node.age_s):>6}",
+        )
 
 
-def _requests(running: Sequence[RequestRow]) -> Iterator[Line]:
+def _requests(running: Sequence[RequestRow]) -> Iterator[Text]:
     """What a narrow screen has no room for comes last."""
     name = min(max((len(row.request_id) for row in running), default=0), _LONGEST_ID)
     name = max(name, len("REQUEST"))
     head = f"{'REQUEST':{name}}  {'STATE':12}  {'AGE':>6}  {'PROMPT':>6} {'OUTPUT':>6}  {'TTFT':>6}  PATH"
-    yield [Piece(head if running else "no requests run", _HEADER if running else "dim")]
+    yield Text(head if running else "no requests run", _HEADER if running else "dim")
     for row in running:
         ttft = "-" if row.ttft_ms is None else brief_ms(row.ttft_ms)
         again = f" (attempt {row.attempts})" if row.attempts > 1 else ""
         path = " > ".join(node for node in (row.prefill_node, row.decode_node) if node) or "-"
-        yield [
-            Piece(f"{row.request_id[:name]:{name}}  "),
-            Piece(f"{row.state:12}", "yellow" if row.state in ("Waiting", "Retrying") else "cyan"),
-            Piece(f"  {fine_duration(row.age_s):>6}  {row.prompt_tokens:6} {row.output_tokens:6}  {ttft:>6}  {path}"),
-            Piece(again, "yellow"),
-        ]
+        yield Text.assemble(
+            f"{row.request_id[:name]:{name}}  ",
+            (f"{row.state:12}", "yellow" if row.state in ("Waiting", "Retrying") else "cyan"),
+            f"  {fine_duration(row.age_s):>6}  {row.prompt_tokens:6} {row.output_tokens:6}  {ttft:>6}  {path}",
+            (again, "yellow"),
+        )
 
 
-def _events(latest: Sequence[ClusterEvent], now: float) -> Iterator[Line]:
+def _events(latest: Sequence[ClusterEvent], now: float) -> Iterator[Text]:
     reason = max((len(event.reason) for event in latest), default=0)
     if latest:
-        yield [Piece("     AGE  EVENT", _HEADER)]
+        yield Text("     AGE  EVENT", _HEADER)
     for event in latest:
         style = "yellow" if event.severity == "Warning" else ""
         said = "  ".join(part for part in (f"{event.reason:{reason}}", event.subject, event.detail) if part)
-        yield [Piece(f"{fine_duration(now - event.time):>8}  ", "dim"), Piece(said, style)]
+        yield Text.assemble((f"{fine_duration(now - event.time):>8}  ", "dim"), (said, style))
 
 
-def _first(lines: list[Line], count: int, what: str) -> list[Line]:
+def _first(lines: list[Text], count: int, what: str) -> list[Text]:
     """The first lines; the last one of them says how many things are left out."""
     if len(lines) <= count:
         return lines
     if not what:
         return lines[:count]
     kept = lines[: max(1, count - 1)]
-    return [*kept, [Piece(f"... and {len(lines) - len(kept)} more {what}", "dim")]]
-
-
-def _cut(line: Line, width: int) -> Line:
-    """No longer than the screen is wide."""
-    kept, room = [], width
-    for piece in line:
-        if room > 0 and piece.text:
-            kept.append(Piece(piece.text[:room], piece.style))
-            room -= len(piece.text)
-    return kept
+    return [*kept, Text(f"... and {len(lines) - len(kept)} more {what}", "dim")]

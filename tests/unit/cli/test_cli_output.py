@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
+from baton.cli.steer import ProgressLine
 from baton.cli.views.cluster_view import combine
 from baton.cli.yaml_text import yaml_text
 from baton.errors import BatonError
@@ -116,6 +119,33 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "NAME     X\nlonger   1\nb        22\n"
     print_table(["NAME", "X"], [["b", "22"]], headers=False)
     assert capsys.readouterr().out == "b   22\n"
+
+
+class TerminalBuffer(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_line_is_redrawn_and_fits_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal = TerminalBuffer()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    line = ProgressLine()
+    line.show("waiting for node-0, node-1")
+    line.show("waiting for node-0, node-1")
+    line.show("node-1")
+    line.clear()
+    redraw = "\r\x1b[2K"
+    assert terminal.getvalue() == f"{redraw}waiting for node-0,…{redraw}node-1{redraw}"
+
+
+def test_progress_without_a_terminal_is_at_most_one_line_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine()
+    line.show("first")
+    line.show("second")
+    line.clear()
+    assert capsys.readouterr().err == "first\n"
 
 
 def test_words_for_amounts() -> None:

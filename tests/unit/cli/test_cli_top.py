@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.cli.views.cluster_view import ClusterView
-from baton.cli.views.top_page import Piece, Screen, plain, top_lines
+from baton.cli.views.top_page import Screen, top_lines
 from baton.messages.cluster import NodeStatus
 from baton.messages.request_rows import RequestRow
 from baton.messages.steering import ClusterEvent
@@ -26,7 +26,7 @@ EVENTS = [
 
 def test_one_screen() -> None:
     lines = top_lines(VIEW, ROWS, EVENTS, 1010.0, Screen(80))
-    assert [plain(line) for line in lines] == [
+    assert [line.plain.rstrip() for line in lines] == [
         "c: degraded   1/1 nodes ready, 4 requests, 1 waiting at nodes   router-0 is Lost",
         "",
         "NODE      ROLE     STATUS  RUNNING WAITING  KV                         %     AGE",
@@ -41,14 +41,15 @@ def test_one_screen() -> None:
         "    6.0s  Lost       router-0",
         "     10s  NodeReady  d0  decode",
     ]
-    assert Piece("Lost  ", "red") in lines[4], "who is gone is seen"
+    (shown,) = (span for span in lines[4].spans if span.style == "red")
+    assert lines[4].plain[shown.start : shown.end] == "Lost  ", "who is gone is seen"
 
 
 def test_a_small_screen_with_many_nodes_says_what_it_leaves_out() -> None:
     view = replace(VIEW, nodes=[replace(NODE, name=f"d{place}") for place in range(200)])
     rows = [replace(ROWS[0], request_id=f"r{place}") for place in range(100)]
     for height in (2, 5, 8, 12, 24, 60):
-        said = [plain(line) for line in top_lines(view, rows, EVENTS * 9, 1010.0, Screen(70, height))]
+        said = [line.plain for line in top_lines(view, rows, EVENTS * 9, 1010.0, Screen(70, height))]
         assert len(said) <= height
         assert all(len(line) <= 70 for line in said)
         assert said[0].startswith("c: degraded   200/200 nodes ready, 100 requests")

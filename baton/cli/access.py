@@ -1,4 +1,4 @@
-"""What commands show to the clusters that they ask: flags and variables that all of them have in common."""
+"""Flags and variables with the API key and certificates that commands present to a cluster."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def _flag(name: str, kind: Any, default: Any, text: str, metavar: str = "PATH") 
 
 _FLAGS = (
     _flag("api_key", str, "", "API key to send.", "KEY"),
-    _flag("tls_ca", Path | None, None, "Authority to believe; without it there is no TLS."),
-    _flag("tls_cert", Path | None, None, "The operator's certificate."),
-    _flag("tls_key", Path | None, None, "Its key."),
+    _flag("tls_ca", Path | None, None, "Certificate authority to trust. Without it the connection has no TLS."),
+    _flag("tls_cert", Path | None, None, "Certificate of the operator."),
+    _flag("tls_key", Path | None, None, "Private key of that certificate."),
     _flag("cluster", str, Access().cluster, "", "NAME"),
 )
 
 
-def give_access(app: typer.Typer) -> None:
-    """Give the flags to every command of an application, and of its groups."""
+def add_access_flags(app: typer.Typer) -> None:
+    """Add the flags to every command of an application and of its groups."""
     for command in app.registered_commands:
         if command.callback is not None:
             command.callback = with_access(command.callback)
     for group in app.registered_groups:
         if group.typer_instance is not None:
-            give_access(group.typer_instance)
+            add_access_flags(group.typer_instance)
 
 
 def use_certificates(directory: str, cluster: str) -> None:
-    """A cluster of this machine has said where its certificates are: what the user did not say is taken from there."""
+    """Take certificates that the user did not name from `directory`, and the cluster's name from `cluster`."""
     access = default_access.get()
     if directory and access.tls_ca is None:
         files = certificate_files(Path(directory), "operator")
@@ -52,19 +52,19 @@ def use_certificates(directory: str, cluster: str) -> None:
 
 
 def with_access(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command with those flags that it lacks."""
+    """The command with the flags of this module that it does not have itself."""
     hints = typing.get_type_hints(command, include_extras=True)
     own = [
         parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(command).parameters.items()
     ]
-    more = [flag for flag in _FLAGS if flag.name not in hints]
+    added = [flag for flag in _FLAGS if flag.name not in hints]
 
     def run(**values: Any) -> Any:
-        default_access.set(Access(**{flag.name: values.pop(flag.name) for flag in more}))
+        default_access.set(Access(**{flag.name: values.pop(flag.name) for flag in added}))
         return command(**values)
 
-    run.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *more)}
+    run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run

@@ -1,4 +1,4 @@
-"""Asking nodes what they are and do: all at once, and none that is silent hides the others."""
+"""Asks nodes for their reports, all at once, so that a node without an answer does not hide the others."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ from baton.security.access import default_access
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What nodes said."""
+class NodeAnswers:
+    """The reports of nodes, and the errors of those that gave none."""
 
     reports: Mapping[str, NodeReport]
-    """By incarnation."""
+    """By the incarnation of the node."""
     problems: Mapping[str, str]
-    """Why there is no report, by incarnation; one line each, with the node's name."""
+    """Why there is no report, by the incarnation of the node: one line with its name."""
 
 
 def can_be_asked(node: NodeStatus) -> bool:
-    """Whether it is a node with an address, and not known to be gone."""
+    """Whether this is a node (no router) with an address that is not known to be lost."""
     return node.role != "router" and bool(node.address and node.incarnation) and node.status != "Lost"
 
 
-def ask_nodes(nodes: Sequence[NodeStatus], timeout_s: float) -> Answers:
-    """`ask_all` for who has no loop."""
+def ask_nodes(nodes: Sequence[NodeStatus], timeout_s: float) -> NodeAnswers:
+    """Like `ask_nodes_async`, in an event loop of its own."""
     import asyncio
 
-    return asyncio.run(ask_all(nodes, timeout_s))
+    return asyncio.run(ask_nodes_async(nodes, timeout_s))
 
 
-async def ask_all(nodes: Sequence[NodeStatus], timeout_s: float) -> Answers:
-    """Ask each of them once; returns when all have answered or their time is over."""
+async def ask_nodes_async(nodes: Sequence[NodeStatus], timeout_s: float) -> NodeAnswers:
+    """Ask each node once. Returns when all have answered or `timeout_s` is over."""
     import asyncio
 
     found = await asyncio.gather(*(_ask(node, timeout_s) for node in nodes))
-    said = {node.incarnation: answer for node, answer in zip(nodes, found, strict=True)}
-    reports = {key: answer for key, answer in said.items() if isinstance(answer, NodeReport)}
-    problems = {key: answer for key, answer in said.items() if isinstance(answer, str)}
-    return Answers(reports, problems)
+    answers = {node.incarnation: answer for node, answer in zip(nodes, found, strict=True)}
+    reports = {key: answer for key, answer in answers.items() if isinstance(answer, NodeReport)}
+    problems = {key: answer for key, answer in answers.items() if isinstance(answer, str)}
+    return NodeAnswers(reports, problems)
 
 
 async def _ask(node: NodeStatus, timeout_s: float) -> NodeReport | str:
+    """The report of one node, or why there is none."""
     from baton.wire.clients.node_client import NodeClient
     from baton.wire.credentials import Dialer
 

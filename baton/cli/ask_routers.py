@@ -1,4 +1,4 @@
-"""Which router is asked, and which one's answer counts."""
+"""Calls the routers of a cluster, one after the other, until the answer that counts."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def routers(address: str | None, run_dir: Path | None) -> Sequence[str]:
-    """Where operators are heard; raises Unreachable."""
+def router_addresses(address: str | None, run_dir: Path | None) -> Sequence[str]:
+    """The operator addresses of the routers: `address`, or those of the cluster in `run_dir`. Raises Unreachable."""
     found = [address] if address is not None else local_cluster(run_dir).state.operator_addresses
     if not found:
         raise Unreachable("no router is ready: see `baton status`")
     return found
 
 
-def ask_routers(address: str | None, run_dir: Path | None, question: Callable[[OperatorClient], T]) -> T:
-    """The first answer about a request; raises RequestNotFound when a router answers and none knows it."""
+def ask_about_request(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> T:
+    """The answer of the first router that knows the request. Raises RequestNotFound if routers answer and none does."""
     from baton.client import OperatorClient
 
-    trouble: BatonError | None = None
-    for place in routers(address, run_dir):
+    failure: BatonError | None = None
+    for each in router_addresses(address, run_dir):
         try:
-            with closing(OperatorClient(place)) as client:
-                return question(client)
+            with closing(OperatorClient(each)) as client:
+                return ask(client)
         except BatonError as error:
-            if not isinstance(trouble, RequestNotFound):
-                trouble = error
-    assert trouble is not None
-    raise trouble
+            if not isinstance(failure, RequestNotFound):
+                failure = error
+    assert failure is not None
+    raise failure
 
 
-def at_a_router(address: str | None, run_dir: Path | None, do: Callable[[OperatorClient], T]) -> T:
-    """Have it done by the first router that answers: any one will do, and doing it twice is doing it once."""
+def ask_any_router(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> T:
+    """The answer of the first router that answers. `ask` must be idempotent, since more than one may receive it."""
     from baton.client import OperatorClient
 
-    trouble: BatonError | None = None
-    for place in routers(address, run_dir):
+    failure: BatonError | None = None
+    for each in router_addresses(address, run_dir):
         try:
-            with closing(OperatorClient(place)) as client:
-                return do(client)
+            with closing(OperatorClient(each)) as client:
+                return ask(client)
         except (Unreachable, DeadlineExceeded) as error:
-            trouble = trouble or error
-    assert trouble is not None
-    raise trouble
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 def ask_all_routers(
-    address: str | None, run_dir: Path | None, question: Callable[[OperatorClient], T]
+    address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]
 ) -> tuple[list[T], list[str]]:
-    """The answers, and what is wrong with the routers that gave none; raises Unreachable if nobody answers."""
+    """The answers of all routers, and the errors of those that gave none. Raises Unreachable if no router answers."""
     from baton.client import OperatorClient
 
     answers: list[T] = []
     problems: list[str] = []
-    for place in routers(address, run_dir):
+    for each in router_addresses(address, run_dir):
         try:
-            with closing(OperatorClient(place)) as client:
-                answers.append(question(client))
+            with closing(OperatorClient(each)) as client:
+                answers.append(ask(client))
         except BatonError as error:
             problems.append(str(error))
     if not answers:

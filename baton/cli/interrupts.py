@@ -1,4 +1,4 @@
-"""Ctrl-C, where it must not come between two things that belong together."""
+"""Defers signals, so that an interrupt does not separate two operations that belong together."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def interrupts_held(*numbers: signal.Signals) -> Iterator[None]:
-    """One of these signals (none: SIGINT) that comes meanwhile is raised as KeyboardInterrupt on exit; who ignores it
-    goes on ignoring it. For the main thread.
+def interrupts_deferred(*numbers: signal.Signals) -> Iterator[None]:
+    """Defer these signals, by default SIGINT: one that arrives meanwhile is raised as KeyboardInterrupt at the end.
+
+    Signals that are ignored stay ignored. Must be called on the main thread.
     """
-    came = False
+    arrived = False
 
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
+    def defer(*_: object) -> None:
+        nonlocal arrived
+        arrived = True
 
-    heard = [number for number in numbers or (signal.SIGINT,) if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = [(number, signal.signal(number, note)) for number in heard]
+    deferred = [number for number in numbers or (signal.SIGINT,) if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = [(number, signal.signal(number, defer)) for number in deferred]
     try:
         yield
     finally:
         for number, handler in handlers:
             signal.signal(number, handler)
-    if came:
+    if arrived:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The command `baton`: finds the subcommand, turns errors into one line on stderr and an exit code."""
+"""The command `baton`: runs the subcommand, and turns an error into one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import typer
 
-from baton.cli.output import note
+from baton.cli.output import print_note
 from baton.errors import BatonError, Cancelled, ExitCode
 
 _COMMANDS = {
     "up": ("baton.cli.commands.up", "Start a cluster on this machine and keep it running."),
-    "down": ("baton.cli.commands.down", "Let running requests end, then stop the cluster."),
+    "down": ("baton.cli.commands.down", "Stop the cluster after its running requests have ended."),
     "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
     "top": ("baton.cli.commands.top", "Show the state of the cluster, updated continuously."),
     "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster."),
@@ -25,14 +25,14 @@ _COMMANDS = {
     "drain": ("baton.cli.commands.drain", "Cordon a node and wait until its running requests have ended."),
     "set-role": ("baton.cli.commands.set_role", "Change the role of a running node."),
     "cache": ("baton.cli.commands.cache", "Empty the prefix caches of nodes."),
-    "wait": ("baton.cli.commands.wait", "Wait until nodes are ready, idle, cordoned, ..."),
+    "wait": ("baton.cli.commands.wait", "Wait until nodes are ready, idle, cordoned, drained or gone, or have a role."),
     "events": (
         "baton.cli.commands.events",
         "List the events of the cluster: nodes that joined or left, failovers and more.",
     ),
     "explain": (
         "baton.cli.commands.explain",
-        "Explain why a request went to its nodes, and which choice would have been best.",
+        "Explain why a request was placed on its nodes, and which placement would have been best.",
     ),
     "trace": ("baton.cli.commands.trace", "Show where a request's time was spent, stage by stage."),
     "logs": ("baton.cli.commands.logs", "Print the logs of all processes in order of time."),
@@ -41,8 +41,8 @@ _COMMANDS = {
     "bench": ("baton.cli.bench.bench", "Benchmark a cluster or a part of it."),
     "config": ("baton.cli.commands.config_view", "Show the configuration."),
     "completion": ("baton.cli.commands.completion", "Print a completion script for bash, zsh or fish."),
-    "doctor": ("baton.cli.commands.doctor", "Explain what this machine and installation can do, and what to fix."),
-    "certs": ("baton.cli.commands.certs", "Make the certificates of a cluster."),
+    "doctor": ("baton.cli.commands.doctor", "Check this machine and installation, and suggest fixes."),
+    "certs": ("baton.cli.commands.certs", "Create the certificates of a cluster."),
     "keys": ("baton.cli.commands.keys", "Add, list and revoke API keys."),
     "node": ("baton.cli.commands.processes", "Run one prefill node or decode node."),
     "router": ("baton.cli.commands.processes", "Run one router."),
@@ -54,16 +54,16 @@ _COMMANDS = {
 }
 _PROCESSES = frozenset({"up", "node", "router"})
 """Commands that run as processes, which end with the exit codes of sysexits.h."""
-_ASK_NO_CLUSTER = _PROCESSES.union(
+_WITHOUT_ACCESS = _PROCESSES.union(
     ("bench", "certs", "completion", "config", "doctor", "down", "keys", "logs", "simulate", "version")
 )
-"""Commands that call no cluster, and take no key or certificate."""
+"""Commands that call no cluster, and so take no API key or certificate."""
 _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
-"""The class of all errors about a command line, for which typer exports no name."""
+"""The base class of errors about a command line, which typer does not export."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code and never raises."""
+    """Run one command and return its exit code. Never raises."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
         words[0] = "version"
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BatonError as error:
         if not isinstance(error, Cancelled):
-            _complain(str(error))
+            _print_error(str(error))
         return int(error.exit_code)
     except _BadUsage as error:
         _explain_usage(error)
@@ -83,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output went away, which is no story.
+        # The reader of the output has ended, as `head` does; that is not worth a message.
         _drop_output()
         return int(ExitCode.FAILED)
     except OSError as error:
         _drop_output()
-        _complain(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        _print_error(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         return int(ExitCode.IO_ERROR if is_process else ExitCode.FAILED)
 
 
@@ -97,32 +97,32 @@ def _run(words: list[str], command: str) -> int:
 
 
 def command_tree() -> Any:
-    """Every command with all of its options."""
+    """All commands with all of their options."""
     return typer.main.get_command(_build(_COMMANDS.keys()))
 
 
-def _complain(text: str) -> None:
-    note(f"baton: {' '.join(text.split())}")
+def _print_error(text: str) -> None:
+    print_note(f"baton: {' '.join(text.split())}")
 
 
 def _explain_usage(error: Any) -> None:
-    said = error.format_message()
-    if "\n" in said:
-        # A command that needs another word after it: the complaint is its help.
-        note(said)
+    message = error.format_message()
+    if "\n" in message:
+        # A group without a subcommand: the message is its help.
+        print_note(message)
         return
-    reason = said.removesuffix(".").replace(": Value error, ", ": ")
-    where = error.ctx.command_path if error.ctx is not None else "baton"
-    _complain(f"{reason}: see `{where} -h`")
+    reason = message.removesuffix(".").replace(": Value error, ", ": ")
+    command = error.ctx.command_path if error.ctx is not None else "baton"
+    _print_error(f"{reason}: see `{command} -h`")
 
 
 def _drop_output() -> None:
-    """The interpreter must not trip over the same output again when it ends."""
+    """Discard further output, so that the interpreter does not fail on it again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _build(loaded: Collection[str]) -> typer.Typer:
-    """The application with the commands that are asked for; the others are there for the list in the help."""
+    """The application with the commands in `loaded`. Of the others it has the names and texts that the help lists."""
     app = typer.Typer(
         help="Disaggregated prefill/decode serving for large language models.",
         no_args_is_help=True,
@@ -134,15 +134,15 @@ def _build(loaded: Collection[str]) -> typer.Typer:
     for name, (module, text) in _COMMANDS.items():
         if name in loaded:
             importlib.import_module(module).register(app, name, text)
-            if name not in _ASK_NO_CLUSTER:
-                importlib.import_module("baton.cli.access").give_access(app)
+            if name not in _WITHOUT_ACCESS:
+                importlib.import_module("baton.cli.access").add_access_flags(app)
         else:
             app.command(name, help=text)(_not_loaded)
     return app
 
 
 def _not_loaded() -> None:
-    raise AssertionError("a command ran that was not loaded")
+    raise AssertionError("a command was called whose module is not loaded")
 
 
 if __name__ == "__main__":

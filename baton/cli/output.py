@@ -1,4 +1,4 @@
-"""How results are printed: tables for people; JSON, YAML and names for programs, clean of everything else."""
+"""Prints results: tables for people; JSON, YAML and names for programs, with nothing else on stdout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 VERSION = 1
-"""Of what commands print as JSON and YAML: it changes when a field goes, or means something else."""
+"""Version of the JSON and YAML that commands print. It changes when a field is removed or gets another meaning."""
 
 
 class Format(enum.StrEnum):
-    """-o of commands that print one thing."""
+    """The values of -o of commands that print one object."""
 
     TEXT = "text"
     JSON = "json"
@@ -22,7 +22,7 @@ class Format(enum.StrEnum):
 
 
 class ListFormat(enum.StrEnum):
-    """-o of commands that print a list."""
+    """The values of -o of commands that print a list."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -32,12 +32,12 @@ class ListFormat(enum.StrEnum):
 
 
 def print_json(value: Any) -> None:
-    """One JSON document."""
+    """Print one JSON document."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))  # noqa: T201
 
 
 def print_yaml(value: Any) -> None:
-    """One YAML document."""
+    """Print one YAML document."""
     from baton.cli.yaml_text import yaml_text
 
     print(yaml_text(value), end="")  # noqa: T201
@@ -52,20 +52,23 @@ def print_list(
     *,
     headers: bool,
 ) -> None:
-    """What is in a list, once, in the form that was asked for; of the others nothing is made if they are generators."""
+    """Print a list in the format `output`.
+
+    Of `documents`, `names` and `rows` only the one that this format needs is consumed, so they may be generators.
+    """
     if output is ListFormat.JSON:
         print_json({"version": VERSION, "items": list(documents)})
     elif output is ListFormat.YAML:
         print_yaml({"version": VERSION, "items": list(documents)})
     elif output is ListFormat.NAME:
         for name in names:
-            say(name)
+            print_text(name)
     else:
         print_table(columns, list(rows), headers=headers)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3) -> None:
-    """Left-aligned columns `gap` spaces apart, as kubectl prints them: nothing a shell would stumble on."""
+    """Print left-aligned columns `gap` spaces apart, as kubectl does, without borders and colours."""
     for line in table_lines(columns, rows, headers=headers, gap=gap):
         print(line)  # noqa: T201
 
@@ -73,7 +76,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, header
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3
 ) -> list[str]:
-    """What `print_table` prints."""
+    """The lines that `print_table` prints."""
     lines = [list(columns), *map(list, rows)] if headers else list(map(list, rows))
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(columns))]
     return [
@@ -81,20 +84,20 @@ def table_lines(
     ]
 
 
-def say(text: str = "", *, end: str = "\n") -> None:
-    """Text for a person, or a program that asked for text, on stdout."""
+def print_text(text: str = "", *, end: str = "\n") -> None:
+    """Print a result as text on stdout, at once."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
-    """Something beside the result, on stderr."""
+def print_note(text: str) -> None:
+    """Print a message that is not part of the result on stderr, at once."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m12s`, `5h07m`, `2d4h`."""
+    """Seconds as text with one or two units: `42s`, `3m12s`, `5h07m`, `2d4h`."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -106,12 +109,12 @@ def duration(seconds: float) -> str:
 
 
 def fine_duration(seconds: float) -> str:
-    """Like `duration`, but with tenths below ten seconds, as what lives for moments needs them: `0.3s`."""
+    """Seconds as text like `duration`, but with tenths below ten seconds: `0.3s`."""
     return f"{max(0.0, seconds):.1f}s" if seconds < 9.95 else duration(seconds)
 
 
 def size(count: int) -> str:
-    """Bytes with a binary unit, like `1.5 MiB`."""
+    """A number of bytes as text with a binary unit: `1.5 MiB`."""
     value, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
     rank = 0 if count < 1 else min(int(math.log2(count) // 10), len(units) - 1)
     return f"{count} B" if rank == 0 else f"{value / 1024**rank:.1f} {units[rank]}"

@@ -1,4 +1,4 @@
-"""Which cluster a client command means: the one in a run directory, or the one at an address."""
+"""Finds the cluster of a client command: the one in a run directory, or the one at an address."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from baton.errors import Unreachable
 
 
 def run_dir_path(text: str) -> Path:
-    """What --run-dir says; raises BadParameter for nothing, which is what an unset shell variable says."""
+    """The value of --run-dir. Raises BadParameter if it is empty, as it is after an unset shell variable."""
     if not text:
-        raise typer.BadParameter("it is empty")
+        raise typer.BadParameter("is empty: give a directory")
     return Path(text)
 
 
 RunDirOption = Annotated[
     Path | None,
     typer.Option(
-        help="Directory of the running cluster. Default: this user's own.",
+        help="Run directory of the cluster. Default: the one of this user.",
         show_default=False,
         metavar="DIR",
         parser=run_dir_path,
@@ -36,48 +36,48 @@ AddressesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--address",
-        help="HOST:PORT of a router's gRPC port instead of a run directory; may be repeated.",
+        help="HOST:PORT of a router's gRPC port, instead of a run directory. May be repeated.",
         metavar="ADDRESS",
         show_default=False,
     ),
 ]
 OperatorAddressOption = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT of the router's operator port instead of a run directory.", metavar="ADDRESS"),
+    typer.Option(help="HOST:PORT of a router's operator port, instead of a run directory.", metavar="ADDRESS"),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCluster:
-    """A cluster of this machine."""
+    """A cluster that runs on this machine."""
 
     run_dir: RunDir
     state: ClusterState
 
 
 def run_dir_of(flag: Path | None) -> RunDir:
-    """The run directory that a command means."""
+    """The run directory of a command, from its flag --run-dir or the environment."""
     return RunDir(flag or default_run_dir(os.environ))
 
 
-def local_cluster(flag: Path | None, elsewhere: str = "--address") -> LocalCluster:
-    """The live cluster of a run directory; raises Unreachable with a hint when there is none.
+def local_cluster(flag: Path | None, address_flag: str = "--address") -> LocalCluster:
+    """The running cluster of a run directory. Raises Unreachable if there is none.
 
-    `elsewhere`: the command's flag for one that runs anywhere else.
+    `address_flag` is the command's flag for a cluster that runs elsewhere; the error names it.
     """
     run_dir = run_dir_of(flag)
     state = run_dir.read_state() if run_dir.exists() and run_dir.holder() is not None else None
     if state is None:
         raise Unreachable(
             f"no cluster is running in {run_dir.path}: start one with `baton up`, "
-            f"or name one with --run-dir or {elsewhere}"
+            f"or name one with --run-dir or {address_flag}"
         )
     use_certificates(state.certs, state.cluster)
     return LocalCluster(run_dir, state)
 
 
 def grpc_addresses(addresses: Sequence[str] | None, run_dir: Path | None) -> Sequence[str]:
-    """Where to send requests: every router of one cluster; raises Unreachable."""
+    """The gRPC addresses of all routers of one cluster, for requests. Raises Unreachable."""
     if addresses:
         return addresses
     cluster = local_cluster(run_dir)

@@ -1,4 +1,4 @@
-"""Bad usage of a command that is a client: exit code 2, as for every other tool of the shell."""
+"""The error for a wrong command line of a client command, with exit code 2 as other shell tools have it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from baton.errors import ExitCode, UsageError
 
 
 class ClientUsageError(UsageError):
-    """A command line of a client command that makes no sense."""
+    """A client command has options or arguments that are wrong or do not go together."""
 
     exit_code = ExitCode.USAGE

@@ -11,7 +11,7 @@ import typer
 
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import slo_of, usage_errors
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
 from baton.errors import Cancelled, ExitCode
@@ -107,7 +107,7 @@ def compare(
             _QUICK_BUDGET_S if quick else float("inf"),
             up_flags=flags,
         )
-        comparison = run_comparison(config, note)
+        comparison = run_comparison(config, print_note)
     _finish(config, comparison, shape or model_dir.resolve().name, result_filename, report, output)
 
 
@@ -125,7 +125,7 @@ def _finish(
     else:
         spec = config.workload
         slo = ", ".join(f"{name.removesuffix('_ms').upper()} {ms:.1f} ms" for name, ms in result["slo"].items())
-        say(
+        print_text(
             f"{model} on {result['machine']['processor']}, {result['machine']['usable_cores']} cores: prompts of "
             f"{spec.random_input_len} and outputs of {spec.random_output_len} tokens; SLO {slo}, kept by "
             f"{config.attainment:.0%}; {result['repeats']} of {config.repeats} searches, "
@@ -134,9 +134,9 @@ def _finish(
         at = f"{result['common_rate']:.2f}/S" if result["common_rate"] else "-"
         columns = ["ARRANGEMENT", "GOODPUT/S", "PER NODE", f"P99 TTFT AT {at}", "P99 TPOT", "P99 LARGEST GAP MS"]
         print_table(columns, rows(comparison))
-        say()
+        print_text()
         for line in verdict(result):
-            say(line)
+            print_text(line)
     write_files(result, path, report)
     if isinstance(comparison.failure, Cancelled):
         raise typer.Exit(ExitCode.INTERRUPTED)

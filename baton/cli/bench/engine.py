@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
 
@@ -56,24 +56,24 @@ def engine(
 
 
 def _print(report: EngineReport) -> None:
-    say(
+    print_text(
         f"{report.model}, {report.dtype}, {report.context_tokens} tokens of context, {report.threads} threads of "
         f"{report.processor}; bit-exact: {'yes' if report.bit_exact else 'no'}\n"
     )
-    say(
+    print_text(
         f"memory    {report.read_gb_per_s:.1f} GB/s [{report.read_gb_per_s_p10:.1f}, {report.read_gb_per_s_p90:.1f}] "
         f"({report.read_way})"
     )
-    say(
+    print_text(
         f"products  {report.product_gflop_per_s:.0f} GFLOP/s [{report.product_gflop_per_s_p10:.0f}, "
         f"{report.product_gflop_per_s_p90:.0f}] ({report.product_way})"
     )
-    say(
+    print_text(
         f"prefill   {report.prefill_tokens_per_s:.0f} tokens/s, {report.prefill_ms:.1f} ms a prompt "
         f"[{report.prefill_ms_p10:.1f}, {report.prefill_ms_p90:.1f}]: {report.prefill_share_of_product_rate:.1%} of "
         f"the product rate ({report.prefill_share_with_attention:.1%} with attention's operations)"
     )
-    say(
+    print_text(
         f"attention {report.attention_paged_ms:.2f} ms at 16 x 1024 tokens, 32/8 heads of 64; "
         f"{report.attention_gathered_ms:.2f} ms gathered: {report.attention_speedup:.1f} times as fast\n"
     )
@@ -93,7 +93,7 @@ def _print(report: EngineReport) -> None:
             for one in report.decode
         ],
     )
-    say()
+    print_text()
     print_table(
         ["STEP", "ATTENTION MS", "PRODUCTS MS", "ELEMENTWISE MS", "SAMPLING MS", "PYTHON AND REST MS"],
         [
@@ -108,12 +108,12 @@ def _print(report: EngineReport) -> None:
             for one in report.time_split
         ],
     )
-    say()
+    print_text()
     if report.bit_exact_cost_by is None:
-        say("bit-exact rule: not measured, because there is not enough memory for a second engine")
+        print_text("bit-exact rule: not measured, because there is not enough memory for a second engine")
     else:
         by = report.bit_exact_cost_by
-        say(
+        print_text(
             "the bit-exact rule costs, against torch's own unpadded products: "
             f"prefill {by.prefill:.1%}, " + ", ".join(f"decode of {b} {c:.1%}" for b, c in by.decode.items())
         )

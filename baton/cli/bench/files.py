@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.output import note
+from baton.cli.output import print_note
 
 ReportOption = Annotated[
     Path | None, typer.Option(help="Write a page with plots to this HTML file.", metavar="FILE.html")
@@ -24,7 +24,7 @@ def write_files(result: Mapping[str, Any], result_file: Path | None, report: Pat
     sys.stdout.flush()  # the printed results come first, even if a file can't be written
     if result_file is not None:
         write_result(result_file, dict(result))
-        note(f"written to {result_file}")
+        print_note(f"written to {result_file}")
     if report is not None:
         write_report(result, report)
-        note(f"report: {report}")
+        print_note(f"report: {report}")

@@ -13,7 +13,7 @@ import typer
 
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
@@ -116,12 +116,12 @@ def nodes(
         print_yaml(without_outcomes(result))
     else:
         print_rows(rows(result, (99.0,)))
-        say("\nThe maximum of each node during the run:")
+        print_text("\nThe maximum of each node during the run:")
         print_table(_COLUMNS, peak_rows(ran.samples))
     for line in remarks(ran.run, result, slo):
-        note(line)
+        print_note(line)
     if ran.impossible_spans:
-        note(
+        print_note(
             f"{ran.impossible_spans} requests took longer in the cluster than their client waited: a duration was "
             "measured across the clocks of two hosts"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def overload(
         seed=seed,
     )
     if output is Format.TEXT:
-        note(f"this takes a little longer than {config.before_s + duration + after + config.capacity_s:.0f} s")
+        print_note(f"this takes a little longer than {config.before_s + duration + after + config.capacity_s:.0f} s")
     report = run(config)
     if output is Format.JSON:
         print_json(report.to_json())
@@ -72,19 +72,21 @@ def overload(
 
 def _print(report: OverloadReport) -> None:
     config, refused = report.config, report.refusals
-    say(
+    print_text(
         f"capacity {report.capacity:.1f} requests/s of {config.input_len} tokens in and {config.output_len} out; "
         f"offered {report.offered:.0f} requests/s for {config.overload_s:g} s; good: first token within "
         f"{config.ttft_slo_ms:g} ms, then one each {config.tpot_slo_ms:g} ms"
     )
-    say(
+    print_text(
         f"good requests/s of each window: {', '.join(f'{rate:.1f}' for rate in report.windows)}; peak {report.peak:.1f}"
     )
-    say(
+    print_text(
         f"{refused.count} refused within {refused.p50_s * 1e3:.1f} ms (p50), {refused.p99_s * 1e3:.1f} ms (p99), "
         f"{refused.max_s * 1e3:.1f} ms (max); the load generator was up to {report.generator_late_ms:.1f} ms late (p99)"
     )
-    say(f"median time to the first token of the probe before the overload: {report.normal_ttft_s * 1e3:.0f} ms\n")
+    print_text(
+        f"median time to the first token of the probe before the overload: {report.normal_ttft_s * 1e3:.0f} ms\n"
+    )
     print_table(
         ["TENANT", "OFFERED/S", "COMPLETED/S", "GOOD/S"],
         [
@@ -93,8 +95,8 @@ def _print(report: OverloadReport) -> None:
         ],
     )
     for error, count in report.failed.items():
-        say(f"{count} failed: {error}")
-    say()
+        print_text(f"{count} failed: {error}")
+    print_text()
     rows = [[what, seen, "PASS" if ok else "FAIL"] for what, seen, ok in report.checks()]
     print_table(["PROMISE", "SEEN", ""], rows)
 
@@ -107,4 +109,4 @@ def _write(report: OverloadReport, folder: Path) -> None:
 
     write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")
     write_text(render_svg(report), folder / "overload.svg")
-    note(f"written to {folder / 'overload.json'} and {folder / 'overload.svg'}")
+    print_note(f"written to {folder / 'overload.json'} and {folder / 'overload.svg'}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import note, print_json, say
+from baton.cli.output import print_json, print_note, print_text
 
 
 class ReportFormat(enum.StrEnum):
@@ -50,13 +50,13 @@ def report(
     if output is ReportFormat.HTML:
         path = out or result.with_suffix(".html")
         write_text(page(measured), path)
-        note(f"report: {path}")
+        print_note(f"report: {path}")
     elif output is ReportFormat.JSON:
         if out is None:
             print_json(to_json(measured))
         else:
             write_text(json.dumps(to_json(measured), indent=2, ensure_ascii=False) + "\n", out)
     elif out is None:
-        say(to_csv(measured), end="")
+        print_text(to_csv(measured), end="")
     else:
         write_text(to_csv(measured), out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.config import bundled_model_dir
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def router(
     reports = []
     for count in streams or [1000]:
         if output is Format.TEXT:
-            note(f"measuring with {count} streams")
+            print_note(f"measuring with {count} streams")
         report = run(
             RouterBenchConfig(
                 model_dir=model or bundled_model_dir(),
@@ -75,13 +75,13 @@ def router(
 
 
 def _print(report: RouterReport) -> None:
-    say(
+    print_text(
         f"{report.streams} streams over {report.front}, {report.nodes} nodes, {report.processor}: "
         f"{report.kb_per_stream:.1f} kB per stream over {report.router_mb:.0f} MB; "
         f"placement {_spread(report.placement_us)} us, {_spread(report.placement_all_news_us)} with news of every node"
     )
     added = report.added_latency_ms
-    say(
+    print_text(
         f"added latency at half load: p50 {added.p50:.2f} ms, p99 {added.p99:.2f} ms, beside "
         f"{_spread(report.direct_ms)} ms without a router"
     )

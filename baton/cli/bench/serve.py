@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from baton.cli.bench.files import ReportOption, write_files
-from baton.cli.output import Format, note, print_json, print_yaml, say
+from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable
@@ -225,7 +225,7 @@ def _finish(
     else:
         print_rows(rows(result, percentiles))
     for line in remarks(run, result, slo):
-        note(line)
+        print_note(line)
     write_files(result, path, report)
     raise_exit(run, result)
 
@@ -252,13 +252,13 @@ def result_path(folder: Path, name: str, plan: LoadPlan, now: datetime) -> Path:
 
 def print_rows(lines: Sequence[tuple[str, str]]) -> None:
     """Prints names and values in vLLM's layout."""
-    say(f"{' Serving Benchmark Result ':=^{_WIDTH}}")
+    print_text(f"{' Serving Benchmark Result ':=^{_WIDTH}}")
     for name, value in lines:
         if value:
-            say(f"{name + ':':<{_WIDTH - 16}}{value:<16}".rstrip())
+            print_text(f"{name + ':':<{_WIDTH - 16}}{value:<16}".rstrip())
         else:
-            say(f"{name:-^{_WIDTH}}")
-    say("=" * _WIDTH)
+            print_text(f"{name:-^{_WIDTH}}")
+    print_text("=" * _WIDTH)
 
 
 def _locate_endpoint(
@@ -310,7 +310,7 @@ def count_requests(workload: WorkloadSpec) -> int:
     count = len(built)  # reads a trace to its end, so that a broken line is found before anything runs
     skipped = getattr(built, "num_skipped", 0)
     if skipped:
-        note(f"{skipped} broken lines of {workload.dataset_path} are skipped")
+        print_note(f"{skipped} broken lines of {workload.dataset_path} are skipped")
     if not count:
         raise InvalidRequest("--dataset-path", f"{workload.dataset_path} contains no request")
     return count

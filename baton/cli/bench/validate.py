@@ -12,7 +12,7 @@ import typer
 
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import usage_errors
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.config import bundled_model_dir
 from baton.errors import BatonError, Cancelled, ExitCode, InvalidRequest
 
@@ -82,7 +82,7 @@ def validate(
         with _model_dir(name) as model_dir:
             config = ValidateConfig(name, model_dir, dtype, workload, nodes, loads, run_s, flags, rounds)
             try:
-                one = run_validation(config, note, clock, now_s + (end_s - now_s) / (len(names) - number))
+                one = run_validation(config, print_note, clock, now_s + (end_s - now_s) / (len(names) - number))
             except BatonError as error:
                 failed[name] = error
                 if isinstance(error, Cancelled):
@@ -100,9 +100,9 @@ def validate(
         print_yaml(without_outcomes(result))
     else:
         print_table(COLUMNS, rows(result))
-        say()
+        print_text()
         for line in verdict(result):
-            say(line)
+            print_text(line)
     write_files(result, result_filename, report)
     for failure in (*failures, *failed.values()):
         raise typer.Exit(ExitCode.INTERRUPTED) if isinstance(failure, Cancelled) else failure

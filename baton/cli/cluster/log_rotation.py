@@ -20,7 +20,7 @@ MAX_LOG_BYTES = 16 << 20
 """A log rotates when it is larger than this."""
 NUM_KEPT = 3
 """Number of older parts of each log that are kept."""
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 def older_parts(log: Path) -> Sequence[Path]:
@@ -39,7 +39,7 @@ class LogRotation:
         self._max_bytes = max_bytes
         self._num_kept = num_kept
 
-    def look(self) -> None:
+    def rotate_large_logs(self) -> None:
         """Rotate the logs that are too large. Raises nothing, because a cluster also serves without rotation."""
         for log in self._directory.glob("*.log"):
             try:

@@ -84,7 +84,7 @@ class RunDir:
         if found.st_mode & 0o022:
             raise ConfigError(f"run directory {self.path} can be written by others: chmod 700 {self.path}")
 
-    def take(self) -> None:
+    def lock(self) -> None:
         """Lock the directory until `release` or the end of this process.
 
         Raises ConfigError if a running cluster holds the lock, or if the directory can't be written.
@@ -102,9 +102,9 @@ class RunDir:
                 "or start another beside it with --run-dir"
             )
         self._lock = descriptor
-        self.sign()
+        self.write_owner()
 
-    def sign(self) -> None:
+    def write_owner(self) -> None:
         """Write the id of this process into the lock file that it holds. Raises ConfigError on a full disk."""
         assert self._lock is not None
         with self._usable():

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import at_a_router
-from baton.cli.output import VERSION, Format, note, print_json, print_yaml, say
-from baton.cli.steer import NodesArgument
+from baton.cli.ask_routers import ask_any_router
+from baton.cli.output import VERSION, Format, print_json, print_note, print_text, print_yaml
+from baton.cli.steering import NodesArgument
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.errors import CacheInUse, ExitCode
 
@@ -48,7 +48,7 @@ def reset(
     refused: dict[str, str] = {}
     for node in nodes:
         try:
-            forgotten[node] = at_a_router(address, run_dir, partial(_reset, node, timeout))
+            forgotten[node] = ask_any_router(address, run_dir, partial(_reset, node, timeout))
         except CacheInUse as error:
             refused[node] = str(error)
     found = {"version": VERSION, "forgotten_blocks": forgotten, "refused": refused}
@@ -58,9 +58,9 @@ def reset(
         print_yaml(found)
     else:
         for node, num_blocks in forgotten.items():
-            say(f"{node} has forgotten {num_blocks} blocks")
+            print_text(f"{node} has forgotten {num_blocks} blocks")
         for why in refused.values():
-            note(f"baton: {why}")
+            print_note(f"baton: {why}")
     return int(ExitCode.FAILED if refused else ExitCode.OK)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import say
+from baton.cli.output import print_text
 from baton.cli.usage import ClientUsageError
 from baton.errors import ConfigError
 from baton.security.access import DEFAULT_CLUSTER
@@ -51,10 +51,10 @@ def init(
         raise ClientUsageError("--hosts is empty")
     every = list(dict.fromkeys([*_LOCAL, socket.gethostname(), *named]))
     for path in make_certificates(directory, cluster, every, days, datetime.datetime.now(datetime.UTC)):
-        say(str(path))
-    say()
+        print_text(str(path))
+    print_text()
     for line in _next_lines(directory):
-        say(line)
+        print_text(line)
 
 
 def _next_lines(directory: Path) -> list[str]:

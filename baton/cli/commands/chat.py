@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.commands.generate import is_hopeless_of
-from baton.cli.output import note, say
+from baton.cli.commands.generate import cluster_end_check
+from baton.cli.output import print_note, print_text
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
@@ -22,7 +22,7 @@ from baton.messages.generation import Chunk, Finished
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
-    from baton.cli.commands.chat_stream import ChatClient, Place
+    from baton.cli.commands.chat_stream import ChatClient, Endpoint
 
 _PROMPT = "> "
 _COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
@@ -40,7 +40,7 @@ class Conversation:
     system: str | None = None
     turns: list[Mapping[str, str]] = field(default_factory=list)
 
-    def asking(self, text: str) -> list[Mapping[str, str]]:
+    def messages_with(self, text: str) -> list[Mapping[str, str]]:
         """All of it, and this."""
         first = [_message("system", self.system)] if self.system is not None else []
         return [*first, *self.turns, _message("user", text)]
@@ -100,8 +100,10 @@ def chat(
         "stop": stop or None,
     }
     places = _places(url, run_dir)
-    is_hopeless = is_hopeless_of(run_dir) if not url else bool
-    client = ChatClient(places, default_access.get(), Random(), is_hopeless, lambda text: note(f"\nbaton: {text}"))
+    is_hopeless = cluster_end_check(run_dir) if not url else bool
+    client = ChatClient(
+        places, default_access.get(), Random(), is_hopeless, lambda text: print_note(f"\nbaton: {text}")
+    )
     session = Session(
         client,
         {name: value for name, value in settings.items() if value is not None},
@@ -116,7 +118,7 @@ def chat(
         _talk(session)
     else:
         for line in sys.stdin:
-            if not session.hear(line.rstrip("\n")):
+            if not session.handle_line(line.rstrip("\n")):
                 break
 
 
@@ -137,7 +139,7 @@ class Session:
         self._timeout_s = timeout_s
         self._hint = hint
 
-    def hear(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """One line: something to say, or a command. False: it was the last one. Raises BatonErrors."""
         word = line.strip()
         if word == "/exit":
@@ -145,7 +147,7 @@ class Session:
         if word == "/clear":
             self.conversation.clear()
         elif word.startswith("/") and " " not in word:
-            note(f"baton: no such command: {word}; {_COMMANDS}")
+            print_note(f"baton: no such command: {word}; {_COMMANDS}")
         elif word:
             self._turn(line)
         return True
@@ -154,13 +156,13 @@ class Session:
         """Print the answer as it comes. What has come of one that is stopped is remembered, too."""
         pieces: list[str] = []
         end: Finished | None = None
-        question = {**self._settings, "messages": self.conversation.asking(text)}
+        question = {**self._settings, "messages": self.conversation.messages_with(text)}
         try:
             with closing(self._client.answer(question, self._timeout_s)) as events:
                 for event in events:
                     if isinstance(event, Chunk) and event.text:
                         pieces.append(event.text)
-                        say(event.text, end="")
+                        print_text(event.text, end="")
                     elif isinstance(event, Finished):
                         end = event
         except Unreachable as error:
@@ -170,10 +172,10 @@ class Session:
             raise
         finally:
             if pieces or end is not None:
-                say()
+                print_text()
         self.conversation.add(text, "".join(pieces))
         if end is not None and sys.stderr.isatty():
-            note(f"[{end.prompt_tokens} + {end.completion_tokens} tokens, {end.finish_reason}]")
+            print_note(f"[{end.prompt_tokens} + {end.completion_tokens} tokens, {end.finish_reason}]")
 
 
 def _talk(session: Session) -> None:
@@ -181,39 +183,39 @@ def _talk(session: Session) -> None:
     with suppress(ImportError):
         # With it `input` has lines that can be edited, and those before.
         import readline  # noqa: F401
-    note(_COMMANDS)
+    print_note(_COMMANDS)
     goes_on = True
     while goes_on:
         try:
             line = input(_PROMPT)
         except EOFError:
-            say()
+            print_text()
             return
         except KeyboardInterrupt:
-            say()
-            note(_COMMANDS)
+            print_text()
+            print_note(_COMMANDS)
             continue
         try:
-            goes_on = session.hear(line)
+            goes_on = session.handle_line(line)
         except KeyboardInterrupt:
-            note("[stopped]")
+            print_note("[stopped]")
         except (Unauthenticated, PermissionDenied):
             raise
         except InvalidRequest as error:
-            note(f"baton: {error}{' (/clear forgets what was said)' if session.conversation.turns else ''}")
+            print_note(f"baton: {error}{' (/clear forgets what was said)' if session.conversation.turns else ''}")
         except BatonError as error:
-            note(f"baton: {error}")
+            print_note(f"baton: {error}")
 
 
-def _places(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Place]:
+def _places(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Endpoint]:
     """Every router of one cluster; raises Unreachable, ClientUsageError."""
-    from baton.cli.commands.chat_stream import Place
+    from baton.cli.commands.chat_stream import Endpoint
 
     if urls:
-        return [Place.of(url) for url in urls]
+        return [Endpoint.parse(url) for url in urls]
     cluster = local_cluster(run_dir, "--url")
     scheme = "http" if default_access.get().tls_ca is None else "https"
-    found = [Place.of(f"{scheme}://{address}") for address in cluster.state.http_addresses]
+    found = [Endpoint.parse(f"{scheme}://{address}") for address in cluster.state.http_addresses]
     if not found:
         raise Unreachable(f"no router of the cluster in {cluster.run_dir.path} is ready yet: see `baton status`")
     return found

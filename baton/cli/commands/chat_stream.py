@@ -56,7 +56,7 @@ _BY_TYPE: dict[str, type[BatonError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """Where a router speaks HTTP."""
 
     host: str
@@ -66,7 +66,7 @@ class Place:
     """Before `/v1`."""
 
     @classmethod
-    def of(cls, url: str) -> Place:
+    def parse(cls, url: str) -> Endpoint:
         """Raises ClientUsageError for what is no URL."""
         try:
             parts = urlsplit(url)
@@ -93,7 +93,7 @@ class EventReader:
         self._reason = ""
         self._usage: Mapping[str, Any] = {}
 
-    def take(self, data: str) -> Chunk | Finished | None:
+    def read_data(self, data: str) -> Chunk | Finished | None:
         """The event that this data means; raises the error that ended the stream, and Unreachable for what no router
         says.
         """
@@ -102,7 +102,7 @@ class EventReader:
         try:
             found = json.loads(data)
             if "error" in found:
-                raise error_of(found["error"])
+                raise error_from_object(found["error"])
             self._usage = found.get("usage") or self._usage
             return self._chunk(found["choices"][0]) if found["choices"] else None
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
@@ -128,7 +128,7 @@ class ChatClient:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[Endpoint],
         access: Access,
         rng: Random,
         is_hopeless: Callable[[], bool],
@@ -190,7 +190,7 @@ class ChatClient:
         return wait_s
 
     def _open(
-        self, place: Place, body: Mapping[str, Any], headers: Mapping[str, str], position: int
+        self, place: Endpoint, body: Mapping[str, Any], headers: Mapping[str, str], position: int
     ) -> Generator[GenerateEvent, None, None]:
         shown = {"authorization": f"Bearer {self._access.api_key}"} if self._access.api_key else {}
         sent = {"content-type": "application/json", "accept-encoding": "identity", **shown, **headers}
@@ -208,11 +208,11 @@ class ChatClient:
             ):
                 answer = source.response
                 if answer.status_code != 200:
-                    raise error_of_answer(answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), place)
+                    raise error_from_response(answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), place)
                 yield Accepted(headers["x-request-id"], 0, 0)
                 reader = EventReader(position)
                 for message in source:
-                    event = reader.take(message.data) if message.data else None
+                    event = reader.read_data(message.data) if message.data else None
                     if event is not None:
                         yield event
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -220,22 +220,22 @@ class ChatClient:
         # Whoever reads this has left at the end of the answer.
         raise Unreachable(f"{place} ended the stream before the answer was over")
 
-    def _trusted(self, place: Place) -> ssl.SSLContext:
+    def _trusted(self, place: Endpoint) -> ssl.SSLContext:
         if not place.is_tls:
             return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; loading the system's takes 35 ms
         tls = self._access.tls()
         return ssl.create_default_context(cadata=None if tls is None else tls.ca.decode())
 
 
-def error_of_answer(status: int, body: bytes, place: Place) -> BatonError:
+def error_from_response(status: int, body: bytes, place: Endpoint) -> BatonError:
     """What an answer means that is no stream."""
     try:
-        return error_of(json.loads(body)["error"])
+        return error_from_object(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError, AttributeError):
         return Unreachable(f"{place} answers with {status} and no error of a router's")
 
 
-def error_of(found: Mapping[str, Any]) -> BatonError:
+def error_from_object(found: Mapping[str, Any]) -> BatonError:
     """The error that the router meant, from OpenAI's object."""
     message, kind, code, param = (str(found.get(name) or "") for name in ("message", "type", "code", "param"))
     if code == "not_found":

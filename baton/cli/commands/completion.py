@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.output import say
+from baton.cli.output import print_text
 
 
 class Shell(enum.StrEnum):
@@ -21,7 +21,7 @@ class Shell(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class Completions:
     """What may follow some words of a command line."""
 
     commands: Mapping[str, str]
@@ -44,11 +44,11 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell that it is
     """
     from baton.cli.main import command_tree
 
-    tree = dict(words_of(command_tree()))
-    say(_fish(tree) if shell is Shell.FISH else _bash(tree, is_zsh=shell is Shell.ZSH))
+    tree = dict(completions_of(command_tree()))
+    print_text(_fish(tree) if shell is Shell.FISH else _bash(tree, is_zsh=shell is Shell.ZSH))
 
 
-def words_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[str, Words]]:
+def completions_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[str, Completions]]:
     """Of a command and everything below it, by the words that lead there."""
     below: Mapping[str, Any] = getattr(command, "commands", {})
     options: dict[str, Sequence[str]] = {"--help": ()}
@@ -61,9 +61,9 @@ def words_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[str, Word
             flags = [flag for flag in (*each.opts, *each.secondary_opts) if flag.startswith("--")]
             options |= dict.fromkeys(flags, choices)
     texts = {name: each.get_short_help_str(200) for name, each in below.items()}
-    yield " ".join(path), Words(texts, options, arguments)
+    yield " ".join(path), Completions(texts, options, arguments)
     for name, each in below.items():
-        yield from words_of(each, (*path, name))
+        yield from completions_of(each, (*path, name))
 
 
 def _choices(parameter: Any) -> Sequence[str]:
@@ -74,7 +74,7 @@ def _choices(parameter: Any) -> Sequence[str]:
     return said.split("|") if "|" in said and said.islower() else ()
 
 
-def _bash(tree: Mapping[str, Words], *, is_zsh: bool) -> str:
+def _bash(tree: Mapping[str, Completions], *, is_zsh: bool) -> str:
     lines = ["autoload -U +X bashcompinit && bashcompinit"] if is_zsh else []
     lines += [
         "_baton() {",
@@ -103,7 +103,7 @@ def _quoted(path: str) -> str:
     return f'"{path}"'
 
 
-def _fish(tree: Mapping[str, Words]) -> str:
+def _fish(tree: Mapping[str, Completions]) -> str:
     lines = ["complete -c baton -f"]
     for path, words in tree.items():
         seen = path.split()

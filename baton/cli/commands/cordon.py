@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.ask_routers import at_a_router
-from baton.cli.output import VERSION, Format, print_json, print_yaml, say
-from baton.cli.steer import ASK_S, NodesArgument, warn
+from baton.cli.ask_routers import ask_any_router
+from baton.cli.output import VERSION, Format, print_json, print_text, print_yaml
+from baton.cli.steering import ANSWER_TIMEOUT_S, NodesArgument, print_warning
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 
@@ -21,11 +21,13 @@ def cordon(
     nodes: NodesArgument,
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = ASK_S,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)
+    ] = ANSWER_TIMEOUT_S,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Stop sending new requests to these nodes, also after restarts, until `uncordon`. Running requests continue."""
-    warning = at_a_router(address, run_dir, lambda router: router.cordon(nodes, timeout))
+    warning = ask_any_router(address, run_dir, lambda router: router.cordon(nodes, timeout))
     _tell(nodes, output, is_cordoned=True, warning=warning)
 
 
@@ -33,11 +35,13 @@ def uncordon(
     nodes: NodesArgument,
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = ASK_S,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)
+    ] = ANSWER_TIMEOUT_S,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Let these nodes take new requests again."""
-    at_a_router(address, run_dir, lambda router: router.uncordon(nodes, timeout))
+    ask_any_router(address, run_dir, lambda router: router.uncordon(nodes, timeout))
     _tell(nodes, output, is_cordoned=False, warning="")
 
 
@@ -49,5 +53,5 @@ def _tell(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) 
         print_yaml(found)
     else:
         for name in nodes:
-            say(f"{name} {'cordoned' if is_cordoned else 'uncordoned'}")
-        warn(warning)
+            print_text(f"{name} {'cordoned' if is_cordoned else 'uncordoned'}")
+        print_warning(warning)

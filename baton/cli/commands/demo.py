@@ -28,7 +28,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from baton.cli.commands.generate import Answer, tokens_per_second
-from baton.cli.interrupts import interrupts_held
+from baton.cli.interrupts import interrupts_deferred
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode
@@ -43,7 +43,7 @@ _LONG_PROMPT_CHARS = 4500
 
 
 @dataclass(slots=True)
-class Run:
+class DemoRequest:
     """One prompt on its way."""
 
     title: str
@@ -56,14 +56,14 @@ class Run:
         return bool(self.error) or self.answer.finished is not None
 
 
-def prompts() -> list[Run]:
+def prompts() -> list[DemoRequest]:
     """What the demo asks: short ones, and one that takes several steps to compute."""
     source = inspect.getsource(textwrap)[:_LONG_PROMPT_CHARS]
     return [
-        Run("a function", "def fibonacci(n):"),
-        Run("a class", "class Stack:\n    def __init__(self):\n"),
-        Run("a script", "import os\nimport sys\n\n\ndef main():\n"),
-        Run("a long one", source[: source.rindex("\n") + 1]),
+        DemoRequest("a function", "def fibonacci(n):"),
+        DemoRequest("a class", "class Stack:\n    def __init__(self):\n"),
+        DemoRequest("a script", "import os\nimport sys\n\n\ndef main():\n"),
+        DemoRequest("a long one", source[: source.rindex("\n") + 1]),
     ]
 
 
@@ -125,7 +125,7 @@ def _baton(*words: str) -> subprocess.CompletedProcess[str]:
     # A session of its own: Ctrl-C is for the demo to handle, in its order.
     process = None
     try:
-        with interrupts_held(signal.SIGINT, signal.SIGTERM):
+        with interrupts_deferred(signal.SIGINT, signal.SIGTERM):
             process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -148,12 +148,12 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
 
 
-def _send(runs: Sequence[Run], address: str, console: Console) -> None:
+def _send(runs: Sequence[DemoRequest], address: str, console: Console) -> None:
     """All prompts at once, a thread and a stream each; shows the answers as they grow."""
-    news: queue.SimpleQueue[tuple[Run, GenerateEvent | str]] = queue.SimpleQueue()
+    news: queue.SimpleQueue[tuple[DemoRequest, GenerateEvent | str]] = queue.SimpleQueue()
     client = GenerationClient(address)
 
-    def send(run: Run) -> None:
+    def send(run: DemoRequest) -> None:
         request = GenerateRequest(
             prompt=run.prompt, max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE, top_p=_TOP_P, seed=_SEED
         )
@@ -184,14 +184,16 @@ def _send(runs: Sequence[Run], address: str, console: Console) -> None:
         client.close()
 
 
-def _absorb(runs: Sequence[Run], news: queue.SimpleQueue[tuple[Run, GenerateEvent | str]]) -> Iterator[Run]:
+def _absorb(
+    runs: Sequence[DemoRequest], news: queue.SimpleQueue[tuple[DemoRequest, GenerateEvent | str]]
+) -> Iterator[DemoRequest]:
     """Take what comes until every run is done; yields the run that changed."""
     while not all(run.done for run in runs):
         run, event = news.get()
         if isinstance(event, str):
             run.error = event
         else:
-            run.answer.take(event)
+            run.answer.add(event)
         yield run
 
 
@@ -201,12 +203,12 @@ def _show_processes(state: dict[str, Any], seconds: float, console: Console) -> 
     console.print(f"Ready after {seconds:.1f} s, serving {state['model']}.\n")
 
 
-def _screen(runs: Sequence[Run], console: Console) -> Group:
+def _screen(runs: Sequence[DemoRequest], console: Console) -> Group:
     lines = max(3, (console.height - 2) // len(runs) - 2)
     return Group(*(_panel(run, lines) for run in runs))
 
 
-def _panel(run: Run, lines: int) -> Panel:
+def _panel(run: DemoRequest, lines: int) -> Panel:
     body = Text(_tail(run.prompt, lines // 2), style="dim")
     body.append(run.answer.text, style="bold" if not run.done else "")
     if run.error:
@@ -215,7 +217,7 @@ def _panel(run: Run, lines: int) -> Panel:
     return Panel(shown, title=run.title, title_align="left", border_style="green" if run.done else "yellow")
 
 
-def _plain(run: Run) -> str:
+def _plain(run: DemoRequest) -> str:
     if run.error:
         return f"--- {run.title}: {run.error}"
     return f"--- {run.title}\n{_tail(run.prompt, 3)}{run.answer.text}\n"
@@ -226,7 +228,7 @@ def _tail(prompt: str, lines: int) -> str:
     return prompt if len(kept) <= lines else "…\n" + "\n".join(kept[-lines:])
 
 
-def _show_summary(runs: Sequence[Run], console: Console) -> None:
+def _show_summary(runs: Sequence[DemoRequest], console: Console) -> None:
     """What happened to each request, in 80 columns."""
     columns = ["PROMPT", "PREFILL", "COMPUTED", "KV MOVED", "IN", "DECODE", "TTFT", "TOKENS/S"]
     console.print()
@@ -234,7 +236,7 @@ def _show_summary(runs: Sequence[Run], console: Console) -> None:
     console.print()
 
 
-def _row(run: Run) -> list[str]:
+def _row(run: DemoRequest) -> list[str]:
     end = run.answer.finished
     if end is None:
         return [run.title, "failed", *[""] * 6]

@@ -9,7 +9,7 @@ import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
 from baton.cli.commands.requests import request
-from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.output import Format, print_json, print_text, print_yaml
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
@@ -51,7 +51,7 @@ def node(
         print_yaml(node_json(status, report))
     else:
         for line in node_lines(status, report):
-            say(line)
+            print_text(line)
     if answers.problems:
         raise Unreachable(answers.problems[status.incarnation])
 

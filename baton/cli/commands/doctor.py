@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, print_json, print_yaml, say
-from baton.cli.views.doctor_checks import Finding, Level, examine, worst
+from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
 
 
@@ -26,10 +26,10 @@ def doctor(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Look at the machine and say what was found."""
-    from baton.cli.views.doctor_facts import gather
+    from baton.cli.views.doctor_facts import gather_facts
 
-    findings = examine(gather(model or bundled_model_dir(), dtype, registry))
-    level = worst(findings)
+    findings = run_checks(gather_facts(model or bundled_model_dir(), dtype, registry))
+    level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)
     else:
@@ -39,14 +39,14 @@ def doctor(
 
 
 def _plain(finding: Finding) -> dict[str, str]:
-    return {"check": finding.check, "status": finding.level.name, "says": finding.says, "fix": finding.fix}
+    return {"check": finding.check, "status": finding.level.name, "says": finding.message, "fix": finding.fix}
 
 
 def _print(findings: list[Finding], level: Level) -> None:
     wide = max(len(one.check) for one in findings)
     for one in findings:
-        say(f"{one.level.name:<8}  {one.check:<{wide}}  {one.says}")
+        print_text(f"{one.level.name:<8}  {one.check:<{wide}}  {one.message}")
         if one.fix:
-            say(f"{'':<8}  {'':<{wide}}  fix: {one.fix}")
+            print_text(f"{'':<8}  {'':<{wide}}  fix: {one.fix}")
     count = sum(one.level is not Level.OK for one in findings)
-    say(f"\n{level.name}: " + (f"{count} of {len(findings)} checks need a look" if count else "nothing to fix"))
+    print_text(f"\n{level.name}: " + (f"{count} of {len(findings)} checks need a look" if count else "nothing to fix"))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.output import Format, print_json, print_text, print_yaml
 from baton.cli.target import RunDirOption, run_dir_of
 from baton.errors import DeadlineExceeded
 
@@ -35,9 +35,9 @@ def down(
     elif output is Format.YAML:
         print_yaml(result)
     elif was_running:
-        say(f"stopped the cluster in {place.path}")
+        print_text(f"stopped the cluster in {place.path}")
     else:
-        say(f"no cluster is running in {place.path}")
+        print_text(f"no cluster is running in {place.path}")
 
 
 def stop_cluster(place: RunDir, timeout_s: float, *, force: bool) -> bool:

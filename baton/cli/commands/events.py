@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import ask_all_routers, routers
-from baton.cli.output import VERSION, ListFormat, fine_duration, note, print_json, print_table, print_yaml, say
-from baton.cli.steer import ASK_S
+from baton.cli.ask_routers import ask_all_routers, router_addresses
+from baton.cli.output import (
+    VERSION,
+    ListFormat,
+    fine_duration,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+    print_yaml,
+)
+from baton.cli.steering import ANSWER_TIMEOUT_S
 from baton.cli.target import OperatorAddressOption, RunDirOption
-from baton.cli.views.followed_routers import follow
-from baton.cli.views.merged_events import Merge
+from baton.cli.views.followed_routers import follow_events
+from baton.cli.views.merged_events import EventMerger
 
 if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
@@ -50,30 +59,30 @@ def events(
     if watch:
         _watch(address, run_dir, after, output, headers=not no_headers)
         return
-    found, problems = of_all_routers(address, run_dir, after, ASK_S)
+    found, problems = events_of_all_routers(address, run_dir, after, ANSWER_TIMEOUT_S)
     if output is ListFormat.JSON:
         print_json({"version": VERSION, "events": [asdict(event) for event in found]})
     elif output is ListFormat.YAML:
         print_yaml({"version": VERSION, "events": [asdict(event) for event in found]})
     elif output is ListFormat.NAME:
         for event in found:
-            say(event.reason)
+            print_text(event.reason)
     else:
         wide, now = output is ListFormat.WIDE, time.time()
-        rows = [row(event, fine_duration(now - event.time), wide=wide) for event in found]
+        rows = [event_row(event, fine_duration(now - event.time), wide=wide) for event in found]
         print_table(_COLUMNS + (_WIDE if wide else []), rows, headers=not no_headers)
     for problem in problems:
-        note(f"baton: {problem}")
+        print_note(f"baton: {problem}")
 
 
-def of_all_routers(
+def events_of_all_routers(
     address: str | None, run_dir: Path | None, after: int, timeout_s: float
 ) -> tuple[list[ClusterEvent], list[str]]:
     """What they saw, the oldest first, and what is wrong with those that gave no answer; raises Unreachable."""
     answers, problems = ask_all_routers(
         address, run_dir, lambda router: list(router.events(after, timeout_s=timeout_s))
     )
-    return Merge().of(event for told in answers for event in told), problems
+    return EventMerger().merge(event for told in answers for event in told), problems
 
 
 def _watch(address: str | None, run_dir: Path | None, after: int, output: ListFormat, *, headers: bool) -> None:
@@ -81,20 +90,20 @@ def _watch(address: str | None, run_dir: Path | None, after: int, output: ListFo
     wide = output is ListFormat.WIDE
     if is_table and headers:
         _line(["TIME", *_COLUMNS[1:], *(_WIDE if wide else [])])
-    for event in follow(lambda: routers(address, run_dir), after):
+    for event in follow_events(lambda: router_addresses(address, run_dir), after):
         if output is ListFormat.JSON:
-            say(json.dumps({"version": VERSION, **asdict(event)}, ensure_ascii=False))
+            print_text(json.dumps({"version": VERSION, **asdict(event)}, ensure_ascii=False))
         elif output is ListFormat.YAML:
-            say("---")
+            print_text("---")
             print_yaml({"version": VERSION, **asdict(event)})
         elif output is ListFormat.NAME:
-            say(event.reason)
+            print_text(event.reason)
         else:
-            _line(row(event, time.strftime("%H:%M:%S", time.localtime(event.time)), wide=wide))
+            _line(event_row(event, time.strftime("%H:%M:%S", time.localtime(event.time)), wide=wide))
         sys.stdout.flush()
 
 
-def row(event: ClusterEvent, when: str, *, wide: bool) -> list[str]:
+def event_row(event: ClusterEvent, when: str, *, wide: bool) -> list[str]:
     """As a line of a table."""
     cells = [when, event.severity, event.reason, event.subject or "-", event.detail or "-"]
     more = [str(event.seq), event.incarnation or "-", event.request_id or "-", event.router]
@@ -103,4 +112,4 @@ def row(event: ClusterEvent, when: str, *, wide: bool) -> list[str]:
 
 def _line(cells: list[str]) -> None:
     widths = (*_WIDTHS, *(0 for _ in cells[len(_WIDTHS) :]))
-    say("   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print_text("   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())

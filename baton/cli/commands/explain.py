@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import ask_routers
-from baton.cli.output import Format, fine_duration, print_json, print_table, print_yaml, say, size
+from baton.cli.ask_routers import ask_about_request
+from baton.cli.output import Format, fine_duration, print_json, print_table, print_text, print_yaml, size
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def explain(
 
     A router remembers some thousand requests. `*` marks the way that was taken.
     """
-    decisions = ask_routers(address, run_dir, lambda router: router.explain(request, timeout))
+    decisions = ask_about_request(address, run_dir, lambda router: router.explain(request, timeout))
     if output is Format.JSON:
         print_json({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
     elif output is Format.YAML:
@@ -45,24 +45,24 @@ def explain(
 
 def _tell(request: str, decision: PlacementDecision) -> None:
     where = " and ".join(name for name in (decision.prefill_node, decision.decode_node) if name)
-    say(f"{request}, attempt {decision.attempt}, {fine_duration(decision.age_s)} ago: {where}")
-    say(f"  {decision.decision}, {decision.policy}: {decision.reason}; {decision.prompt_tokens} prompt tokens")
+    print_text(f"{request}, attempt {decision.attempt}, {fine_duration(decision.age_s)} ago: {where}")
+    print_text(f"  {decision.decision}, {decision.policy}: {decision.reason}; {decision.prompt_tokens} prompt tokens")
     if decision.ways:
-        say()
+        print_text()
         print_table(_COLUMNS, [_row(way, decision) for way in decision.ways])
     if decision.outcome is not None:
-        say()
+        print_text()
         _tell_outcome(decision.outcome)
 
 
 def _tell_outcome(outcome: PlacementOutcome) -> None:
     moved = f", {size(outcome.kv_bytes)} of KV in {outcome.transfer_ms:.1f} ms" if outcome.kv_bytes else ""
     prefill = f"prefill {outcome.prefill_ms:.1f} ms with {outcome.cached_tokens} tokens cached"
-    say(f"  measured: queue {outcome.queue_ms:.1f} ms, {prefill}{moved}")
-    say(f"  first token after {outcome.first_token_ms:.1f} ms")
+    print_text(f"  measured: queue {outcome.queue_ms:.1f} ms, {prefill}{moved}")
+    print_text(f"  first token after {outcome.first_token_ms:.1f} ms")
     if outcome.best is not None:
         nodes = " and ".join(name for name in (outcome.best.prefill_node, outcome.best.decode_node) if name)
-        say(f"  in hindsight: {nodes} ({outcome.best.total_ms:.1f} ms); regret {outcome.regret_ms:.1f} ms")
+        print_text(f"  in hindsight: {nodes} ({outcome.best.total_ms:.1f} ms); regret {outcome.regret_ms:.1f} ms")
 
 
 def _row(way: PlacementWay, decision: PlacementDecision) -> list[str]:

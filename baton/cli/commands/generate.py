@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.output import Format, note, print_json, print_yaml, say, size
+from baton.cli.output import Format, print_json, print_note, print_text, print_yaml, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster
 from baton.cli.usage import ClientUsageError
@@ -46,7 +46,7 @@ class Answer:
     choices: list[Choice] = field(default_factory=lambda: [Choice()])
     finished: Finished | None = None
 
-    def take(self, event: GenerateEvent) -> str:
+    def add(self, event: GenerateEvent) -> str:
         """Add an event; returns its text."""
         if isinstance(event, Finished):
             self.finished = event
@@ -179,7 +179,7 @@ def generate(
     )
     shows = stream and n == 1 and output is Format.TEXT
     addresses = grpc_addresses(address, run_dir)
-    is_hopeless = is_hopeless_of(run_dir) if not address else bool
+    is_hopeless = cluster_end_check(run_dir) if not address else bool
     client = GenerationClient(*addresses, progress_s=_PROGRESS_S, is_hopeless=is_hopeless)
     try:
         answer = _collect(client.generate(request, timeout), show=shows)
@@ -194,9 +194,9 @@ def generate(
     elif output is Format.YAML:
         print_yaml(result)
     else:
-        say("" if shows else answer.text)
+        print_text("" if shows else answer.text)
         if answer.finished is not None and sys.stderr.isatty():
-            note(summary(answer.finished))
+            print_note(summary(answer.finished))
 
 
 def summary(end: Finished) -> str:
@@ -216,7 +216,7 @@ def tokens_per_second(end: Finished) -> float:
     return (end.completion_tokens - 1) / seconds if seconds > 0 and end.completion_tokens > 1 else 0.0
 
 
-def is_hopeless_of(run_dir: Path | None) -> Callable[[], bool]:
+def cluster_end_check(run_dir: Path | None) -> Callable[[], bool]:
     """Asks whether a run directory's cluster is ending, or gone."""
 
     def ask() -> bool:
@@ -251,7 +251,7 @@ def _json_schema(text: str | None) -> str | None:
 def _collect(events: Iterator[GenerateEvent], *, show: bool) -> Answer:
     answer = Answer()
     for event in events:
-        text = answer.take(event)
+        text = answer.add(event)
         if show and text:
-            say(text, end="")
+            print_text(text, end="")
     return answer

@@ -10,12 +10,12 @@ import typer
 
 from baton.cli.commands.leases import leases
 from baton.cli.commands.requests import requests
-from baton.cli.output import ListFormat, duration, note, print_list
+from baton.cli.output import ListFormat, duration, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.usage import ClientUsageError
 from baton.cli.views.cluster_view import view_cluster
-from baton.cli.views.watching import Listed, WatchOption, watch
+from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
 from baton.messages.cluster import NodeStatus
 
@@ -68,22 +68,22 @@ def nodes(
     wide = output is ListFormat.WIDE
     columns = _COLUMNS + (_WIDE if wide else [])
 
-    def look(_known: Collection[str]) -> list[Listed]:
-        nodes = in_order(select(view_cluster(address, run_dir, timeout).nodes, wanted), sort_by)
+    def fetch(_known: Collection[str]) -> list[WatchedItem]:
+        nodes = sorted_nodes(select(view_cluster(address, run_dir, timeout).nodes, wanted), sort_by)
         by_load = output not in (ListFormat.TABLE, ListFormat.NAME)
-        return [listed(node, wide=wide, by_load=by_load) for node in nodes]
+        return [watched_item(node, wide=wide, by_load=by_load) for node in nodes]
 
     if watching:
-        watch(look, columns, output, headers=not no_headers, comes_back=address is not None)
+        watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
     view = view_cluster(address, run_dir, timeout)
-    found = in_order(select(view.nodes, wanted), sort_by)
+    found = sorted_nodes(select(view.nodes, wanted), sort_by)
     documents, rows = (asdict(node) for node in found), (_row(node, wide) for node in found)
     print_list(output, documents, (node.name for node in found), columns, rows, headers=not no_headers)
     if view.health == "unavailable":
-        note(f"baton: {view.detail}")
+        print_note(f"baton: {view.detail}")
 
 
-def in_order(nodes: Sequence[NodeStatus], sort_by: str) -> list[NodeStatus]:
+def sorted_nodes(nodes: Sequence[NodeStatus], sort_by: str) -> list[NodeStatus]:
     """By one of the keys; of numbers the largest come first, but the youngest."""
 
     def key(node: NodeStatus) -> Any:
@@ -107,14 +107,14 @@ def in_order(nodes: Sequence[NodeStatus], sort_by: str) -> list[NodeStatus]:
     return sorted(nodes, key=key)
 
 
-def listed(node: NodeStatus, *, wide: bool, by_load: bool) -> Listed:
+def watched_item(node: NodeStatus, *, wide: bool, by_load: bool) -> WatchedItem:
     """For -w: a node has not changed by being older; `by_load`: it has by being busier."""
     state = replace(node, age_s=0.0)
     if not by_load:
         state = replace(
             state, running=0, waiting=0, in_flight=0, kv_usage=0.0, free_blocks=0, leased_blocks=0, quarantined_blocks=0
         )
-    return Listed(f"{node.name} {node.incarnation}", state, _row(node, wide), asdict(node))
+    return WatchedItem(f"{node.name} {node.incarnation}", state, _row(node, wide), asdict(node))
 
 
 def _row(node: NodeStatus, wide: bool) -> Sequence[str]:

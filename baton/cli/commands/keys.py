@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import ListFormat, note, print_json, print_table, print_yaml, say
+from baton.cli.output import ListFormat, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import BatonError, ExitCode
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
@@ -67,8 +67,8 @@ def add(
     key, entry = new_key(tenant, CallerRole(role.value), today, max_concurrent)
     with _locked(file):
         write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
-    say(key)
-    note(f"Key {entry.key_id} of tenant {tenant} ({role.value}). Keep it: {file} has its hash alone.")
+    print_text(key)
+    print_note(f"Key {entry.key_id} of tenant {tenant} ({role.value}). Keep it: {file} has its hash alone.")
 
 
 def list_keys(
@@ -80,7 +80,7 @@ def list_keys(
     found = read_keys(file)
     if output is ListFormat.NAME:
         for key in found:
-            say(key.key_id)
+            print_text(key.key_id)
     elif output is ListFormat.JSON:
         print_json({"version": 1, "keys": [_said(key) for key in found]})
     elif output is ListFormat.YAML:
@@ -100,7 +100,7 @@ def revoke(
         if len(left) == len(found):
             raise _NoSuchKey(f"{file} has no key {key_id!r}: `baton keys list {file}` has them all")
         write_keys(file, left)
-    note(f"{key_id} is no key any more.")
+    print_note(f"{key_id} is no key any more.")
 
 
 def redis_user(
@@ -110,8 +110,8 @@ def redis_user(
     from baton.registry.acl import USER, acl_rules
 
     password = secrets.token_urlsafe(24)
-    say(f"ACL SETUSER {USER} {' '.join(acl_rules(cluster, password))}")
-    note(
+    print_text(f"ACL SETUSER {USER} {' '.join(acl_rules(cluster, password))}")
+    print_note(
         f"Then: --registry rediss://{USER}:{password}@HOST:6379. In a file of users the line begins with `user {USER}`."
     )
 

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
-from baton.cli.output import ListFormat, note, print_list
+from baton.cli.output import ListFormat, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
-from baton.cli.views.watching import Listed, WatchOption, watch
+from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.errors import Unreachable
 from baton.messages.node_report import NodeReport, OpenHandoff
 
@@ -43,12 +43,12 @@ def leases(
     columns = _COLUMNS + (_WIDE if wide else [])
     last = Watched()
 
-    def look(_known: Collection[str]) -> list[Listed]:
+    def fetch(_known: Collection[str]) -> list[WatchedItem]:
         reports, _ = _ask(address, run_dir, wanted, timeout)
-        return [listed(report, handoff, wide=wide) for report, handoff in last.with_ends(reports)]
+        return [watched_item(report, handoff, wide=wide) for report, handoff in last.with_ends(reports)]
 
     if watching:
-        watch(look, columns, output, headers=not no_headers, comes_back=address is not None)
+        watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
     reports, problems = _ask(address, run_dir, wanted, timeout)
     found = [(report, handoff) for report in reports for handoff in oldest_first(report)]
     print_list(
@@ -60,7 +60,7 @@ def leases(
         headers=not no_headers,
     )
     for problem in problems:
-        note(f"baton: {problem}")
+        print_note(f"baton: {problem}")
 
 
 def _ask(
@@ -97,7 +97,7 @@ def _key(report: NodeReport, handoff: OpenHandoff) -> str:
     return f"{report.node.incarnation} {handoff.side.value} {handoff.attempt}"
 
 
-def listed(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> Listed:
+def watched_item(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> WatchedItem:
     """For -w: nothing has changed by being older."""
     state, row = replace(handoff, age_s=0.0), lease_row(report, handoff, wide=wide)
-    return Listed(_key(report, handoff), state, row, lease_json(report, handoff))
+    return WatchedItem(_key(report, handoff), state, row, lease_json(report, handoff))

@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.cluster.changes import Changes
+from baton.cli.cluster.directory_watch import DirectoryWatch
 from baton.cli.cluster.log_files import LogFile, LogLine, merged
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.output import say
+from baton.cli.output import print_text
 from baton.cli.target import RunDirOption, run_dir_of
 from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
@@ -67,20 +67,20 @@ def logs(
     """
     if level not in _LEVELS:
         raise typer.BadParameter(f"--level: {level!r} is none of {', '.join(_LEVELS)}")
-    begin = 0.0 if since is None else begin_of(since, time.time())
+    begin = 0.0 if since is None else parse_since(since, time.time())
     place = run_dir_of(run_dir)
     files = _files(place, processes or ())
     width = max((len(process) for process in files), default=0)
     write = _writer(output, width, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
     def wanted(lines: Iterable[LogLine]) -> list[LogLine]:
-        return [line for line in lines if line.at >= begin and is_wanted(line, request, level)]
+        return [line for line in lines if line.at >= begin and is_selected(line, request, level)]
 
     if not follow:
         _print(wanted(merged(files.values())), tail, write)
         return
     # Watched before it is read, so that nothing falls between.
-    with Changes(place.logs) as changes:
+    with DirectoryWatch(place.logs) as changes:
         _print(wanted(merged(files.values())), tail, write)
         while True:
             changes.wait()
@@ -89,7 +89,7 @@ def logs(
             _print(wanted(merged(files.values())), None, write)
 
 
-def begin_of(since: str, now: float) -> float:
+def parse_since(since: str, now: float) -> float:
     """The moment that --since means, in seconds since the epoch; raises BadParameter."""
     found = _DURATION.match(since)
     if found is not None and since:
@@ -102,14 +102,14 @@ def begin_of(since: str, now: float) -> float:
         raise typer.BadParameter(story) from None
 
 
-def is_wanted(line: LogLine, request: str | None, level: str) -> bool:
+def is_selected(line: LogLine, request: str | None, level: str) -> bool:
     """Whether a line is about the request, if one is named, and bad enough. What says no level is."""
     if request is not None and line.fields.get("request") != request:
         return False
     return line.level not in _LEVELS or _LEVELS.index(line.level) >= _LEVELS.index(level)
 
 
-def spelled(line: LogLine, width: int, *, coloured: bool) -> str:
+def format_line(line: LogLine, width: int, *, coloured: bool) -> str:
     """A line for people: when by this machine's time, who, how bad, what, and the rest of what it says."""
     at = datetime.fromtimestamp(line.at)
     clock = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}" if line.at else " " * 12
@@ -149,5 +149,5 @@ def _print(lines: Sequence[LogLine], tail: int | None, write: Callable[[LogLine]
 
 def _writer(form: LogForm, width: int, coloured: bool) -> Callable[[LogLine], None]:
     if form is LogForm.JSON:
-        return lambda line: say(json.dumps(line.to_json(), ensure_ascii=False, default=str))
-    return lambda line: say(spelled(line, width, coloured=coloured))
+        return lambda line: print_text(json.dumps(line.to_json(), ensure_ascii=False, default=str))
+    return lambda line: print_text(format_line(line, width, coloured=coloured))

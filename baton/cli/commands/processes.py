@@ -60,7 +60,7 @@ def _node(
 
         return run_node(config, _role_maker)
 
-    _be(config.node_id, run, config.notify_fd, verbose, log_format, parent_fd)
+    _run_process(config.node_id, run, config.notify_fd, verbose, log_format, parent_fd)
 
 
 def _role_maker(role: Role) -> RoleMaker:
@@ -85,10 +85,10 @@ def _router(
 
         return router_app.main(config)
 
-    _be(config.router_id, run, config.notify_fd, verbose, log_format, parent_fd)
+    _run_process(config.router_id, run, config.notify_fd, verbose, log_format, parent_fd)
 
 
-def _be(
+def _run_process(
     name: str,
     run: Callable[[], int],
     notify_fd: int | None,

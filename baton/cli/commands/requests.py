@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask_routers import ask_all_routers, ask_routers
-from baton.cli.output import Format, ListFormat, fine_duration, note, print_json, print_list, print_yaml, say, size
+from baton.cli.ask_routers import ask_about_request, ask_all_routers
+from baton.cli.output import (
+    Format,
+    ListFormat,
+    fine_duration,
+    print_json,
+    print_list,
+    print_note,
+    print_text,
+    print_yaml,
+    size,
+)
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.usage import ClientUsageError
-from baton.cli.views.request_rows import OVER, brief_ms
-from baton.cli.views.watching import Listed, WatchOption, watch
+from baton.cli.views.request_rows import ENDED_STATES, brief_ms
+from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.errors import RequestNotFound
 
 if TYPE_CHECKING:
@@ -49,30 +59,30 @@ def requests(
     wide = output is ListFormat.WIDE
     columns = _COLUMNS + (_WIDE if wide else [])
 
-    def look(known: Collection[str]) -> list[Listed]:
-        found, _ = of_all_routers(address, run_dir, limit, timeout)
+    def fetch(known: Collection[str]) -> list[WatchedItem]:
+        found, _ = requests_of_all_routers(address, run_dir, limit, timeout)
         rows = sorted(found, key=_keys(sort_by))
-        every = [listed(row, wide=wide) for row in rows]
+        every = [watched_item(row, wide=wide) for row in rows]
         return [
             each
             for each, row in zip(every, rows, strict=True)
-            if not running or row.state not in OVER or each.key in known
+            if not running or row.state not in ENDED_STATES or each.key in known
         ]
 
     if watching:
-        watch(look, columns, output, headers=not no_headers, comes_back=address is not None)
-    found, problems = of_all_routers(address, run_dir, limit, timeout)
-    rows = sorted((row for row in found if not (running and row.state in OVER)), key=_keys(sort_by))
+        watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
+    found, problems = requests_of_all_routers(address, run_dir, limit, timeout)
+    rows = sorted((row for row in found if not (running and row.state in ENDED_STATES)), key=_keys(sort_by))
     documents, cells = (asdict(row) for row in rows), (_cells(row, wide) for row in rows)
     print_list(output, documents, (row.request_id for row in rows), columns, cells, headers=not no_headers)
     for problem in problems:
-        note(f"baton: {problem}")
+        print_note(f"baton: {problem}")
 
 
-def listed(row: RequestRow, *, wide: bool) -> Listed:
+def watched_item(row: RequestRow, *, wide: bool) -> WatchedItem:
     """For -w: a request has not changed by being older, or by one more token."""
     state = replace(row, age_s=0.0, output_tokens=0)
-    return Listed(f"{row.request_id} {row.router}", state, _cells(row, wide), asdict(row))
+    return WatchedItem(f"{row.request_id} {row.router}", state, _cells(row, wide), asdict(row))
 
 
 def request(
@@ -90,17 +100,17 @@ def request(
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
         return rows[0]
 
-    row = ask_routers(address, run_dir, find)
+    row = ask_about_request(address, run_dir, find)
     if output is Format.JSON:
         print_json(asdict(row))
     elif output is Format.YAML:
         print_yaml(asdict(row))
     else:
-        for line in page(row):
-            say(line)
+        for line in request_lines(row):
+            print_text(line)
 
 
-def page(row: RequestRow) -> Sequence[str]:
+def request_lines(row: RequestRow) -> Sequence[str]:
     """Of one request, for people."""
     fields = [
         ("Request", row.request_id),
@@ -116,12 +126,12 @@ def page(row: RequestRow) -> Sequence[str]:
         fields.append(("End", f"after {brief_ms(row.total_ms)}"))
         fields.append(("KV moved", size(row.kv_bytes) if row.kv_bytes else "none"))
     width = max(len(name) for name, _ in fields) + 1
-    more = [f"where its time went: baton trace {row.request_id}"] if row.state in OVER else []
+    more = [f"where its time went: baton trace {row.request_id}"] if row.state in ENDED_STATES else []
     more.append(f"why it went there: baton explain {row.request_id}")
     return [*(f"{name + ':':{width}}   {value}" for name, value in fields), "", *more]
 
 
-def of_all_routers(
+def requests_of_all_routers(
     address: str | None, run_dir: Path | None, limit: int, timeout_s: float
 ) -> tuple[list[RequestRow], list[str]]:
     """And what is wrong with routers that did not answer; raises Unreachable if none did."""
@@ -142,7 +152,7 @@ def _keys(sort_by: str) -> Any:
             "ttft": -(row.ttft_ms if row.ttft_ms is not None else never),
             "attempts": -row.attempts,
         }
-        return (row.state in OVER, values[sort_by])
+        return (row.state in ENDED_STATES, values[sort_by])
 
     return key
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton.cli.ask_routers import at_a_router
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_yaml, say
-from baton.cli.steer import ASK_S, Patience, PatienceOption, ProgressLine, warn
+from baton.cli.ask_routers import ask_any_router
+from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
+from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine, TimeoutOption, print_warning
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.errors import BatonError, DeadlineExceeded
@@ -30,18 +30,18 @@ def set_role(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has changed.")] = True,
-    timeout: PatienceOption = None,
+    timeout: TimeoutOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Make a node a prefill or a decode node, also for all its restarts. Its running work ends first; the model stays.
 
     Exit code 6 when that takes longer than --timeout: it changes nevertheless.
     """
-    patience = Patience(timeout)
-    asked = at_a_router(address, run_dir, lambda router: router.set_role(node, role, ASK_S))
+    deadline = Deadline(timeout)
+    asked = ask_any_router(address, run_dir, lambda router: router.set_role(node, role, ANSWER_TIMEOUT_S))
     incarnation = ""
     if wait:
-        incarnation = _until_changed(node, role, address, run_dir, patience).incarnation
+        incarnation = _until_changed(node, role, address, run_dir, deadline).incarnation
     found = {
         "version": VERSION,
         "node": node,
@@ -49,7 +49,7 @@ def set_role(
         "changed": not asked.unchanged,
         "is_ready": wait,
         "incarnation": incarnation,
-        "seconds": round(patience.spent, 3),
+        "seconds": round(deadline.elapsed_s, 3),
         "warning": asked.warning,
     }
     if output is Format.JSON:
@@ -57,8 +57,8 @@ def set_role(
     elif output is Format.YAML:
         print_yaml(found)
     else:
-        say(_said(node, role, fine_duration(patience.spent), is_changed=not asked.unchanged, is_there=wait))
-        warn(asked.warning)
+        print_text(_said(node, role, fine_duration(deadline.elapsed_s), is_changed=not asked.unchanged, is_there=wait))
+        print_warning(asked.warning)
 
 
 def _said(node: str, role: str, spent: str, *, is_changed: bool, is_there: bool) -> str:
@@ -75,13 +75,13 @@ def _how(status: NodeStatus) -> str:
     return f"{status.status}, {status.running + status.waiting} requests, {status.leased_blocks} leased blocks"
 
 
-def _until_changed(node: str, role: str, address: str | None, run_dir: Path | None, patience: Patience) -> NodeStatus:
+def _until_changed(node: str, role: str, address: str | None, run_dir: Path | None, deadline: Deadline) -> NodeStatus:
     """Ask again and again: whichever router answers then will do. Raises DeadlineExceeded."""
     line, how = ProgressLine(), "not seen"
     try:
         while True:
             try:
-                found = [each for each in view_cluster(address, run_dir, ASK_S).nodes if each.name == node]
+                found = [each for each in view_cluster(address, run_dir, ANSWER_TIMEOUT_S).nodes if each.name == node]
             except BatonError as error:
                 found, how = [], str(error)
             for status in found:
@@ -89,10 +89,10 @@ def _until_changed(node: str, role: str, address: str | None, run_dir: Path | No
                     return status
                 how = _how(status)
             line.show(f"{node}: {how}")
-            if patience.is_over:
+            if deadline.has_passed:
                 raise DeadlineExceeded(
-                    f"after {patience.seconds:g} s {node} is no {role} node yet ({how}): it becomes one when its work "
-                    f"is done, see `baton wait --for role={role} {node}`"
+                    f"after {deadline.timeout_s:g} s {node} is not a {role} node yet ({how}): it changes when its "
+                    f"work is done, see `baton wait --for role={role} {node}`"
                 )
             time.sleep(_ASK_EVERY_S)
     finally:

@@ -17,8 +17,8 @@ import typer
 
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import Dataset, slo_of, usage_errors
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
-from baton.cli.steer import ProgressLine
+from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.steering import ProgressLine
 from baton.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def simulate(
     else:
         _print(result)
     for line in _failures(result):
-        note(line)
+        print_note(line)
     write_files(result, result_filename, report)
 
 
@@ -295,7 +295,7 @@ def _print(result: dict[str, Any]) -> None:
     columns = ["ARRANGEMENT", "RATE", "TTFT MS", "P99", "TPOT MS", "P99", "P99 GAP MS", "CACHED", "ATTAINED", "FAILED"]
     print_table([*columns, "CPU US"], rows)
     if "goodput" in result:
-        say()
+        print_text()
         print_table(
             ["ARRANGEMENT", "GOODPUT/S", "PER GPU"],
             [
@@ -305,4 +305,6 @@ def _print(result: dict[str, Any]) -> None:
         )
         ratio = result["goodput_ratio"]
         if ratio is not None:
-            say(f"\nbest split: {result['best_split']}, {ratio:.2f} times the goodput per GPU of colocated nodes")
+            print_text(
+                f"\nbest split: {result['best_split']}, {ratio:.2f} times the goodput per GPU of colocated nodes"
+            )

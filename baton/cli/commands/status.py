@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_nodes import Answers, ask_nodes, can_be_asked
-from baton.cli.commands.events import of_all_routers
-from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.ask_nodes import NodeAnswers, ask_nodes, can_be_asked
+from baton.cli.commands.events import events_of_all_routers
+from baton.cli.output import Format, print_json, print_text, print_yaml
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.status_page import Overview, overview, status_lines
@@ -46,7 +46,7 @@ def status(
         print_yaml(found.to_json())
     else:
         for line in status_lines(found, time.time()):
-            say(line)
+            print_text(line)
     if found.view.health == "unavailable":
         raise typer.Exit(int(ExitCode.FAILED))
 
@@ -55,9 +55,9 @@ def _look(address: str | None, run_dir: Path | None, timeout_s: float) -> Overvi
     """Raises Unreachable when there is nothing to ask; what else does not answer is left out, or a trouble."""
     view = view_cluster(address, run_dir, timeout_s)
     asked = [node for node in view.nodes if can_be_asked(node)]
-    answers = ask_nodes(asked, min(timeout_s, _ASK_NODES_S)) if asked else Answers({}, {})
+    answers = ask_nodes(asked, min(timeout_s, _ASK_NODES_S)) if asked else NodeAnswers({}, {})
     events: list[ClusterEvent] = []
     # That no router answers is what the view says already.
     with suppress(BatonError):
-        events, _ = of_all_routers(address, run_dir, 0, timeout_s)
+        events, _ = events_of_all_routers(address, run_dir, 0, timeout_s)
     return overview(view, answers.reports, answers.problems, events)

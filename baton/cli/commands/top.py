@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.ask_routers import at_a_router
-from baton.cli.commands.requests import of_all_routers
-from baton.cli.output import say
+from baton.cli.ask_routers import ask_any_router
+from baton.cli.commands.requests import requests_of_all_routers
+from baton.cli.output import print_text
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import ClusterView, view_cluster
 from baton.errors import BatonError, DeadlineExceeded, Unreachable
@@ -43,7 +43,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Snapshot:
     """What was seen at one moment."""
 
     view: ClusterView
@@ -59,7 +59,7 @@ class Picture:
         return top_lines(self.view, self.rows, self.events, self.time, Screen(width, height))
 
 
-class Watcher:
+class ClusterWatcher:
     """Looks at a cluster, and remembers the events that it has read."""
 
     def __init__(self, address: str | None, run_dir: Path | None) -> None:
@@ -68,17 +68,17 @@ class Watcher:
         self._routers: frozenset[tuple[str, str]] = frozenset()
         self._events: deque[ClusterEvent] = deque(maxlen=_EVENTS)
 
-    def look(self) -> Picture:
+    def take_snapshot(self) -> Snapshot:
         """As it is now; raises Unreachable or DeadlineExceeded when nobody can say."""
         view = view_cluster(self._address, self._run_dir, _ASK_S)
         rows: Sequence[RequestRow] = []
         if view.health != "unavailable" or self._address is not None:
             try:
-                rows, _ = of_all_routers(self._address, self._run_dir, _REQUESTS, _ASK_S)
+                rows, _ = requests_of_all_routers(self._address, self._run_dir, _REQUESTS, _ASK_S)
                 self._read_events(view)
             except (Unreachable, DeadlineExceeded) as error:
                 view = replace(view, detail="; ".join(filter(None, [view.detail, str(error)])))
-        return Picture(view, rows, tuple(self._events), time.time())
+        return Snapshot(view, rows, tuple(self._events), time.time())
 
     def _read_events(self, view: ClusterView) -> None:
         """Each router counts its own: with other routers the reading begins anew."""
@@ -87,7 +87,7 @@ class Watcher:
             self._routers = routers
             self._events.clear()
         after = self._events[-1].seq if self._events else 0
-        news = at_a_router(self._address, self._run_dir, lambda router: list(router.events(after, timeout_s=_ASK_S)))
+        news = ask_any_router(self._address, self._run_dir, lambda router: list(router.events(after, timeout_s=_ASK_S)))
         self._events.extend(news)
 
 
@@ -112,25 +112,25 @@ def top(
 
     Where the output is no terminal the same is printed as plain text.
     """
-    watcher = Watcher(address, run_dir)
-    first = watcher.look()
+    watcher = ClusterWatcher(address, run_dir)
+    first = watcher.take_snapshot()
     if sys.stdout.isatty():
         _show(watcher, first, interval, count)
     else:
         _print(watcher, first, interval, count or 1)
 
 
-def _print(watcher: Watcher, picture: Picture, interval: float, count: int) -> None:
+def _print(watcher: ClusterWatcher, snapshot: Snapshot, interval: float, count: int) -> None:
     for number in range(count):
         if number:
             time.sleep(interval)
-            picture = watcher.look()
-            say()
-        for line in picture.lines(_PLAIN_WIDTH):
-            say(line.plain.rstrip())
+            snapshot = watcher.take_snapshot()
+            print_text()
+        for line in snapshot.lines(_PLAIN_WIDTH):
+            print_text(line.plain.rstrip())
 
 
-def _show(watcher: Watcher, picture: Picture, interval: float, count: int | None) -> None:
+def _show(watcher: ClusterWatcher, snapshot: Snapshot, interval: float, count: int | None) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -141,21 +141,21 @@ def _show(watcher: Watcher, picture: Picture, interval: float, count: int | None
     ):
         shown = 0
         while True:
-            live.update(Group(*picture.lines(console.width, console.height)), refresh=True)
+            live.update(Group(*snapshot.lines(console.width, console.height)), refresh=True)
             shown += 1
-            if shown == count or keys.leaves_within(interval):
+            if shown == count or keys.quits_within(interval):
                 return
-            picture = _again(watcher, picture)
+            snapshot = _again(watcher, snapshot)
 
 
-class Keys:
+class KeyReader:
     """What is typed, at once and unseen."""
 
     def __init__(self, descriptor: int | None) -> None:
         """None: nobody types."""
         self._descriptor = descriptor
 
-    def leaves_within(self, seconds: float) -> bool:
+    def quits_within(self, seconds: float) -> bool:
         """Whether somebody types q in this time, or closes the input."""
         if self._descriptor is None:
             time.sleep(seconds)
@@ -169,25 +169,25 @@ class Keys:
 
 
 @contextmanager
-def _keys() -> Iterator[Keys]:
+def _keys() -> Iterator[KeyReader]:
     """The terminal is as it was before when this ends, also by a signal that asks for the end."""
     if not sys.stdin.isatty():
-        yield Keys(None)
+        yield KeyReader(None)
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         tty.setcbreak(descriptor)
-        yield Keys(descriptor)
+        yield KeyReader(descriptor)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
         signal.signal(signal.SIGTERM, handler)
 
 
-def _again(watcher: Watcher, before: Picture) -> Picture:
+def _again(watcher: ClusterWatcher, before: Snapshot) -> Snapshot:
     """What is seen now; or what was seen, and why nothing else is."""
     try:
-        return watcher.look()
+        return watcher.take_snapshot()
     except BatonError as error:
         return replace(before, view=replace(before.view, health="unreachable", detail=str(error)), rows=())

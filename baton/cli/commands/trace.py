@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.ask_routers import ask_routers
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_yaml, say, size
+from baton.cli.ask_routers import ask_about_request
+from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml, size
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ def trace(
     A router remembers some thousand requests that are over. `relay` is time between two processes, which neither of
     them measured.
     """
-    found = ask_routers(address, run_dir, lambda router: router.timeline(request, timeout))
+    found = ask_about_request(address, run_dir, lambda router: router.timeline(request, timeout))
     if output is Format.JSON:
         print_json(to_json(found))
     elif output is Format.YAML:
         print_yaml(to_json(found))
     else:
-        say("\n".join(waterfall(found, shutil.get_terminal_size().columns)))
+        print_text("\n".join(waterfall(found, shutil.get_terminal_size().columns)))
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from baton.cli.cluster.emit.emission import Emission
 from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
-from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
 from baton.cli.target import run_dir_of, run_dir_path
 from baton.config import Loaded, UpConfig
 
@@ -67,7 +67,7 @@ def _up(
         from baton.cli.cluster.emit.write import write
 
         for path in write(emit, loaded.config, file, emit_dir):
-            say(str(path))
+            print_text(str(path))
         return
     # These imports are slow, and the help does not need them.
     from baton.cli.cluster.supervisor.run import run_cluster
@@ -94,9 +94,9 @@ def _show(state: ClusterState, place: RunDir, output: Format, *, detached: bool)
             for process in state.processes
         ]
         print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
-        say()
+        print_text()
         for line in _lines_to_paste(state, place, detached=detached):
-            say(line)
+            print_text(line)
     sys.stdout.flush()
 
 

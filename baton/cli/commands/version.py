@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import baton
-from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.output import Format, print_json, print_text, print_yaml
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -24,4 +24,4 @@ def version(output: Annotated[Format, typer.Option("-o", "--output", help="Outpu
     elif output is Format.YAML:
         print_yaml(found)
     else:
-        say(f"baton {baton.__version__} (Python {found['python']}, {found['platform']})")
+        print_text(f"baton {baton.__version__} (Python {found['python']}, {found['platform']})")

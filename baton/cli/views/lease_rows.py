@@ -1,4 +1,4 @@
-"""Leases and transfers of a node as rows and as JSON."""
+"""Renders leases and transfers of a node as rows of a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several routers saw of one cluster, as one story: by time, and what two of them saw is told once. Pure."""
+"""Merges the events that several routers saw: ordered by time, without duplicates. Does no I/O."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
 
 SAME_S = 5.0
-"""Routers look once a second and read the registry every other one: what they see further apart are two things."""
+"""Equal events of two routers within this time are one event.
+
+Routers check their nodes once a second and read the registry every two seconds, so they see an event within less time.
+"""
 _ONCE = frozenset({"NodeJoined", "NodeReady", "RouterJoined"})
-"""Whoever starts late sees these late."""
+"""Events that a router sees whenever it starts. Equal ones are one event at any distance in time."""
 _REMEMBERED = 10_000
 
 
-class Merge:
-    """Remembers what was told, and by whom."""
+class EventMerger:
+    """Recognises events that another router has already reported."""
 
     def __init__(self) -> None:
-        self._told: FIFOCache[tuple[str, ...], tuple[float, str]] = FIFOCache(_REMEMBERED)
+        self._seen: FIFOCache[tuple[str, ...], tuple[float, str]] = FIFOCache(_REMEMBERED)
 
-    def is_news(self, event: ClusterEvent) -> bool:
-        """Whether no other router has told it."""
-        fact = (event.reason, event.subject, event.incarnation, event.request_id, event.detail)
-        when, router = self._told.get(fact, (float("-inf"), event.router))
+    def is_new(self, event: ClusterEvent) -> bool:
+        """Whether no other router has reported this event."""
+        key = (event.reason, event.subject, event.incarnation, event.request_id, event.detail)
+        when, router = self._seen.get(key, (float("-inf"), event.router))
         if router != event.router and (event.reason in _ONCE or abs(event.time - when) < SAME_S):
             return False
-        self._told[fact] = (event.time, event.router)
+        self._seen[key] = (event.time, event.router)
         return True
 
-    def of(self, events: Iterable[ClusterEvent]) -> list[ClusterEvent]:
-        """The news among them, the oldest first."""
-        return [event for event in sorted(events, key=lambda event: event.time) if self.is_news(event)]
+    def merge(self, events: Iterable[ClusterEvent]) -> list[ClusterEvent]:
+        """The new ones among the events, the oldest first."""
+        return [event for event in sorted(events, key=lambda event: event.time) if self.is_new(event)]

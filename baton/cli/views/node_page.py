@@ -1,4 +1,4 @@
-"""One node, with all that it says of itself: as text for people, as JSON for programs. Pure."""
+"""Renders one node with its report, as text and as JSON. Does no I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Field = tuple[str, str]
 
 
 def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
-    """`report` is None for a router, and for a node that does not answer."""
+    """The node as lines of text. `report` is None for a router and for a node that does not answer."""
     lines = _fields(_identity(status))
     if report is None:
         return lines
@@ -34,11 +34,11 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
 
 
 def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
-    """`status` is the router's view, `report` the node's own or null."""
+    """The node as a JSON object: `status` is what the router knows, `report` what the node says, or null."""
     if report is None:
         return {"status": asdict(status), "report": None}
     description, handoff = report.node, report.handoff
-    said = {
+    document = {
         "description": asdict(description)
         | {"role": description.role.value, "eos_token_ids": sorted(description.eos_token_ids)},
         "load": asdict(report.load),
@@ -51,7 +51,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         "ended_transfers": [asdict(ended) for ended in handoff.ended],
         "refused_links": [asdict(link) for link in handoff.refused_links],
     }
-    return {"status": asdict(status), "report": said}
+    return {"status": asdict(status), "report": document}
 
 
 def _identity(status: NodeStatus) -> list[Field]:
@@ -94,7 +94,7 @@ def _kv_cache(report: NodeReport) -> list[Field]:
         ("Block size", f"{report.node.block_size} tokens"),
         ("Blocks", f"{blocks}, {load.quarantined_blocks} quarantined ({used} % in use)"),
         ("Layout", report.handoff.layout),
-        # What becomes of a prompt whose KV does not come is for its reader to say.
+        # The decode node, which reads, decides what happens to a prompt whose KV does not arrive.
         *([("On transfer failure", report.node.on_transfer_failure)] if _is_reader(report) else []),
     ]
 
@@ -121,7 +121,7 @@ def _handoff_sections(report: NodeReport) -> dict[str, list[str]]:
 
 
 def _ended(handoff: HandoffReport) -> list[str]:
-    """A line for each peer."""
+    """How many transfers or leases have ended with each outcome: a line for each peer."""
     peers: dict[str, dict[str, int]] = {}
     for ended in handoff.ended:
         peers.setdefault(ended.peer, {})[ended.outcome] = ended.count
@@ -149,11 +149,11 @@ def _is_reader(report: NodeReport) -> bool:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    """`2 READING, 1 SUSPECT`; nothing for zeros."""
+    """Counts as text, without zeros: `2 READING, 1 SUSPECT`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def _fields(fields: Sequence[Field]) -> list[str]:
-    """`Name:  value`, aligned; what is empty is a dash."""
+    """Aligned lines `Name:  value`. An empty value is shown as a dash."""
     width = max((len(name) for name, _ in fields), default=0) + 1
     return [f"{name + ':':<{width}}  {value or '-'}" for name, value in fields]

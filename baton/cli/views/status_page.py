@@ -1,4 +1,4 @@
-"""The one screen of `baton status`, and the same as JSON. Pure."""
+"""Renders the page of `baton status` as text and as JSON. Does no I/O."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from baton.messages.node_report import HandoffSide, NodeReport
 if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
 
-"""Of what is printed as JSON and YAML: it changes when a field goes, or means something else."""
 _FAILURES = 5
+"""How many of the latest failures are shown."""
 _BAR = 10
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """What all nodes of one role do together."""
+    """The load of all nodes of one role together."""
 
     role: str
     ready: int
@@ -29,16 +29,16 @@ class RoleLoad:
     running: int
     waiting: int
     kv_usage: float | None
-    """Share of their blocks that is in use; None for routers."""
+    """Share of the blocks that is in use; None for routers."""
     open_leases: int | None
-    """That these nodes gave, and are not over; None: none of them said."""
+    """Leases that these nodes have granted and that have not ended; None if no node answered."""
     open_transfers: int | None
-    """That these nodes read; likewise."""
+    """Transfers by which these nodes read; None if no node answered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """Something that is not as it should be."""
+class Problem:
+    """Something that degrades the cluster."""
 
     subject: str
     why: str
@@ -46,16 +46,16 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All that the screen shows."""
+    """Everything that the page shows."""
 
     view: ClusterView
     load: Sequence[RoleLoad]
-    degraded: Sequence[Trouble]
+    degraded: Sequence[Problem]
     failures: Sequence[ClusterEvent]
     """Warnings, the latest first."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The page as a JSON object."""
         return {
             "version": VERSION,
             **self.view.to_json(),
@@ -71,7 +71,10 @@ def overview(
     problems: Mapping[str, str],
     events: Sequence[ClusterEvent],
 ) -> Overview:
-    """`reports` and `problems` of nodes that were asked, by incarnation; `events` the oldest first."""
+    """Summarise a cluster. `events` are ordered by time, the oldest first.
+
+    `reports` and `problems` are of the nodes that were asked, by their incarnation.
+    """
     roles = dict.fromkeys(node.role for node in view.nodes)
     load = [_load([node for node in view.nodes if node.role == role], reports) for role in roles]
     failures = [event for event in reversed(events) if event.severity == "Warning"][:_FAILURES]
@@ -79,7 +82,7 @@ def overview(
 
 
 def status_lines(found: Overview, now: float) -> list[str]:
-    """`now`: seconds since the epoch."""
+    """The page as lines of text. `now` is in seconds since the epoch."""
     view = found.view
     lines = [
         f"{view.cluster}: {view.health}{f' ({view.detail})' if view.detail else ''}",
@@ -105,7 +108,10 @@ def status_lines(found: Overview, now: float) -> list[str]:
 
 
 def bar(share: float, width: int = _BAR) -> str:
-    """`####......`; anything at all is one mark at least, and only what is full has no gap."""
+    """A share as a bar, such as `####......`.
+
+    A share above 0 has at least one mark, and a share below 1 at least one gap.
+    """
     marks = min(round(share * width), width)
     if 0.0 < share < 1.0:
         marks = min(max(marks, 1), width - 1)
@@ -113,10 +119,10 @@ def bar(share: float, width: int = _BAR) -> str:
 
 
 def _load(nodes: Sequence[NodeStatus], reports: Mapping[str, NodeReport]) -> RoleLoad:
-    """Of nodes that have the same role."""
+    """The load of nodes of the same role."""
     role = nodes[0].role
-    said = [reports[node.incarnation].handoff.open for node in nodes if node.incarnation in reports]
-    sides = [handoff.side for handoffs in said for handoff in handoffs]
+    answered = [reports[node.incarnation].handoff.open for node in nodes if node.incarnation in reports]
+    sides = [handoff.side for handoffs in answered for handoff in handoffs]
     blocks = sum(node.total_blocks for node in nodes)
     used = sum(node.kv_usage * node.total_blocks for node in nodes)
     return RoleLoad(
@@ -126,29 +132,29 @@ def _load(nodes: Sequence[NodeStatus], reports: Mapping[str, NodeReport]) -> Rol
         running=sum(node.running for node in nodes),
         waiting=sum(node.waiting for node in nodes),
         kv_usage=None if role == "router" else used / blocks if blocks else 0.0,
-        open_leases=sides.count(HandoffSide.SENDER) if said else None,
-        open_transfers=sides.count(HandoffSide.READER) if said else None,
+        open_leases=sides.count(HandoffSide.SENDER) if answered else None,
+        open_transfers=sides.count(HandoffSide.READER) if answered else None,
     )
 
 
-def _degraded(view: ClusterView, reports: Mapping[str, NodeReport], problems: Mapping[str, str]) -> list[Trouble]:
+def _degraded(view: ClusterView, reports: Mapping[str, NodeReport], problems: Mapping[str, str]) -> list[Problem]:
     found = []
     for node in view.nodes:
         if node.status != "Ready":
-            found.append(Trouble(node.name, f"{node.status}: {node.detail}" if node.detail else node.status))
+            found.append(Problem(node.name, f"{node.status}: {node.detail}" if node.detail else node.status))
         elif node.incarnation in problems:
-            found.append(Trouble(node.name, problems[node.incarnation]))
+            found.append(Problem(node.name, problems[node.incarnation]))
         if node.incarnation in reports:
             found += _refused_links(node.name, reports[node.incarnation])
     known = {node.name for node in view.nodes}
     processes = view.supervisor.processes if view.supervisor is not None else ()
     others = [process for process in processes if process.status != "Ready" and process.name not in known]
-    return found + [Trouble(each.name, f"{each.status}: {each.last_exit or 'for no known reason'}") for each in others]
+    return found + [Problem(each.name, f"{each.status}: {each.last_exit or 'for no known reason'}") for each in others]
 
 
-def _refused_links(name: str, report: NodeReport) -> list[Trouble]:
+def _refused_links(name: str, report: NodeReport) -> list[Problem]:
     links = report.handoff.refused_links
-    return [Trouble(name, f"no link with {link.peer}, {fine_duration(link.age_s)} ago: {link.story}") for link in links]
+    return [Problem(name, f"no link with {link.peer}, {fine_duration(link.age_s)} ago: {link.story}") for link in links]
 
 
 def _load_row(load: RoleLoad) -> list[str]:

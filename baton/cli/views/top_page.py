@@ -10,7 +10,7 @@ from rich.text import Text
 
 from baton.cli.output import duration, fine_duration
 from baton.cli.views.cluster_view import ClusterView
-from baton.cli.views.request_rows import OVER, brief_ms
+from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.status_page import bar
 from baton.messages.cluster import NodeStatus
 
@@ -29,21 +29,22 @@ _LEAST_BAR, _MOST_BAR = 6, 30
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """How much room there is."""
+    """The size of the terminal."""
 
     width: int
     height: int | None = None
-    """In lines; None: as many as it takes."""
+    """In lines; None for any number."""
 
 
 def top_lines(
     view: ClusterView, rows: Sequence[RequestRow], events: Sequence[ClusterEvent], now: float, screen: Screen
 ) -> list[Text]:
-    """Health, nodes, requests that run, the latest events. `events` the oldest first, `now` seconds since the epoch.
+    """Lines with the health, the nodes, the running requests and the latest events.
 
-    With little height the nodes get what they need, and the other two share what is left.
+    `events` are ordered by time, the oldest first; `now` is in seconds since the epoch. On a low
+    screen the nodes get the lines that they need, and requests and events share what is left.
     """
-    running = sorted((row for row in rows if row.state not in OVER), key=lambda row: -row.age_s)
+    running = sorted((row for row in rows if row.state not in ENDED_STATES), key=lambda row: -row.age_s)
     health = [_health(view, len(running))]
     nodes = list(_nodes(view.nodes, screen.width))
     requests = list(_requests(running))
@@ -65,13 +66,13 @@ def _health(view: ClusterView, running: int) -> Text:
     nodes = [node for node in view.nodes if node.role != "router"]
     ready = sum(node.status == "Ready" for node in nodes)
     waiting = sum(node.waiting for node in nodes)
-    # Routers count them all, and list only the latest.
+    # Routers count all running requests, but list only the latest.
     running = max(running, sum(node.running for node in view.nodes if node.role == "router"))
-    said = f"   {ready}/{len(nodes)} nodes ready, {running} requests, {waiting} waiting at nodes"
+    counts = f"   {ready}/{len(nodes)} nodes ready, {running} requests, {waiting} waiting at nodes"
     return Text.assemble(
         (f"{view.cluster}: ", _HEADER),
         (view.health, _HEALTH_STYLES.get(view.health, _BAD)),
-        said,
+        counts,
         (f"   {view.detail}" if view.detail else "", "yellow"),
     )
 
@@ -98,7 +99,7 @@ def _nodes(nodes: Sequence[NodeStatus], width: int) -> Iterator[Text]:
 
 
 def _requests(running: Sequence[RequestRow]) -> Iterator[Text]:
-    """What a narrow screen has no room for comes last."""
+    """A line for each request. The end of a line is cut on a narrow screen, so the least important column is last."""
     name = min(max((len(row.request_id) for row in running), default=0), _LONGEST_ID)
     name = max(name, len("REQUEST"))
     head = f"{'REQUEST':{name}}  {'STATE':12}  {'AGE':>6}  {'PROMPT':>6} {'OUTPUT':>6}  {'TTFT':>6}  PATH"
@@ -121,12 +122,12 @@ def _events(latest: Sequence[ClusterEvent], now: float) -> Iterator[Text]:
         yield Text("     AGE  EVENT", _HEADER)
     for event in latest:
         style = "yellow" if event.severity == "Warning" else ""
-        said = "  ".join(part for part in (f"{event.reason:{reason}}", event.subject, event.detail) if part)
-        yield Text.assemble((f"{fine_duration(now - event.time):>8}  ", "dim"), (said, style))
+        text = "  ".join(part for part in (f"{event.reason:{reason}}", event.subject, event.detail) if part)
+        yield Text.assemble((f"{fine_duration(now - event.time):>8}  ", "dim"), (text, style))
 
 
 def _first(lines: list[Text], count: int, what: str) -> list[Text]:
-    """The first lines; the last one of them says how many things are left out."""
+    """The first `count` lines. With `what`, the last of them says how many lines are left out."""
     if len(lines) <= count:
         return lines
     if not what:

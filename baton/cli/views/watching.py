@@ -1,4 +1,4 @@
-"""`-w` of lists: everything as it is, and then what changes, as it changes."""
+"""Prints a list and then the items that change, until Ctrl-C (`-w` of the commands that list things)."""
 
 from __future__ import annotations
 
@@ -10,90 +10,90 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from baton.cli.output import VERSION, ListFormat, note, print_yaml, say
+from baton.cli.output import VERSION, ListFormat, print_note, print_text, print_yaml
 from baton.errors import DeadlineExceeded, Unreachable
 
-_LOOK_EVERY_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
-WatchOption = Annotated[bool, typer.Option("-w", "--watch", help="Go on with what changes, until Ctrl-C.")]
+WatchOption = Annotated[bool, typer.Option("-w", "--watch", help="Keep printing what changes, until Ctrl-C.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One thing of a list."""
+class WatchedItem:
+    """One item of a list."""
 
     key: str
-    """Names it for as long as it is there."""
+    """Identifies the item as long as it exists."""
     state: object
-    """It has changed when this has: not when it has only become older."""
+    """What is compared to find changes. It does not contain the age."""
     cells: Sequence[str]
     document: Mapping[str, Any]
-    """As JSON."""
+    """The item as a JSON object."""
 
 
-def changed(known: Mapping[str, object], found: Sequence[Listed]) -> list[Listed]:
-    """What is new, or is not as it was. Pure."""
+def changed_items(known: Mapping[str, object], found: Sequence[WatchedItem]) -> list[WatchedItem]:
+    """The items that are new or whose state has changed."""
     return [each for each in found if each.key not in known or known[each.key] != each.state]
 
 
-class Rows:
-    """Lines of a table whose end is not known: a column becomes wider, but never narrower."""
+class GrowingTable:
+    """Formats the lines of a table whose later rows are not known. A column can become wider, but never narrower."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._widths = [len(column) for column in columns]
 
-    def make_room(self, rows: Sequence[Sequence[str]]) -> None:
-        """For lines that will come."""
+    def widen(self, rows: Sequence[Sequence[str]]) -> None:
+        """Make the columns wide enough for these rows."""
         for row in rows:
             self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, row, strict=True)]
 
     def line(self, cells: Sequence[str]) -> str:
-        """Padded."""
+        """The cells as a padded line."""
         return "   ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()
 
 
 def watch(
-    look: Callable[[Collection[str]], Sequence[Listed]],
+    fetch: Callable[[Collection[str]], Sequence[WatchedItem]],
     columns: Sequence[str],
     output: ListFormat,
     *,
     headers: bool,
-    comes_back: bool,
+    retries: bool,
 ) -> NoReturn:
-    """Print what `look` finds, then what has changed, again and again; json is one document a line.
+    """Print all items that `fetch` returns, then once a second those that have changed.
 
-    `look` is given the keys of what it found before. `comes_back`: who does not answer any more is asked again, once it
-    has answered. Raises what `look` raises.
+    JSON is one document a line. `fetch` takes the keys of the items that it returned before. With `retries`, a cluster that has answered once is asked
+    again when it does not answer any more. Raises the errors of `fetch`.
     """
-    rows, known, is_lost = Rows(columns), dict[str, object](), False
-    has_begun = False
+    table, known, is_lost = GrowingTable(columns), dict[str, object](), False
+    has_answered = False
     while True:
         try:
-            found = look(known.keys())
+            found = fetch(known.keys())
         except (Unreachable, DeadlineExceeded) as error:
-            if not (has_begun and comes_back):
+            if not (has_answered and retries):
                 raise
             if not is_lost:
-                note(f"baton: {error}; asking again")
+                print_note(f"baton: {error}; asking again")
             is_lost = True
         else:
-            is_lost, news = False, changed(known, found)
-            rows.make_room([each.cells for each in news])
-            if not has_begun and headers and output in (ListFormat.TABLE, ListFormat.WIDE):
-                say(rows.line(columns))
-            for each in news:
-                _print(each, rows, output)
-            known, has_begun = {each.key: each.state for each in found}, True
-        time.sleep(_LOOK_EVERY_S)
+            is_lost, changes = False, changed_items(known, found)
+            table.widen([each.cells for each in changes])
+            if not has_answered and headers and output in (ListFormat.TABLE, ListFormat.WIDE):
+                print_text(table.line(columns))
+            for each in changes:
+                _print(each, table, output)
+            known, has_answered = {each.key: each.state for each in found}, True
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def _print(each: Listed, rows: Rows, output: ListFormat) -> None:
+def _print(item: WatchedItem, table: GrowingTable, output: ListFormat) -> None:
     if output is ListFormat.JSON:
-        say(json.dumps({"version": VERSION, **each.document}, ensure_ascii=False))
+        print_text(json.dumps({"version": VERSION, **item.document}, ensure_ascii=False))
     elif output is ListFormat.YAML:
-        say("---")
-        print_yaml({"version": VERSION, **each.document})
+        print_text("---")
+        print_yaml({"version": VERSION, **item.document})
     elif output is ListFormat.NAME:
-        say(each.cells[0])
+        print_text(item.cells[0])
     else:
-        say(rows.line(each.cells))
+        print_text(table.line(item.cells))

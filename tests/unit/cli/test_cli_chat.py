@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from baton.cli.commands.chat_stream import ChatClient, EventReader, Place, error_of, error_of_answer
+from baton.cli.commands.chat_stream import ChatClient, EventReader, Endpoint, error_from_object, error_from_response
 from baton.cli.main import main
 from baton.cli.usage import ClientUsageError
 from baton.errors import (
@@ -77,7 +77,7 @@ async def router(*answers: bytes) -> AsyncIterator[tuple[Router, str]]:
 
 
 def ask(url: str, notes: list[str]) -> str:
-    client = ChatClient([Place.of(url)] * 2, Access("secret"), Random(1), bool, notes.append)
+    client = ChatClient([Endpoint.parse(url)] * 2, Access("secret"), Random(1), bool, notes.append)
     events = list(client.answer({"messages": [], "temperature": 0.5}))
     assert isinstance(events[-1], Finished)
     return "".join(event.text for event in events if isinstance(event, Chunk))
@@ -159,28 +159,28 @@ async def test_what_goes_wrong_is_one_line(
 
 
 def test_where_it_talks_to() -> None:
-    assert Place.of("https://h/v1") == Place("h", 443, True)
-    assert str(Place.of("http://[::1]:80/x/")) == "http://[::1]:80/x"
+    assert Endpoint.parse("https://h/v1") == Endpoint("h", 443, True)
+    assert str(Endpoint.parse("http://[::1]:80/x/")) == "http://[::1]:80/x"
     for url in ("h:80", "ftp://h", "http://", "http://h:port"):
         with pytest.raises(ClientUsageError, match="--url"):
-            Place.of(url)
+            Endpoint.parse(url)
 
 
 def test_errors_have_their_kinds() -> None:
-    assert isinstance(error_of({"message": "m", "type": "rate_limit_error"}), QuotaExceeded)
-    assert isinstance(error_of({"message": "m", "type": "invalid_request_error", "code": "not_found"}), RequestNotFound)
-    unknown = error_of({"message": "model: no", "type": "x", "code": "model_not_found", "param": "model"})
+    assert isinstance(error_from_object({"message": "m", "type": "rate_limit_error"}), QuotaExceeded)
+    assert isinstance(error_from_object({"message": "m", "type": "invalid_request_error", "code": "not_found"}), RequestNotFound)
+    unknown = error_from_object({"message": "model: no", "type": "x", "code": "model_not_found", "param": "model"})
     assert not isinstance(unknown, InvalidRequest), "its type says what it is"
-    unknown = error_of(
+    unknown = error_from_object(
         {"message": "model: no", "type": "invalid_request_error", "code": "model_not_found", "param": "model"}
     )
     assert (type(unknown), str(unknown)) == (UnknownModel, "model: no")
-    assert isinstance(error_of({"message": "m", "type": "authentication_error"}), Unauthenticated)
+    assert isinstance(error_from_object({"message": "m", "type": "authentication_error"}), Unauthenticated)
     for body in (b"", b"[]", b"{}", b'{"error": 1}'):
-        assert isinstance(error_of_answer(500, body, Place("h", 1, False)), Unreachable)
+        assert isinstance(error_from_response(500, body, Endpoint("h", 1, False)), Unreachable)
 
 
 @pytest.mark.parametrize("data", ["x", "[]", '{"choices":[{}]}', '{"choices":[1]}', "1"])
 def test_nonsense_is_no_answer(data: str) -> None:
     with pytest.raises(Unreachable, match="no answer to a chat"):
-        EventReader(0).take(data)
+        EventReader(0).read_data(data)

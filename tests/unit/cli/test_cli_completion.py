@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.commands.completion import words_of
+from baton.cli.commands.completion import completions_of
 from baton.cli.main import command_tree, main
 
 
@@ -43,7 +43,7 @@ def test_bash_is_offered(script: Path, typed: Sequence[str], offered: set[str]) 
 
 
 def test_every_command_is_known_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    tree = dict(words_of(command_tree()))
+    tree = dict(completions_of(command_tree()))
     assert {"get nodes", "describe request", "bench serve", "certs init", "config view"} <= tree.keys()
     assert all(text for words in tree.values() for text in words.commands.values())
     assert main(["completion", "fish"]) == 0

@@ -16,7 +16,7 @@ import structlog
 import typer
 
 from baton.cli.cluster.log_files import LogFile, LogLine, merged, parse_line
-from baton.cli.commands.logs import begin_of, is_wanted, spelled
+from baton.cli.commands.logs import format_line, is_selected, parse_since
 from baton.messages.ids import AttemptKey
 from baton.observe.logs import configure_logging, log_also, of_attempt
 
@@ -80,30 +80,30 @@ def test_files_are_merged_by_time_and_read_on(tmp_path: Path) -> None:
 
 
 def test_since() -> None:
-    assert [begin_of(text, 1e6) for text in ("30s", "1h30m", "2d")] == [1e6 - 30, 1e6 - 5400, 1e6 - 172800]
-    assert begin_of("1970-01-02T00:00:00+00:00", 0.0) == 86400.0
+    assert [parse_since(text, 1e6) for text in ("30s", "1h30m", "2d")] == [1e6 - 30, 1e6 - 5400, 1e6 - 172800]
+    assert parse_since("1970-01-02T00:00:00+00:00", 0.0) == 86400.0
     for bad in ("", "yesterday", "10", "5x"):
         with pytest.raises(typer.BadParameter, match="since"):
-            begin_of(bad, 0.0)
+            parse_since(bad, 0.0)
 
 
 def test_which_lines_are_wanted() -> None:
     line = parse_line(json.dumps(LINE), "router-0", 0.0)
-    assert is_wanted(line, None, "debug")
-    assert is_wanted(line, "r", "info")
-    assert not is_wanted(line, "other", "debug")
-    assert not is_wanted(line, None, "warning")
-    assert is_wanted(LogLine(0.0, "redis", "", "a banner"), None, "error")
+    assert is_selected(line, None, "debug")
+    assert is_selected(line, "r", "info")
+    assert not is_selected(line, "other", "debug")
+    assert not is_selected(line, None, "warning")
+    assert is_selected(LogLine(0.0, "redis", "", "a banner"), None, "error")
 
 
 def test_words_for_people() -> None:
     line = LogLine(
         0.0, "d-0", "error", "attempt failed", {"request": "r", "why": 'a "b"', "exception": "Traceback\n  x"}
     )
-    assert spelled(line, 6, coloured=False) == (
+    assert format_line(line, 6, coloured=False) == (
         f'{" " * 12}  d-0     error    attempt failed  request=r why="a \\"b\\""\nTraceback\n  x'
     )
-    assert "\x1b[31m" in spelled(line, 6, coloured=True)
+    assert "\x1b[31m" in format_line(line, 6, coloured=True)
 
 
 def baton_logs(run_dir: Path, *words: str) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cli.ask_nodes import ask_all, can_be_asked
+from baton.cli.ask_nodes import ask_nodes_async, can_be_asked
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.describe import find_node
@@ -215,7 +215,7 @@ async def test_who_does_not_answer_does_not_hide_who_does() -> None:
             status_of(READER, name="gone", incarnation="gone.1", address="127.0.0.1:1"),
             status_of(SENDER, incarnation="p1.0", address=address),
         ]
-        answers = await ask_all(nodes, 3.0)
+        answers = await ask_nodes_async(nodes, 3.0)
     await server.stop(0.0)
     assert answers.reports == {"p1.1": SENDER}
     assert list(answers.problems) == ["quiet.1", "gone.1", "p1.0"]
@@ -227,8 +227,8 @@ async def test_who_does_not_answer_does_not_hide_who_does() -> None:
 def test_a_router_that_says_nothing_hides_no_node(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
-    place.take()
-    place.sign()
+    place.lock()
+    place.write_owner()
     child = ProcessState("p1", "prefill", "Ready", 1, 2, 0, "p1.1", "h:1", "", "log", "")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         quiet = f"127.0.0.1:{silent.getsockname()[1]}"

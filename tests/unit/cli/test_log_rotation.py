@@ -52,7 +52,7 @@ def test_logs_are_bounded_and_keep_the_latest(tmp_path: Path) -> None:
     with process(log) as one:
         for _ in range(100):
             one.write(5)
-            rotation.look()
+            rotation.rotate_large_logs()
         assert [path.name for path in older_parts(log)] == [f"decode-0.log.{n}" for n in range(1, NUM_KEPT + 1)]
         sizes = [path.stat().st_size for path in tmp_path.iterdir()]
         assert len(sizes) == NUM_KEPT + 1
@@ -71,7 +71,7 @@ def test_whoever_follows_a_log_over_its_rotations_misses_nothing(tmp_path: Path)
         for number in range(200):
             one.write(1 + number % 7)
             if number % 3 == 0:
-                rotation.look()
+                rotation.rotate_large_logs()
             # Also in the middle of a part, right behind a rotation, and after up to two of them.
             if number % 5 == 0 or number % 7 == 0:
                 found += events(follower)
@@ -86,7 +86,7 @@ def test_a_log_that_can_not_be_kept_is_cut(tmp_path: Path) -> None:
     (tmp_path / "decode-0.log.new").mkdir()
     with process(log) as one:
         one.write(100)
-        LogRotation(tmp_path, MAX_BYTES).look()
+        LogRotation(tmp_path, MAX_BYTES).rotate_large_logs()
         one.write(1)
         assert events(LogFile(log)) == [100]
 

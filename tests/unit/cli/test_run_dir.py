@@ -40,7 +40,7 @@ def test_it_is_private(tmp_path: Path) -> None:
     place.create()
     place.create()
     assert place.path.stat().st_mode & 0o777 == 0o700
-    place.take()
+    place.lock()
     place.write_state(STATE)
     assert {p.stat().st_mode & 0o777 for p in place.path.iterdir() if p.is_file()} == {0o600}
     assert place.read_state() == STATE
@@ -66,10 +66,10 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
     first.create()
     assert second.holder() is None
-    first.take()
+    first.lock()
     assert second.holder() == os.getpid()
     with pytest.raises(ConfigError, match=r"a cluster is already running in .*: stop it with `baton down`"):
-        second.take()
+        second.lock()
     found = second.holders(timeout_s=0.0)
     assert next(found) == os.getpid()
     with pytest.raises(TimeoutError):
@@ -80,14 +80,14 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     first.release()
     assert list(found) == []
     assert second.read_state() is None
-    second.take()
+    second.lock()
     second.release()
 
 
 def test_who_looks_for_a_holder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
-    place.take()
+    place.lock()
     place.release()
     looking = os.open(tmp_path / "run" / "lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
@@ -98,7 +98,7 @@ def test_who_looks_for_a_holder_is_none(tmp_path: Path, monkeypatch: pytest.Monk
         os.close(looking)
 
     monkeypatch.setattr("baton.cli.cluster.run_dir.time.sleep", look_no_more)
-    place.take()
+    place.lock()
     assert len(waited) == 1
     place.release()
 
@@ -106,7 +106,7 @@ def test_who_looks_for_a_holder_is_none(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_next_holder_is_told_of_too(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
-    place.take()
+    place.lock()
     found = RunDir(tmp_path / "run").holders(timeout_s=60.0)
     assert next(found) == os.getpid()
     (tmp_path / "run" / "lock").write_bytes(b"7\n" + bytes(20))
@@ -118,7 +118,7 @@ def test_the_next_holder_is_told_of_too(tmp_path: Path) -> None:
 def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     script = (
         "import signal, sys; from pathlib import Path; from baton.cli.cluster.run_dir import RunDir; "
-        "place = RunDir(Path(sys.argv[1])); place.create(); place.take(); print('taken', flush=True); signal.pause()"
+        "place = RunDir(Path(sys.argv[1])); place.create(); place.lock(); print('taken', flush=True); signal.pause()"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -129,7 +129,7 @@ def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     holder.kill()
     holder.wait()
     assert place.holder() is None
-    place.take()
+    place.lock()
     place.release()
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands.drain import left
-from baton.cli.commands.events import row
-from baton.cli.commands.wait import chosen, parse_condition
+from baton.cli.commands.drain import remaining_work
+from baton.cli.commands.events import event_row
+from baton.cli.commands.wait import nodes_by_name, parse_condition
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
 from baton.messages.cluster import NodeStatus
@@ -358,11 +358,11 @@ def test_what_no_node_can_be(text: str) -> None:
 
 def test_of_several_incarnations_the_one_that_serves_is_meant() -> None:
     lost, now, other = node_status(status="Lost"), node_status(incarnation="d1.b"), node_status(name="d2")
-    assert chosen([lost, now, other], ["d1"]) == [now]
-    assert chosen([now, lost, other], []) == [now, other]
+    assert nodes_by_name([lost, now, other], ["d1"]) == [now]
+    assert nodes_by_name([now, lost, other], []) == [now, other]
     with pytest.raises(NodeNotFound, match="known: d2"):
-        chosen([other], ["d3"])
-    assert chosen([other], ["d3"], is_for_gone=True) == []
+        nodes_by_name([other], ["d3"])
+    assert nodes_by_name([other], ["d3"], is_for_gone=True) == []
 
 
 @pytest.mark.parametrize(
@@ -375,10 +375,10 @@ def test_of_several_incarnations_the_one_that_serves_is_meant() -> None:
     ],
 )
 def test_what_is_left_in_words(progress: DrainProgress, words: str) -> None:
-    assert left(progress) == words
+    assert remaining_work(progress) == words
 
 
 def test_an_event_as_a_row() -> None:
     event = ClusterEvent(7, 1.0, "Normal", "Failover", "", request_id="r", detail="attempt 2", router="r1.a")
-    assert row(event, "3s", wide=False) == ["3s", "Normal", "Failover", "-", "attempt 2"]
-    assert row(event, "3s", wide=True)[5:] == ["7", "-", "r", "r1.a"]
+    assert event_row(event, "3s", wide=False) == ["3s", "Normal", "Failover", "-", "attempt 2"]
+    assert event_row(event, "3s", wide=True)[5:] == ["7", "-", "r", "r1.a"]

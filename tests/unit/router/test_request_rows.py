@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.commands.requests import page
+from baton.cli.commands.requests import request_lines
 from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.request_rows import RequestRow
 from baton.wire.codec.operator import REQUEST_ROW
@@ -67,7 +67,7 @@ ROW = RequestRow("a", "Decoding", "r0", 1.25, "p0", "d0", 5, 2, 1, 31.0, None)
 
 
 def test_a_page_of_a_request() -> None:
-    assert page(ROW) == [
+    assert request_lines(ROW) == [
         "Request:        a",
         "State:          Decoding",
         "Came:           1.2s ago, to r0",
@@ -79,7 +79,7 @@ def test_a_page_of_a_request() -> None:
         "",
         "why it went there: baton explain a",
     ]
-    over = page(replace(ROW, state="Failed", detail="no node is up", ttft_ms=None, total_ms=12_000.0))
+    over = request_lines(replace(ROW, state="Failed", detail="no node is up", ttft_ms=None, total_ms=12_000.0))
     assert "State:          Failed (no node is up)" in over
     assert over[-4:] == [
         "KV moved:       none",

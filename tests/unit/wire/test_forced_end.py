@@ -17,7 +17,7 @@ lock.acquire()
 _ENDS = "from baton.wire.forced_end import end_within; end_within(3600.0)"
 _LEAVES_CYCLES = """
 import sys
-from baton.cli.commands.processes import _be
+from baton.cli.commands.processes import _run_process
 
 class Left:
     def __del__(self):
@@ -28,7 +28,7 @@ def run():
     left.itself = left
     return 0
 
-_be("n", run, None, 0, None, None)
+_run_process("n", run, None, 0, None, None)
 """
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from baton.cli.cluster.log_rotation import LOOK_EVERY_S, LogRotation
+from baton.cli.cluster.log_rotation import CHECK_INTERVAL_S, LogRotation
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.cli.cluster.supervisor.child import ChildRun, DeathPipe, describe_exit
@@ -124,7 +124,7 @@ class ClusterSupervisor:
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._rotation = LogRotation(run_dir.logs)
-        self._next_look: asyncio.TimerHandle | None = None
+        self._next_rotation: asyncio.TimerHandle | None = None
 
     async def run(self, on_ready: Callable[[ClusterState], None]) -> None:
         """Start all processes, call `on_ready`, keep them running until a signal, then stop them.
@@ -134,7 +134,7 @@ class ClusterSupervisor:
         self._run_dir.write_state(self.state())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
-        self._look_at_logs()
+        self._rotate_logs()
         try:
             await self._start()
             if not self._stop.is_set():
@@ -148,8 +148,8 @@ class ClusterSupervisor:
             self._write()
             await self._stop_all()
             self._death_pipe.close()
-            if self._next_look is not None:
-                self._next_look.cancel()
+            if self._next_rotation is not None:
+                self._next_rotation.cancel()
 
     def stop(self) -> None:
         """Begin to drain. A second call ends all processes at once."""
@@ -179,9 +179,9 @@ class ClusterSupervisor:
             needs_key=self._plan.needs_key,
         )
 
-    def _look_at_logs(self) -> None:
-        self._rotation.look()
-        self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look_at_logs)
+    def _rotate_logs(self) -> None:
+        self._rotation.rotate_large_logs()
+        self._next_rotation = self._loop.call_later(CHECK_INTERVAL_S, self._rotate_logs)
 
     async def _start(self) -> None:
         deadline = self._loop.time() + self._plan.start_timeout_s

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from baton.cli.cluster.state import ClusterState
-from baton.cli.interrupts import interrupts_held
+from baton.cli.interrupts import interrupts_deferred
 from baton.errors import BatonError, ExitCode
 
 Report = Callable[[ClusterState], None]
@@ -39,7 +39,7 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
     with os.fdopen(read_end, "rb") as news:
         try:
             # An interrupt must not arrive before the process that it is to end is known.
-            with interrupts_held():
+            with interrupts_deferred():
                 middle = os.fork()
                 if middle == 0:
                     os.setsid()

@@ -14,7 +14,7 @@ from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor
 from baton.cli.cluster.supervisor.daemon import serve_detached
 from baton.cli.cluster.supervisor.plan import plan_nodes, plan_redis
 from baton.cli.cluster.supervisor.preflight import check_up
-from baton.cli.output import note
+from baton.cli.output import print_note
 from baton.clock import SystemClock
 from baton.config import UpConfig
 from baton.registry.embedded import EmbeddedRedis, embedded_redis
@@ -29,7 +29,7 @@ def run_cluster(
     StartFailed.
     """
     place.create()
-    place.take()
+    place.lock()
     try:
         check_up(config)
         redis = None if config.registry else embedded_redis(place.path)
@@ -74,9 +74,9 @@ class _PhaseNotes:
     def __call__(self, state: ClusterState) -> None:
         before, self._phase = self._phase, state.phase
         if not before:
-            note("Starting …")
+            print_note("Starting …")
         elif (before, state.phase) == ("ready", "draining"):
-            note("Stopping: running requests may end first. Ctrl-C again ends them at once.")
+            print_note("Stopping: running requests may end first. Ctrl-C again ends them at once.")
 
 
 def _serve(
@@ -91,7 +91,7 @@ def _serve(
     async def run() -> None:
         await ClusterSupervisor(plan, place, SystemClock(), on_change or _ignore).run(on_ready)
 
-    place.sign()
+    place.write_owner()
     try:
         asyncio.run(run())
     finally:

@@ -10,7 +10,7 @@ from types import TracebackType
 _IN_MODIFY = 0x2
 
 
-class Changes:
+class DirectoryWatch:
     """Watches writes to the files of a directory, new files included, with Linux's inotify(7)."""
 
     def __init__(self, directory: Path) -> None:
@@ -22,7 +22,7 @@ class Changes:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(directory))
 
-    def __enter__(self) -> Changes:
+    def __enter__(self) -> DirectoryWatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

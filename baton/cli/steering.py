@@ -1,4 +1,4 @@
-"""What the commands that change something have in common: what they take, and how progress is shown."""
+"""Shared parts of the commands that change a cluster or wait for a change: options, deadline and progress line."""
 
 from __future__ import annotations
 
@@ -9,45 +9,48 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from baton.cli.output import note
+from baton.cli.output import print_note
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 T = TypeVar("T")
 
-ASK_S = 5.0
-_LINE_EVERY_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
+"""How long one call to a router may take."""
+_LINE_INTERVAL_S = 1.0
 
 NodesArgument = Annotated[
-    list[str], typer.Argument(help="Names, as `baton get nodes` has them.", metavar="NODE...", show_default=False)
+    list[str],
+    typer.Argument(help="Names of nodes, as `baton get nodes` lists them.", metavar="NODE...", show_default=False),
 ]
-PatienceOption = Annotated[
+TimeoutOption = Annotated[
     float | None,
-    typer.Option(help="Seconds to wait at most. Default: as long as it takes.", metavar="SECONDS", min=0),
+    typer.Option(help="Longest time to wait, in seconds. Default: no limit.", metavar="SECONDS", min=0),
 ]
 
 
-class Patience:
-    """How long somebody waits."""
+class Deadline:
+    """The end of the time that a command may wait; it begins now."""
 
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self.started = time.monotonic()
-
-    @property
-    def left(self) -> float | None:
-        """Seconds; None: for ever."""
-        return None if self.seconds is None else max(0.0, self.seconds - self.spent)
+    def __init__(self, timeout_s: float | None) -> None:
+        """`timeout_s` is None for no limit."""
+        self.timeout_s = timeout_s
+        self._started = time.monotonic()
 
     @property
-    def spent(self) -> float:
-        """Seconds so far."""
-        return time.monotonic() - self.started
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline; None without a limit."""
+        return None if self.timeout_s is None else max(0.0, self.timeout_s - self.elapsed_s)
 
     @property
-    def is_over(self) -> bool:
-        return self.left == 0.0
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._started
+
+    @property
+    def has_passed(self) -> bool:
+        return self.remaining_s == 0.0
 
 
 class ProgressLine:
@@ -61,11 +64,11 @@ class ProgressLine:
     def show(self, text: str) -> None:
         """Replace the text. A terminal that is too narrow for it shows its beginning."""
         now = time.monotonic()
-        if text == self._text or (self._console is None and now < self._shown_at + _LINE_EVERY_S):
+        if text == self._text or (self._console is None and now < self._shown_at + _LINE_INTERVAL_S):
             return
         self._text, self._shown_at = text, now
         if self._console is None:
-            note(text)
+            print_note(text)
         else:
             self.clear()
             self._console.print(text, end="", markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
@@ -88,7 +91,7 @@ def _terminal() -> Console | None:
     return Console(stderr=True)
 
 
-def warn(text: str) -> None:
-    """Something that went as it was asked for, and may not have been meant so."""
+def print_warning(text: str) -> None:
+    """Print a warning about a change that was made, if there is one."""
     if text:
-        note(f"baton: warning: {text}")
+        print_note(f"baton: warning: {text}")

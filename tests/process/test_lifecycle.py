@@ -88,7 +88,10 @@ def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path)
             nodes = json.loads(shell.baton("get", "nodes", "-o", "json", *where).stdout)
             running = sum(node["running"] for node in nodes["items"])
         said = refusal(shell.baton("down", "--timeout", "0", *where), 6)
-        assert said.endswith("still drains after 0 s: wait on, or end it with `baton down --force`")
+        assert said.endswith(
+            "is still draining after 0 s: "
+            "repeat `baton down` to wait longer, or stop it at once with `baton down --force`"
+        )
         assert shell.baton("down", "--force", *where).returncode == 0
         client.communicate()
     assert client.returncode not in (0, 130)
@@ -235,5 +238,5 @@ def test_the_demo_of_the_bundled_model(shell: Shell) -> None:
     table = next(number for number, line in enumerate(lines) if line.startswith("PROMPT"))
     assert all("  prefill-0  " in line and "  decode-0  " in line for line in lines[table + 1 : table + 5])
     assert all(len(line) <= 80 for line in lines[table : table + 5])
-    assert lines[-1] == "Everything that was started is stopped."
+    assert lines[-1] == "All processes are stopped."
     shell.nothing_left()

@@ -135,7 +135,7 @@ def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
         demo.send_signal(signal.SIGINT)
         output, complaint = demo.communicate()
     assert (demo.returncode, complaint) == (130, b"")
-    assert output.decode().endswith("interrupted; everything is stopped\n")
+    assert output.decode().endswith("interrupted; all processes are stopped\n")
     shell.nothing_left()
 
 

@@ -1,4 +1,4 @@
-"""`baton cache reset`: nodes forget the KV that they keep for later prompts."""
+"""`baton cache reset`: empties the prefix caches of nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton.client import OperatorClient
 
 _ASK_S = 6.0
-"""A node may first have to end its step."""
+"""How long to wait for a node, which may have to finish a step first."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -26,7 +26,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     @group.callback()
     def cache() -> None:
-        """Forget what nodes keep for later prompts."""
+        """Empty the prefix caches of nodes."""
 
     group.command("reset")(reset)
     app.add_typer(group, name=name)
@@ -39,10 +39,10 @@ def reset(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each node.", metavar="SECONDS", min=0)] = _ASK_S,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> int:
-    """Have these nodes forget their prefix caches, on the device and in the host tier.
+    """Empty the prefix caches of these nodes, on the device and in host memory.
 
-    A node refuses while any of its blocks is in use: `baton drain` it first, and `baton uncordon` it afterwards. Exit
-    code 1 when a node refused; the others have forgotten theirs.
+    A node refuses while any of its blocks is in use: drain it with `baton drain` first, and uncordon it afterwards. The
+    exit code is 1 if a node refused; the caches of the others are empty.
     """
     forgotten: dict[str, int] = {}
     refused: dict[str, str] = {}

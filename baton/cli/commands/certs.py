@@ -1,4 +1,4 @@
-"""`baton certs`: certificates for the processes of a cluster."""
+"""`baton certs`: creates certificates for the processes of a cluster."""
 
 from __future__ import annotations
 
@@ -23,32 +23,37 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     @group.callback()
     def certs() -> None:
-        """Make certificates for a cluster."""
+        """Create the certificates of a cluster."""
 
     group.command("init")(init)
     app.add_typer(group, name=name)
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="Where the files go.", metavar="DIR")],
+    directory: Annotated[Path, typer.Argument(help="Directory for the files.", metavar="DIR")],
     hosts: Annotated[
         str,
-        typer.Option(help="Names and addresses, with commas, by which clients reach the servers.", metavar="HOSTS"),
+        typer.Option(
+            help="Names and addresses at which clients reach the servers, separated by commas.", metavar="HOSTS"
+        ),
     ] = "",
-    cluster: Annotated[str, typer.Option(help="The cluster's name.", metavar="NAME")] = DEFAULT_CLUSTER,
-    days: Annotated[int, typer.Option(help="How long they are valid.", metavar="N", min=1, max=3650)] = 365,
+    cluster: Annotated[str, typer.Option(help="Name of the cluster.", metavar="NAME")] = DEFAULT_CLUSTER,
+    days: Annotated[
+        int, typer.Option(help="Days for which the certificates are valid.", metavar="N", min=1, max=3650)
+    ] = 365,
 ) -> None:
-    """Make an authority and from it a certificate for each role: router, node, operator.
+    """Create a certificate authority, and a certificate for each role: router, node, operator.
 
-    A directory that has an authority keeps it, and gets new certificates from it: for other hosts, or for another year.
+    If the directory already has an authority, that one is kept and signs the new certificates, for example for other
+    hosts or another year.
     """
     try:
         from baton.security.authority import make_certificates
     except ImportError:
-        raise ConfigError("the package cryptography is missing: pip install 'baton-serve[certs]'") from None
+        raise ConfigError("the package cryptography is not installed: pip install 'baton-serve[certs]'") from None
     named = [host.strip() for host in hosts.split(",") if host.strip()]
     if hosts and not named:
-        raise ClientUsageError("--hosts is empty")
+        raise ClientUsageError("--hosts is empty: give names or addresses separated by commas")
     every = list(dict.fromkeys([*_LOCAL, socket.gethostname(), *named]))
     for path in make_certificates(directory, cluster, every, days, datetime.datetime.now(datetime.UTC)):
         print_text(str(path))
@@ -65,5 +70,5 @@ def _next_lines(directory: Path) -> list[str]:
         f"A node:        the same with {directory}/node.crt and {directory}/node.key",
         f"An operator:   export BATON_TLS_CA={directory}/ca.crt BATON_TLS_CERT={directory}/operator.crt"
         f" BATON_TLS_KEY={directory}/operator.key",
-        f"Clients need {directory}/ca.crt alone. Whoever has ca.key can be anybody: keep it off machines that serve.",
+        f"Clients need only {directory}/ca.crt. With ca.key anybody can create certificates: keep it off the cluster.",
     ]

@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation, from the shell."""
+"""`baton chat`: a conversation with the model in a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from baton.cli.commands.chat_stream import ChatClient, Endpoint
 
 _PROMPT = "> "
-_COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
+_COMMANDS = "/exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer"
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -35,57 +35,60 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, as `messages` of the API."""
+    """The messages of a conversation, as `messages` of the HTTP API."""
 
     system: str | None = None
     turns: list[Mapping[str, str]] = field(default_factory=list)
 
     def messages_with(self, text: str) -> list[Mapping[str, str]]:
-        """All of it, and this."""
+        """All messages so far, and a new one of the user."""
         first = [_message("system", self.system)] if self.system is not None else []
         return [*first, *self.turns, _message("user", text)]
 
     def add(self, question: str, answer: str) -> None:
-        """One turn."""
+        """Add one turn: the message of the user and the answer."""
         self.turns += [_message("user", question), _message("assistant", answer)]
 
     def clear(self) -> None:
-        """Forget everything but the system's message."""
+        """Remove all messages except the system message."""
         self.turns.clear()
 
 
 def chat(
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before anything else.", metavar="TEXT")
+        str | None, typer.Option(help="System message, which precedes the conversation.", metavar="TEXT")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", metavar="N")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", metavar="N")] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
     min_p: MinPOption = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal answers.", metavar="N")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampling; equal seeds give equal answers.", metavar="N")
+    ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End an answer before this text; may be repeated.", metavar="TEXT")
+        list[str] | None, typer.Option(help="Stop an answer before this text. May be repeated.", metavar="TEXT")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
+        str, typer.Option(help="Name of the model. Default: the only model of the cluster.", metavar="NAME")
     ] = "",
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds until an answer is given up.", metavar="SECONDS", min=0)
+        float | None, typer.Option(help="Longest time for an answer, in seconds.", metavar="SECONDS", min=0)
     ] = None,
     run_dir: RunDirOption = None,
     url: Annotated[
         list[str] | None,
         typer.Option(
-            help="http://HOST:PORT of a router instead of a run directory; may be repeated.",
+            help="http://HOST:PORT of a router, instead of a run directory. May be repeated.",
             metavar="URL",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Talk to the model: answers come as they are made, and it knows what was said before.
+    """Chat with the model. Answers are printed while they are generated.
 
-    /exit or Ctrl-D leaves, /clear forgets, Ctrl-C stops an answer. Where the input is no terminal, a line is a turn.
+    /exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer. If the input is not a
+    terminal, each of its lines is a message.
     """
     from baton.cli.commands.chat_stream import ChatClient
 
@@ -99,10 +102,10 @@ def chat(
         "seed": seed,
         "stop": stop or None,
     }
-    places = _places(url, run_dir)
+    endpoints = _endpoints(url, run_dir)
     is_hopeless = cluster_end_check(run_dir) if not url else bool
     client = ChatClient(
-        places, default_access.get(), Random(), is_hopeless, lambda text: print_note(f"\nbaton: {text}")
+        endpoints, default_access.get(), Random(), is_hopeless, lambda text: print_note(f"\nbaton: {text}")
     )
     session = Session(
         client,
@@ -112,10 +115,10 @@ def chat(
         hint="see `baton status`" if not url else "is this the router's HTTP address?",
     )
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # What is not UTF-8 is for the router to refuse.
+        # The router refuses a message that is not UTF-8.
         sys.stdin.reconfigure(errors="surrogateescape")
     if sys.stdin.isatty():
-        _talk(session)
+        _run_in_terminal(session)
     else:
         for line in sys.stdin:
             if not session.handle_line(line.rstrip("\n")):
@@ -123,7 +126,7 @@ def chat(
 
 
 class Session:
-    """A conversation with a cluster."""
+    """One conversation with a cluster."""
 
     def __init__(
         self,
@@ -140,20 +143,20 @@ class Session:
         self._hint = hint
 
     def handle_line(self, line: str) -> bool:
-        """One line: something to say, or a command. False: it was the last one. Raises BatonErrors."""
+        """Handle one line of input, a message or a command. Returns False after /exit. Raises BatonErrors."""
         word = line.strip()
         if word == "/exit":
             return False
         if word == "/clear":
             self.conversation.clear()
         elif word.startswith("/") and " " not in word:
-            print_note(f"baton: no such command: {word}; {_COMMANDS}")
+            print_note(f"baton: there is no command {word}: {_COMMANDS}")
         elif word:
-            self._turn(line)
+            self._answer(line)
         return True
 
-    def _turn(self, text: str) -> None:
-        """Print the answer as it comes. What has come of one that is stopped is remembered, too."""
+    def _answer(self, text: str) -> None:
+        """Send a message and print the answer. A partial answer becomes part of the conversation, too."""
         pieces: list[str] = []
         end: Finished | None = None
         question = {**self._settings, "messages": self.conversation.messages_with(text)}
@@ -178,14 +181,14 @@ class Session:
             print_note(f"[{end.prompt_tokens} + {end.completion_tokens} tokens, {end.finish_reason}]")
 
 
-def _talk(session: Session) -> None:
-    """With a person, who may make mistakes: only what can't get better ends it."""
+def _run_in_terminal(session: Session) -> None:
+    """Read lines from a terminal. Only errors that every further message would meet end the chat."""
     with suppress(ImportError):
-        # With it `input` has lines that can be edited, and those before.
+        # Importing it gives `input` line editing and a history.
         import readline  # noqa: F401
     print_note(_COMMANDS)
-    goes_on = True
-    while goes_on:
+    is_open = True
+    while is_open:
         try:
             line = input(_PROMPT)
         except EOFError:
@@ -196,19 +199,19 @@ def _talk(session: Session) -> None:
             print_note(_COMMANDS)
             continue
         try:
-            goes_on = session.handle_line(line)
+            is_open = session.handle_line(line)
         except KeyboardInterrupt:
             print_note("[stopped]")
         except (Unauthenticated, PermissionDenied):
             raise
         except InvalidRequest as error:
-            print_note(f"baton: {error}{' (/clear forgets what was said)' if session.conversation.turns else ''}")
+            print_note(f"baton: {error}{' (/clear starts a new conversation)' if session.conversation.turns else ''}")
         except BatonError as error:
             print_note(f"baton: {error}")
 
 
-def _places(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Endpoint]:
-    """Every router of one cluster; raises Unreachable, ClientUsageError."""
+def _endpoints(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Endpoint]:
+    """The HTTP addresses of all routers of one cluster. Raises Unreachable or ClientUsageError."""
     from baton.cli.commands.chat_stream import Endpoint
 
     if urls:

@@ -1,5 +1,7 @@
-"""A chat's answer over HTTP, as it comes. It outlives the router that brings it, by the rules of `client.continuation`:
-a stream that breaks goes on at the next router, behind the last event that came (`Last-Event-ID`).
+"""Streams the answers of a chat over HTTP with server-sent events.
+
+A stream that breaks is continued at another router after the last event that arrived (`Last-Event-ID`), by the rules of
+`baton.client.continuation`.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from baton.messages.ids import new_request_id
 from baton.security.access import Access
 
 _PROGRESS_S = 20.0
-"""A router that died is back sooner; a person waits no longer."""
+"""How long to try without a new token. A router that died is back sooner, and a person does not wait longer."""
 _SILENCE_S = 45.0
-"""A router that has nothing to say says so twice in this time."""
-_TELL_AFTER = 2
-"""A stream that goes on at the next router is no story; one that doesn't, is."""
+"""How long to wait for data. A router sends keep-alives at least twice in this time."""
+_REPORTED_FAILURE = 2
+"""The user is told at this many failures in a row, since a stream usually continues at the next router."""
 _MAX_ERROR_BYTES = 1 << 16
 _SEED_BITS = 53
 _BY_TYPE: dict[str, type[BatonError]] = {
@@ -57,17 +59,17 @@ _BY_TYPE: dict[str, type[BatonError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a router speaks HTTP."""
+    """The HTTP address of a router."""
 
     host: str
     port: int
     is_tls: bool
     path: str = ""
-    """Before `/v1`."""
+    """The path before `/v1`."""
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Raises ClientUsageError for what is no URL."""
+        """The endpoint of an HTTP URL. Raises ClientUsageError for other text."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -85,17 +87,18 @@ class Endpoint:
 
 
 class EventReader:
-    """Turns the data of server-sent events into the events of an answer. Pure."""
+    """Turns the data of server-sent events into the events of an answer. Does no I/O."""
 
     def __init__(self, position: int) -> None:
-        """`position`: where the stream begins (`router.http.position`)."""
+        """`position` is the token index at which the stream begins (`router.http.position`)."""
         self._position = position
         self._reason = ""
         self._usage: Mapping[str, Any] = {}
 
     def read_data(self, data: str) -> Chunk | Finished | None:
-        """The event that this data means; raises the error that ended the stream, and Unreachable for what no router
-        says.
+        """The event that this data means, if it means one.
+
+        Raises the error that ended the stream, and Unreachable for data that no router sends.
         """
         if data == "[DONE]":
             return self._finished()
@@ -106,7 +109,7 @@ class EventReader:
             self._usage = found.get("usage") or self._usage
             return self._chunk(found["choices"][0]) if found["choices"] else None
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise Unreachable(f"this is no answer to a chat: {data[:80]!r}") from None
+            raise Unreachable(f"this is not an answer to a chat: {data[:80]!r}") from None
 
     def _chunk(self, choice: Mapping[str, Any]) -> Chunk | None:
         text, ids = choice["delta"].get("content") or "", choice.get("token_ids") or ()
@@ -119,41 +122,42 @@ class EventReader:
 
     def _finished(self) -> Finished:
         prompt, output = (int(self._usage.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
-        # What only gRPC tells is left empty.
+        # HTTP does not send timings and path.
         return Finished(self._reason, None, prompt, output, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, Path("", "", 1, ""))
 
 
 class ChatClient:
-    """Speaks to the routers of one cluster."""
+    """A client of the routers of one cluster."""
 
     def __init__(
         self,
-        places: Sequence[Endpoint],
+        endpoints: Sequence[Endpoint],
         access: Access,
         rng: Random,
         is_hopeless: Callable[[], bool],
         note: Callable[[str], None],
     ) -> None:
-        """`is_hopeless`: whether the cluster is known to be gone; `note` hears when an answer waits for a router."""
-        self._places = places
+        """`is_hopeless` returns whether the cluster has ended; `note` is called when an answer waits for a router."""
+        self._routers = endpoints
         self._access = access
         self._rng = rng
         self._is_hopeless = is_hopeless
         self._note = note
-        self._endpoints = EndpointRotation([str(place) for place in places], rng)
+        self._rotation = EndpointRotation([str(endpoint) for endpoint in endpoints], rng)
 
     def answer(
         self, question: Mapping[str, Any], timeout_s: float | None = None
     ) -> Generator[GenerateEvent, None, None]:
-        """Stream the answer to a body of `/v1/chat/completions`: Accepted, Chunks, Finished; raises BatonErrors.
+        """Stream the answer to a body of `/v1/chat/completions`: Accepted, Chunks, Finished. Raises BatonErrors.
 
-        Closing the generator early ends the request. A seed is drawn if there is none: repeated, it is the same answer.
+        Closing the generator early cancels the request. If the body has no seed, one is drawn, so that a repeated
+        request generates the same answer.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         request_id = new_request_id(self._rng)
         body = {"seed": self._rng.getrandbits(_SEED_BITS), **question}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        continuation = Continuation(self._endpoints, self._rng, time.monotonic(), _PROGRESS_S)
+        continuation = Continuation(self._rotation, self._rng, time.monotonic(), _PROGRESS_S)
         has_begun, failures = False, 0
         while True:
             call = continuation.next_call()
@@ -162,7 +166,7 @@ class ChatClient:
             if call.kind is CallKind.RESUME:
                 headers["last-event-id"], position = ".".join(map(str, call.positions)), call.positions[0]
             try:
-                with closing(self._open(self._places[call.place], body, headers, position)) as events:
+                with closing(self._open(self._routers[call.place], body, headers, position)) as events:
                     for event in events:
                         fresh = continuation.take(event, time.monotonic())
                         if fresh is not None:
@@ -173,34 +177,34 @@ class ChatClient:
             except BatonError as error:
                 failures += 1
                 wait_s = self._failed(continuation, error, has_begun=has_begun)
-                if has_begun and failures == _TELL_AFTER:
-                    self._note(f"{error}; the answer goes on as soon as a router answers")
+                if has_begun and failures == _REPORTED_FAILURE:
+                    self._note(f"{error}; the answer continues as soon as a router answers")
             time.sleep(wait_s)
 
     def _failed(self, continuation: Continuation, error: BatonError, *, has_begun: bool) -> float:
-        """Seconds until the next call; raises the error when there is none."""
+        """Seconds to wait before the next call. Raises the error if there is to be none."""
         try:
             wait_s = continuation.failed(error, time.monotonic())
             if self._is_hopeless():
                 raise error
         except Unreachable:
             if has_begun:
-                raise Unreachable(f"the answer broke off and could not go on: {error}") from None
+                raise Unreachable(f"the answer broke off and could not be continued: {error}") from None
             raise
         return wait_s
 
     def _open(
-        self, place: Endpoint, body: Mapping[str, Any], headers: Mapping[str, str], position: int
+        self, endpoint: Endpoint, body: Mapping[str, Any], headers: Mapping[str, str], position: int
     ) -> Generator[GenerateEvent, None, None]:
-        shown = {"authorization": f"Bearer {self._access.api_key}"} if self._access.api_key else {}
-        sent = {"content-type": "application/json", "accept-encoding": "identity", **shown, **headers}
-        # Without the environment's proxies and .netrc: flags alone say where to, and with which key.
-        client = httpx2.Client(verify=self._trusted(place), timeout=_SILENCE_S, trust_env=False)
+        key_header = {"authorization": f"Bearer {self._access.api_key}"} if self._access.api_key else {}
+        sent = {"content-type": "application/json", "accept-encoding": "identity", **key_header, **headers}
+        # Proxies of the environment and .netrc are ignored, because flags decide on address and key.
+        client = httpx2.Client(verify=self._tls_context(endpoint), timeout=_SILENCE_S, trust_env=False)
         try:
             with (
                 client,
                 client.sse(
-                    f"{place}/v1/chat/completions",
+                    f"{endpoint}/v1/chat/completions",
                     method="POST",
                     content=json.dumps(body),
                     headers=httpx2.Headers(sent, encoding="utf-8"),
@@ -208,7 +212,7 @@ class ChatClient:
             ):
                 answer = source.response
                 if answer.status_code != 200:
-                    raise error_from_response(answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), place)
+                    raise error_from_response(answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), endpoint)
                 yield Accepted(headers["x-request-id"], 0, 0)
                 reader = EventReader(position)
                 for message in source:
@@ -216,27 +220,27 @@ class ChatClient:
                     if event is not None:
                         yield event
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise Unreachable(f"{place} does not answer: {_words(error)}") from None
-        # Whoever reads this has left at the end of the answer.
-        raise Unreachable(f"{place} ended the stream before the answer was over")
+            raise Unreachable(f"{endpoint} does not answer: {_reason(error)}") from None
+        # The caller stops reading at the end of an answer, so the stream has ended before it.
+        raise Unreachable(f"{endpoint} ended the stream before the end of the answer")
 
-    def _trusted(self, place: Endpoint) -> ssl.SSLContext:
-        if not place.is_tls:
-            return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody; loading the system's takes 35 ms
+    def _tls_context(self, endpoint: Endpoint) -> ssl.SSLContext:
+        if not endpoint.is_tls:
+            return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # unused; loading the system's authorities takes 35 ms
         tls = self._access.tls()
         return ssl.create_default_context(cadata=None if tls is None else tls.ca.decode())
 
 
-def error_from_response(status: int, body: bytes, place: Endpoint) -> BatonError:
-    """What an answer means that is no stream."""
+def error_from_response(status: int, body: bytes, endpoint: Endpoint) -> BatonError:
+    """The error that a response with another status than 200 means."""
     try:
         return error_from_object(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Unreachable(f"{place} answers with {status} and no error of a router's")
+        return Unreachable(f"{endpoint} answers with status {status}, but not as a router does")
 
 
 def error_from_object(found: Mapping[str, Any]) -> BatonError:
-    """The error that the router meant, from OpenAI's object."""
+    """The error that an OpenAI error object of a router means."""
     message, kind, code, param = (str(found.get(name) or "") for name in ("message", "type", "code", "param"))
     if code == "not_found":
         return RequestNotFound(message)
@@ -253,15 +257,15 @@ def _timeout_header(deadline: float | None) -> dict[str, str]:
         return {}
     left_ms = round((deadline - time.monotonic()) * 1e3)
     if left_ms <= 0:
-        raise DeadlineExceeded("the deadline passed before the answer was over")
+        raise DeadlineExceeded("the deadline passed before the end of the answer")
     return {"x-request-timeout-ms": str(left_ms)}
 
 
-def _words(error: BaseException) -> str:
-    """What the operating system or TLS said about it, if that is the reason."""
-    reason: BaseException | None = error
-    while reason is not None and not isinstance(reason, OSError):
-        reason = reason.__cause__ or reason.__context__
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        return f"its certificate is not believed ({reason.verify_message})"
-    return (reason.strerror if reason is not None else None) or str(error) or type(error).__name__
+def _reason(error: BaseException) -> str:
+    """Why a call failed: the reason of the operating system or of TLS, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted ({cause.verify_message})"
+    return (cause.strerror if cause is not None else None) or str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""`baton completion`: a script that a shell reads once. It knows every command and option, and asks nobody."""
+"""`baton completion`: prints a script that completes commands and options in a shell, without calling Baton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.cli.output import print_text
 
 
 class Shell(enum.StrEnum):
-    """One that can be taught."""
+    """A shell for which there is a script."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -22,14 +22,14 @@ class Shell(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """What may follow some words of a command line."""
+    """The words that may follow the beginning of a command line."""
 
     commands: Mapping[str, str]
-    """With what they do."""
+    """Names of subcommands, with their help texts."""
     options: Mapping[str, Sequence[str]]
-    """With the values that they may have; none: any, or none at all."""
+    """Options with their possible values; empty if an option takes any value or none."""
     arguments: Sequence[str]
-    """Values that a word without dashes may have."""
+    """Possible values of arguments."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -37,8 +37,8 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     app.command(name, help=text)(completion)
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="The shell that it is for.")]) -> None:
-    """Print a completion script.
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell for which to print it.")]) -> None:
+    """Print a completion script for a shell.
 
     bash: source <(baton completion bash). zsh: the same with zsh, after compinit. fish: baton completion fish | source
     """
@@ -49,7 +49,7 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell that it is
 
 
 def completions_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[str, Completions]]:
-    """Of a command and everything below it, by the words that lead there."""
+    """Yield a command and all commands below it, each with the words that lead to it."""
     below: Mapping[str, Any] = getattr(command, "commands", {})
     options: dict[str, Sequence[str]] = {"--help": ()}
     arguments: list[str] = []
@@ -67,11 +67,11 @@ def completions_of(command: Any, path: Sequence[str] = ()) -> Iterator[tuple[str
 
 
 def _choices(parameter: Any) -> Sequence[str]:
-    """Where there are only some: those of an enum, or what is said of it, like `auto|on|off`."""
+    """The possible values of an enum, or those in the metavar, such as `auto|on|off`; empty for any value."""
     if choices := getattr(parameter.type, "choices", ()):
         return [str(choice) for choice in choices]
-    said = parameter.metavar or ""
-    return said.split("|") if "|" in said and said.islower() else ()
+    metavar = parameter.metavar or ""
+    return metavar.split("|") if "|" in metavar and metavar.islower() else ()
 
 
 def _bash(tree: Mapping[str, Completions], *, is_zsh: bool) -> str:
@@ -89,12 +89,12 @@ def _bash(tree: Mapping[str, Completions], *, is_zsh: bool) -> str:
     for path, words in tree.items():
         for flag, choices in words.options.items():
             if choices:
-                said = " ".join(choices)
-                lines.append(f'    "{path}:{flag}") COMPREPLY=($(compgen -W "{said}" -- "$current")); return ;;')
+                values = " ".join(choices)
+                lines.append(f'    "{path}:{flag}") COMPREPLY=($(compgen -W "{values}" -- "$current")); return ;;')
     lines += ["  esac", '  case "$path" in']
     for path, words in tree.items():
-        said = " ".join([*words.commands, *words.arguments, *words.options])
-        lines.append(f'    "{path}") COMPREPLY=($(compgen -W "{said}" -- "$current")) ;;')
+        following = " ".join([*words.commands, *words.arguments, *words.options])
+        lines.append(f'    "{path}") COMPREPLY=($(compgen -W "{following}" -- "$current")) ;;')
     lines += ["  esac", "}", "complete -o default -F _baton baton"]
     return "\n".join(lines)
 

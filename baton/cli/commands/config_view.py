@@ -29,7 +29,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     @group.callback()
     def config() -> None:
-        """Look at the configuration."""
+        """Show the configuration."""
 
     group.command("view")(view_config)
     app.add_typer(group, name=name)

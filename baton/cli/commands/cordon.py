@@ -1,4 +1,4 @@
-"""`baton cordon` and `baton uncordon`: who gets new requests."""
+"""`baton cordon` and `baton uncordon`: exclude nodes from new requests, and admit them again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cordon(
 ) -> None:
     """Stop sending new requests to these nodes, also after restarts, until `uncordon`. Running requests continue."""
     warning = ask_any_router(address, run_dir, lambda router: router.cordon(nodes, timeout))
-    _tell(nodes, output, is_cordoned=True, warning=warning)
+    _print_result(nodes, output, is_cordoned=True, warning=warning)
 
 
 def uncordon(
@@ -40,12 +40,12 @@ def uncordon(
     ] = ANSWER_TIMEOUT_S,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Let these nodes take new requests again."""
+    """Send new requests to these nodes again."""
     ask_any_router(address, run_dir, lambda router: router.uncordon(nodes, timeout))
-    _tell(nodes, output, is_cordoned=False, warning="")
+    _print_result(nodes, output, is_cordoned=False, warning="")
 
 
-def _tell(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) -> None:
+def _print_result(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) -> None:
     found = {"version": VERSION, "nodes": nodes, "cordoned": is_cordoned, "warning": warning}
     if output is Format.JSON:
         print_json(found)

@@ -1,6 +1,6 @@
-"""The demo: a cluster of real processes on this machine, several prompts at once, and what happened to each.
+"""The demo: starts a cluster on this machine, sends several prompts at once, and shows how each was served.
 
-Run by scripts/demo. It stops everything it started, whether it ends well, fails, or is interrupted.
+Run by scripts/demo. It stops all processes that it started, also when it fails or is interrupted.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
 
 _MAX_TOKENS = 48
 _TEMPERATURE, _TOP_P, _SEED = 0.7, 0.9, 7
-_BOTH = ("--placement", "least-loaded")
-"""Short prompts take both kinds of nodes, too: that is what is shown."""
+_DISAGGREGATED = ("--placement", "least-loaded")
+"""With this placement short prompts also use both kinds of nodes, which is what the demo shows."""
 _LONG_PROMPT_CHARS = 4500
 """About 1,500 tokens: three steps of the prefill node."""
 
 
 @dataclass(slots=True)
 class DemoRequest:
-    """One prompt on its way."""
+    """One prompt and the answer to it so far."""
 
     title: str
     prompt: str
@@ -57,7 +57,7 @@ class DemoRequest:
 
 
 def prompts() -> list[DemoRequest]:
-    """What the demo asks: short ones, and one that takes several steps to compute."""
+    """The prompts of the demo: three short ones, and one that takes several prefill steps."""
     source = inspect.getsource(textwrap)[:_LONG_PROMPT_CHARS]
     return [
         DemoRequest("a function", "def fibonacci(n):"),
@@ -68,9 +68,9 @@ def prompts() -> list[DemoRequest]:
 
 
 def main() -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo and return its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Set, not assumed: a shell's background job starts with Ctrl-C ignored.
+        # Set here, because a background job of a shell starts with SIGINT ignored.
         signal.signal(number, signal.default_int_handler)
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
@@ -80,38 +80,48 @@ def main() -> int:
             _send(runs, cluster["grpc_address"], console)
             _show_summary(runs, console)
     except KeyboardInterrupt:
-        console.print("interrupted; everything is stopped")
+        console.print("interrupted; all processes are stopped")
         return int(ExitCode.INTERRUPTED)
     except _DemoFailed as error:
         console.print(f"demo: {error}")
         return int(ExitCode.FAILED)
     if failed := [run for run in runs if run.error]:
-        console.print(f"{len(failed)} of {len(runs)} prompts failed; everything is stopped")
+        console.print(f"{len(failed)} of {len(runs)} prompts failed; all processes are stopped")
         return int(ExitCode.FAILED)
-    console.print("Everything that was started is stopped.")
+    console.print("All processes are stopped.")
     return int(ExitCode.OK)
 
 
 class _DemoFailed(Exception):
-    """The demo can't go on."""
+    """The demo can't continue."""
 
 
 @contextmanager
 def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
-    """A cluster for as long as the block runs."""
+    """Run a cluster for the duration of the block, and yield its state."""
     console.print("Starting Redis, a router, a prefill node and a decode node …")
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         up = _baton(
-            "up", "--detach", "--run-dir", str(run_dir), "--grpc-port", "0", "--http-port", "0", *_BOTH, "-o", "json"
+            "up",
+            "--detach",
+            "--run-dir",
+            str(run_dir),
+            "--grpc-port",
+            "0",
+            "--http-port",
+            "0",
+            *_DISAGGREGATED,
+            "-o",
+            "json",
         )
         if up.returncode:
             raise _DemoFailed(up.stderr.strip() or f"baton up ended with {up.returncode}")
         state = json.loads(up.stdout)
-        _show_processes(state, time.monotonic() - began, console)
+        _show_processes(state, time.monotonic() - started, console)
         yield state
     finally:
-        # Whatever stops the demo must not stop it from stopping the cluster.
+        # Signals that stop the demo must not keep it from stopping the cluster.
         handlers = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
         down = _baton("down", "--run-dir", str(run_dir))
         for number, handler in handlers:
@@ -122,7 +132,7 @@ def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
 
 def _baton(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
-    # A session of its own: Ctrl-C is for the demo to handle, in its order.
+    # In a session of its own, since the demo handles Ctrl-C itself.
     process = None
     try:
         with interrupts_deferred(signal.SIGINT, signal.SIGTERM):
@@ -174,20 +184,20 @@ def _send(runs: Sequence[DemoRequest], address: str, console: Console) -> None:
     try:
         if console.is_terminal:
             with Live(_screen(runs, console), console=console, refresh_per_second=20) as live:
-                for _ in _absorb(runs, news):
+                for _ in _receive(runs, news):
                     live.update(_screen(runs, console))
         else:
-            for run in _absorb(runs, news):
+            for run in _receive(runs, news):
                 if run.done:
                     console.print(_plain(run))
     finally:
         client.close()
 
 
-def _absorb(
+def _receive(
     runs: Sequence[DemoRequest], news: queue.SimpleQueue[tuple[DemoRequest, GenerateEvent | str]]
 ) -> Iterator[DemoRequest]:
-    """Take what comes until every run is done; yields the run that changed."""
+    """Receive events until all requests are done. Yields the request that has changed, after each event."""
     while not all(run.done for run in runs):
         run, event = news.get()
         if isinstance(event, str):
@@ -229,7 +239,7 @@ def _tail(prompt: str, lines: int) -> str:
 
 
 def _show_summary(runs: Sequence[DemoRequest], console: Console) -> None:
-    """What happened to each request, in 80 columns."""
+    """Print how each request was served, in 80 columns."""
     columns = ["PROMPT", "PREFILL", "COMPUTED", "KV MOVED", "IN", "DECODE", "TTFT", "TOKENS/S"]
     console.print()
     print_table(columns, [_row(run) for run in runs], gap=2)

@@ -1,4 +1,4 @@
-"""`baton describe node`; the other pages are registered here."""
+"""`baton describe node`. `baton describe request` is registered here, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     @group.callback()
     def describe() -> None:
-        """Say all that is known of one thing."""
+        """Show all details of one node or request."""
 
     group.command("node")(node)
     group.command("request")(request)
@@ -32,15 +32,15 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def node(
-    name: Annotated[str, typer.Argument(help="Its name, as `baton get nodes` has it.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Name of the node, as `baton get nodes` lists it.", metavar="NAME")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Say what a node is, how busy it is, and how its hand-offs go.
+    """Show the properties of a node, its load and its hand-offs.
 
-    A node that does not answer is described as far as its router knows it, with exit code 5.
+    If the node does not answer, only what its router knows is shown, and the exit code is 5.
     """
     status = find_node(view_cluster(address, run_dir, timeout).nodes, name)
     answers = ask_nodes([status] if can_be_asked(status) else [], timeout)
@@ -57,7 +57,7 @@ def node(
 
 
 def find_node(nodes: Sequence[NodeStatus], name: str) -> NodeStatus:
-    """The node of this name; of several incarnations the one that is not lost, or the latest. Raises NodeNotFound."""
+    """The node with this name: of several incarnations one that is not lost, or the latest. Raises NodeNotFound."""
     found = [node for node in nodes if node.name == name]
     if not found:
         raise NodeNotFound(f"no node is called {name}{did_you_mean(name, {node.name for node in nodes})}")

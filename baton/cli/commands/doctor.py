@@ -1,4 +1,4 @@
-"""`baton doctor`."""
+"""`baton doctor`: checks this machine and this installation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 def doctor(
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: auto, float32 or bfloat16.")] = "auto",
     registry: Annotated[
-        str, typer.Option(envvar="BATON_REGISTRY", help="URL of a Redis to look at, too, as a user who may use INFO.")
+        str,
+        typer.Option(
+            envvar="BATON_REGISTRY", help="URL of a Redis to check as well; its user must be allowed to call INFO."
+        ),
     ] = "",
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Look at the machine and say what was found."""
+    """Check this machine and this installation."""
     from baton.cli.views.doctor_facts import gather_facts
 
     findings = run_checks(gather_facts(model or bundled_model_dir(), dtype, registry))
@@ -49,4 +52,7 @@ def _print(findings: list[Finding], level: Level) -> None:
         if one.fix:
             print_text(f"{'':<8}  {'':<{wide}}  fix: {one.fix}")
     count = sum(one.level is not Level.OK for one in findings)
-    print_text(f"\n{level.name}: " + (f"{count} of {len(findings)} checks need a look" if count else "nothing to fix"))
+    print_text(
+        f"\n{level.name}: "
+        + (f"{count} of {len(findings)} checks found something to fix" if count else "nothing to fix")
+    )

@@ -1,4 +1,4 @@
-"""`baton down`: the end of a cluster on this machine."""
+"""`baton down`: stops a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 def down(
     run_dir: RunDirOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait.", metavar="SECONDS", min=0)] = 60.0,
-    force: Annotated[bool, typer.Option("--force", help="End everything at once; running requests are lost.")] = False,
+    timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", metavar="SECONDS", min=0)] = 60.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop all processes at once; running requests are lost.")
+    ] = False,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Stop the cluster: let running requests end, then end every process."""
+    """Stop the cluster: wait until running requests have ended, then stop all processes."""
     place = run_dir_of(run_dir)
     was_running = stop_cluster(place, timeout, force=force)
     result = {"run_dir": str(place.path), "was_running": was_running, "running": False}
@@ -41,9 +43,9 @@ def down(
 
 
 def stop_cluster(place: RunDir, timeout_s: float, *, force: bool) -> bool:
-    """Stop it and wait for its end; returns whether there was one. Raises DeadlineExceeded when it takes longer."""
+    """Stop a cluster and wait until it has ended. Returns whether one was running. Raises DeadlineExceeded."""
     was_running = False
-    # Two different signals: equal ones that come together are one to the kernel.
+    # Two different signals, since the kernel merges pending signals with the same number.
     numbers = (signal.SIGTERM, signal.SIGINT) if force else (signal.SIGTERM,)
     try:
         for holder in place.holders(timeout_s) if place.exists() else ():
@@ -53,7 +55,7 @@ def stop_cluster(place: RunDir, timeout_s: float, *, force: bool) -> bool:
                     os.kill(holder, number)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the cluster in {place.path} still drains after {timeout_s:g} s: "
-            "wait on, or end it with `baton down --force`"
+            f"the cluster in {place.path} is still draining after {timeout_s:g} s: "
+            "repeat `baton down` to wait longer, or stop it at once with `baton down --force`"
         ) from None
     return was_running

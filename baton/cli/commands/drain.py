@@ -1,4 +1,4 @@
-"""`baton drain`: a node's work ends, and none follows."""
+"""`baton drain`: cordons nodes and waits until their work has ended."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ def drain(
     nodes: NodesArgument,
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End the node's process when it is idle.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the process of the node when it is idle.")] = False,
     timeout: TimeoutOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Cordon nodes, one after the other, and wait until nothing of a request is left there.
+    """Cordon nodes, one after the other, and wait until each has no requests and no leased blocks left.
 
-    They are idle then and stay cordoned, also when they start again: `baton uncordon` lets them in. Exit code 6 when it
-    takes longer than --timeout.
+    The nodes stay cordoned, even if they restart, until `baton uncordon`. The exit code is 6 if this takes longer than
+    --timeout.
     """
     deadline = Deadline(timeout)
     done = []
     for name in nodes:
-        line, began = ProgressLine(), deadline.elapsed_s
+        line, started_s = ProgressLine(), deadline.elapsed_s
         try:
             last = _drain(name, address, run_dir, deadline, line, stop=stop)
         finally:
             line.clear()
-        seconds = deadline.elapsed_s - began
-        said = {"name": name, "drained": True, "stopped": last.stopped, "seconds": round(seconds, 3)}
-        done.append(said | {"quarantined_blocks": last.quarantined_blocks})
+        seconds = deadline.elapsed_s - started_s
+        result = {"name": name, "drained": True, "stopped": last.stopped, "seconds": round(seconds, 3)}
+        done.append(result | {"quarantined_blocks": last.quarantined_blocks})
         if output is Format.TEXT:
-            but = f"; gave up on {remaining_work(last)}, whose reads do not end" if last.quarantined_blocks else ""
-            print_text(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}{but}")
+            left = f", but {remaining_work(last)} are left, because reads of them do not end"
+            suffix = left if last.quarantined_blocks else ""
+            print_text(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}{suffix}")
     found: dict[str, Any] = {"version": VERSION, "nodes": done}
     if output is Format.JSON:
         print_json(found)
@@ -61,44 +62,44 @@ def drain(
 def _drain(
     name: str, address: str | None, run_dir: Path | None, deadline: Deadline, line: ProgressLine, *, stop: bool
 ) -> DrainProgress:
-    """Follow one node to its end, from router to router should they end. Raises DeadlineExceeded, NodeNotFound, ..."""
+    """Follow the drain of one node, at the next router if one fails. Raises DeadlineExceeded or NodeNotFound."""
     from baton.client import OperatorClient
 
     last: DrainProgress | None = None
-    trouble: BatonError | None = None
-    places: Sequence[str] = []
+    failure: BatonError | None = None
+    addresses: Sequence[str] = []
     while True:
-        if not places:
-            if trouble is not None:
-                raise trouble
-            places = router_addresses(address, run_dir)
-        client = OperatorClient(places[0])
+        if not addresses:
+            if failure is not None:
+                raise failure
+            addresses = router_addresses(address, run_dir)
+        client = OperatorClient(addresses[0])
         try:
             for last in client.drain(name, stop=stop, timeout_s=deadline.remaining_s):
-                # It gets on: every router may be asked once more.
-                trouble = None
+                # There was progress, so every router may be asked once more.
+                failure = None
                 line.show(f"{name}: {remaining_work(last)}")
             if last is not None:
                 return last
         except DeadlineExceeded:
-            raise _too_long(name, last, deadline) from None
+            raise _timeout_error(name, last, deadline) from None
         except Unreachable as error:
-            trouble = trouble or error
+            failure = failure or error
         finally:
             client.close()
-        places = places[1:]
+        addresses = addresses[1:]
 
 
-def _too_long(name: str, last: DrainProgress | None, deadline: Deadline) -> DeadlineExceeded:
-    how = remaining_work(last) if last is not None else "an unknown number of requests"
+def _timeout_error(name: str, last: DrainProgress | None, deadline: Deadline) -> DeadlineExceeded:
+    left = remaining_work(last) if last is not None else "an unknown number of requests"
     return DeadlineExceeded(
-        f"after {deadline.timeout_s:g} s {name} still has {how}: it stays cordoned; wait on with `baton drain`, "
-        "or let it go with `baton uncordon`"
+        f"after {deadline.timeout_s:g} s {name} still has {left}: it stays cordoned; repeat `baton drain` "
+        "to wait longer, or admit it again with `baton uncordon`"
     )
 
 
 def remaining_work(progress: DrainProgress) -> str:
-    """What is left, in words."""
+    """The work that is left, as text."""
     words = {
         "running": "running",
         "waiting": "waiting",
@@ -107,5 +108,7 @@ def remaining_work(progress: DrainProgress) -> str:
     }
     found = [f"{count} {words[key]}" for key, count in asdict(progress).items() if key in words and count]
     if not found and progress.in_flight:
-        found = [f"{progress.in_flight} on their way"]
-    return ", ".join(found) or "nothing left" + ("" if progress.idle else ", other routers are yet to know")
+        found = [f"{progress.in_flight} requests on their way"]
+    return ", ".join(found) or "nothing left" + (
+        "" if progress.idle else ", but other routers may not know of the cordon yet"
+    )

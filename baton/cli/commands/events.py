@@ -1,4 +1,4 @@
-"""`baton events`: what became of the cluster."""
+"""`baton events`: lists the events of a cluster, as its routers saw them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _COLUMNS = ["AGE", "TYPE", "REASON", "SUBJECT", "DETAIL"]
 _WIDE = ["SEQ", "INCARNATION", "REQUEST", "ROUTER"]
 _WIDTHS = (8, 7, 18, 12, 0)
-"""Of columns whose rows are yet to come."""
+"""Widths of the columns with -w, when later rows are not known."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -44,17 +44,17 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 def events(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Go on with those that follow.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Keep printing new events, until Ctrl-C.")] = False,
     after: Annotated[
-        int, typer.Option(help="Only those with a larger number, of each router.", metavar="SEQ", min=0)
+        int, typer.Option(help="Only events of each router with a larger sequence number.", metavar="SEQ", min=0)
     ] = 0,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
-    """List the events of the cluster as its routers saw them: nodes that joined and left, cordons, failovers, ...
+    """List the events of the cluster that its routers saw: nodes that joined or left, cordons, failovers and others.
 
-    What several of them saw is told once. A router keeps some thousand events of its own run, and its own numbers. With
-    -w and json there is one document a line.
+    An event that several routers saw is listed once. Each router keeps the last few thousand events since its start,
+    and numbers them itself. With -w, JSON is one document a line.
     """
     if watch:
         _watch(address, run_dir, after, output, headers=not no_headers)
@@ -78,18 +78,21 @@ def events(
 def events_of_all_routers(
     address: str | None, run_dir: Path | None, after: int, timeout_s: float
 ) -> tuple[list[ClusterEvent], list[str]]:
-    """What they saw, the oldest first, and what is wrong with those that gave no answer; raises Unreachable."""
+    """The events of all routers, the oldest first, and the errors of the routers that did not answer.
+
+    Raises Unreachable if no router answers.
+    """
     answers, problems = ask_all_routers(
         address, run_dir, lambda router: list(router.events(after, timeout_s=timeout_s))
     )
-    return EventMerger().merge(event for told in answers for event in told), problems
+    return EventMerger().merge(event for events in answers for event in events), problems
 
 
 def _watch(address: str | None, run_dir: Path | None, after: int, output: ListFormat, *, headers: bool) -> None:
     is_table = output in (ListFormat.TABLE, ListFormat.WIDE)
     wide = output is ListFormat.WIDE
     if is_table and headers:
-        _line(["TIME", *_COLUMNS[1:], *(_WIDE if wide else [])])
+        _print_row(["TIME", *_COLUMNS[1:], *(_WIDE if wide else [])])
     for event in follow_events(lambda: router_addresses(address, run_dir), after):
         if output is ListFormat.JSON:
             print_text(json.dumps({"version": VERSION, **asdict(event)}, ensure_ascii=False))
@@ -99,17 +102,17 @@ def _watch(address: str | None, run_dir: Path | None, after: int, output: ListFo
         elif output is ListFormat.NAME:
             print_text(event.reason)
         else:
-            _line(event_row(event, time.strftime("%H:%M:%S", time.localtime(event.time)), wide=wide))
+            _print_row(event_row(event, time.strftime("%H:%M:%S", time.localtime(event.time)), wide=wide))
         sys.stdout.flush()
 
 
 def event_row(event: ClusterEvent, when: str, *, wide: bool) -> list[str]:
-    """As a line of a table."""
+    """An event as a row of a table; `wide` adds the columns of `-o wide`."""
     cells = [when, event.severity, event.reason, event.subject or "-", event.detail or "-"]
-    more = [str(event.seq), event.incarnation or "-", event.request_id or "-", event.router]
-    return cells + (more if wide else [])
+    wide_cells = [str(event.seq), event.incarnation or "-", event.request_id or "-", event.router]
+    return cells + (wide_cells if wide else [])
 
 
-def _line(cells: list[str]) -> None:
+def _print_row(cells: list[str]) -> None:
     widths = (*_WIDTHS, *(0 for _ in cells[len(_WIDTHS) :]))
     print_text("   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""`baton explain`: why a request went where it went."""
+"""`baton explain`: shows why a request was placed on its nodes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def explain(
-    request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    request: Annotated[str, typer.Argument(help="Id of the request.", metavar="REQUEST")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Say why a request went where it went: what each way was predicted to cost (ms), and what would have been best.
+    """Explain the placement of a request: the predicted cost of each candidate (ms), and which would have been best.
 
-    A router remembers some thousand requests. `*` marks the way that was taken.
+    A router remembers the last few thousand requests. `*` marks the candidate that was chosen.
     """
     decisions = ask_about_request(address, run_dir, lambda router: router.explain(request, timeout))
     if output is Format.JSON:
@@ -40,22 +40,22 @@ def explain(
         print_yaml({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
     else:
         for decision in decisions:
-            _tell(request, decision)
+            _print_decision(request, decision)
 
 
-def _tell(request: str, decision: PlacementDecision) -> None:
-    where = " and ".join(name for name in (decision.prefill_node, decision.decode_node) if name)
-    print_text(f"{request}, attempt {decision.attempt}, {fine_duration(decision.age_s)} ago: {where}")
+def _print_decision(request: str, decision: PlacementDecision) -> None:
+    nodes = " and ".join(name for name in (decision.prefill_node, decision.decode_node) if name)
+    print_text(f"{request}, attempt {decision.attempt}, {fine_duration(decision.age_s)} ago: {nodes}")
     print_text(f"  {decision.decision}, {decision.policy}: {decision.reason}; {decision.prompt_tokens} prompt tokens")
     if decision.ways:
         print_text()
         print_table(_COLUMNS, [_row(way, decision) for way in decision.ways])
     if decision.outcome is not None:
         print_text()
-        _tell_outcome(decision.outcome)
+        _print_outcome(decision.outcome)
 
 
-def _tell_outcome(outcome: PlacementOutcome) -> None:
+def _print_outcome(outcome: PlacementOutcome) -> None:
     moved = f", {size(outcome.kv_bytes)} of KV in {outcome.transfer_ms:.1f} ms" if outcome.kv_bytes else ""
     prefill = f"prefill {outcome.prefill_ms:.1f} ms with {outcome.cached_tokens} tokens cached"
     print_text(f"  measured: queue {outcome.queue_ms:.1f} ms, {prefill}{moved}")
@@ -66,14 +66,14 @@ def _tell_outcome(outcome: PlacementOutcome) -> None:
 
 
 def _row(way: PlacementWay, decision: PlacementDecision) -> list[str]:
-    taken = (way.prefill_node, way.decode_node) == (decision.prefill_node, decision.decode_node)
+    chosen = (way.prefill_node, way.decode_node) == (decision.prefill_node, decision.decode_node)
     cached = str(way.cached_tokens)
     if way.prefill_node:
         cached += f"+{way.decode_cached_tokens}"
     times = (way.queue_ms, way.prefill_ms, way.handoff_ms, way.decode_ms, way.stall_ms, way.token_ms)
     queue, prefill, handoff, decode, stall, token = (f"{time:.1f}" for time in times)
     return [
-        "*" if taken else "",
+        "*" if chosen else "",
         way.prefill_node or "-",
         way.decode_node,
         f"{way.total_ms:.1f}",

@@ -1,4 +1,4 @@
-"""`baton generate`: one request, from the shell."""
+"""`baton generate`: sends one request and prints the generated text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.errors import BatonError, Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
 _PROGRESS_S = 20.0
-"""A router that died is back sooner; a person waits no longer."""
+"""How long to try without a new token. A router that died is back sooner, and a person does not wait longer."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -29,7 +29,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence of an answer."""
+    """One generated sequence."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -41,13 +41,13 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """A stream, collected."""
+    """The answer to a request, collected from its stream of events."""
 
     choices: list[Choice] = field(default_factory=lambda: [Choice()])
     finished: Finished | None = None
 
     def add(self, event: GenerateEvent) -> str:
-        """Add an event; returns its text."""
+        """Add an event, and return the text that it brings."""
         if isinstance(event, Finished):
             self.finished = event
             self.choices[0].finish_reason = event.finish_reason
@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text; several sequences one below the other, numbered."""
+        """The generated text. Several sequences are numbered, one below the other."""
         if len(self.choices) == 1:
             return self.choices[0].text
         count = len(self.choices)
@@ -75,10 +75,10 @@ class Answer:
         return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole answer; raises BatonError when the stream ended without its last event."""
+        """The answer as a JSON object. Raises BatonError if the last event of the stream is missing."""
         end = self.finished
         if end is None:
-            raise BatonError("the stream ended before the request did")
+            raise BatonError("the stream ended before the end of the request")
         if len(self.choices) == 1:
             output = self.choices[0].to_json()
         else:
@@ -109,55 +109,62 @@ class Answer:
 def generate(
     prompt: Annotated[
         str | None,
-        typer.Argument(
-            help="The text to continue; - reads it from standard input.", show_default=False, metavar="PROMPT"
-        ),
+        typer.Argument(help="Text to continue; - reads it from standard input.", show_default=False, metavar="PROMPT"),
     ] = None,
     token_ids: Annotated[
-        str | None, typer.Option(help="The prompt as token ids, like 1,2,3, instead of text.", metavar="IDS")
+        str | None, typer.Option(help="Prompt as token ids such as 1,2,3, instead of text.", metavar="IDS")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", metavar="N")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Largest number of tokens to generate.", metavar="N")] = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
     min_p: MinPOption = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal tokens.", metavar="N")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampling; equal seeds give equal tokens.", metavar="N")
+    ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.", metavar="TEXT")
+        list[str] | None, typer.Option(help="Stop before this text. May be repeated.", metavar="TEXT")
     ] = None,
     n: Annotated[
-        int, typer.Option("-n", "--n", help="Sequences to generate, up to 8; printed at the end.", metavar="N")
+        int,
+        typer.Option(
+            "-n", "--n", help="Number of sequences to generate, up to 8. Several are printed at the end.", metavar="N"
+        ),
     ] = 1,
     best_of: Annotated[
-        int | None, typer.Option(help="Generate so many and keep the likeliest N of them.", metavar="N")
+        int | None, typer.Option(help="Generate N sequences, and keep the -n most likely ones.", metavar="N")
     ] = None,
     beam_width: Annotated[
-        int | None, typer.Option(help="Beam search with so many beams, 2 to 8; -n of them are printed.", metavar="N")
+        int | None, typer.Option(help="Beam search with N beams, 2 to 8; the best -n of them are printed.", metavar="N")
     ] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Beams are compared by log-probability over length to this power.", metavar="X")
+        float | None,
+        typer.Option(
+            help="Beams are compared by their log-probability divided by length to the power of X.", metavar="X"
+        ),
     ] = None,
     early_stopping: Annotated[
-        bool, typer.Option("--early-stopping", help="The search is over as soon as enough beams have ended.")
+        bool, typer.Option("--early-stopping", help="End the beam search as soon as enough beams have ended.")
     ] = False,
     json_schema: Annotated[
         str | None,
         typer.Option(
-            help="The answer must be JSON that fits this schema; {} is any JSON, @FILE reads it.", metavar="SCHEMA"
+            help="Generate JSON that matches this schema; {} matches any JSON, @FILE reads the schema from a file.",
+            metavar="SCHEMA",
         ),
     ] = None,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text while it is generated.")] = True,
     model: Annotated[
-        str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
+        str, typer.Option(help="Name of the model. Default: the only model of the cluster.", metavar="NAME")
     ] = "",
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds until the request is given up.", metavar="SECONDS", min=0)
+        float | None, typer.Option(help="Longest time for the request, in seconds.", metavar="SECONDS", min=0)
     ] = None,
     run_dir: RunDirOption = None,
     address: AddressesOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Send a prompt and print what the model makes of it."""
+    """Send a prompt and print the generated text."""
     from baton.client import GenerationClient
 
     request = GenerateRequest(
@@ -200,24 +207,24 @@ def generate(
 
 
 def summary(end: Finished) -> str:
-    """What happened to a request, in one line."""
+    """How a request was served, in one line."""
     path = end.path
-    came = f"{path.prefill_node} → {path.decode_node}" if path.prefill_node else path.decode_node
+    nodes = f"{path.prefill_node} → {path.decode_node}" if path.prefill_node else path.decode_node
     moved = f", {size(end.kv_bytes)} of KV in {end.transfer_ms:.1f} ms" if path.prefill_node else ""
     return (
-        f"[{came}{moved}; {end.prompt_tokens} + {end.completion_tokens} tokens, "
+        f"[{nodes}{moved}; {end.prompt_tokens} + {end.completion_tokens} tokens, "
         f"first after {end.ttft_ms:.0f} ms, {tokens_per_second(end):.0f} tokens/s, {end.finish_reason}]"
     )
 
 
 def tokens_per_second(end: Finished) -> float:
-    """Tokens after the first, by the time after the first."""
+    """Decode rate: tokens after the first, divided by the time after the first."""
     seconds = (end.total_ms - end.ttft_ms) / 1e3
     return (end.completion_tokens - 1) / seconds if seconds > 0 and end.completion_tokens > 1 else 0.0
 
 
 def cluster_end_check(run_dir: Path | None) -> Callable[[], bool]:
-    """Asks whether a run directory's cluster is ending, or gone."""
+    """A function that returns whether the cluster of a run directory is draining or has ended."""
 
     def ask() -> bool:
         try:
@@ -235,7 +242,7 @@ def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
         return sys.stdin.read() if text == "-" else text
     words = [word for word in re.split(r"[\s,]+", token_ids or "") if word]
     if not all(word.isdigit() for word in words):
-        raise ClientUsageError("--token-ids: use numbers with commas between, like 1,2,3")
+        raise ClientUsageError("--token-ids: use numbers separated by commas, such as 1,2,3")
     return [int(word) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""`baton get nodes`; the other lists are registered here."""
+"""`baton get nodes`. `baton get requests` and `baton get leases` are registered here, too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     @group.callback()
     def get() -> None:
-        """List what the cluster has."""
+        """List nodes, requests or leases of the cluster."""
 
     group.command("nodes")(nodes)
     group.command("requests")(requests)
@@ -56,12 +56,12 @@ def nodes(
     address: OperatorAddressOption = None,
     selector: SelectorOption = "",
     watching: WatchOption = False,
-    sort_by: Annotated[str, typer.Option(help=f"One of {', '.join(_SORTS)}.", metavar="KEY")] = "role",
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_SORTS)}.", metavar="KEY")] = "role",
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
-    """List the cluster's nodes and routers. With -w and json there is one document a line."""
+    """List the nodes and routers of the cluster. With -w, JSON is one document a line."""
     wanted = parse_selector(selector)
     if sort_by not in _SORTS:
         raise ClientUsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}{did_you_mean(sort_by, _SORTS)}")
@@ -84,7 +84,7 @@ def nodes(
 
 
 def sorted_nodes(nodes: Sequence[NodeStatus], sort_by: str) -> list[NodeStatus]:
-    """By one of the keys; of numbers the largest come first, but the youngest."""
+    """The nodes sorted by one of the keys: the largest number first, but the youngest node."""
 
     def key(node: NodeStatus) -> Any:
         match sort_by:
@@ -101,14 +101,14 @@ def sorted_nodes(nodes: Sequence[NodeStatus], sort_by: str) -> list[NodeStatus]:
             case "kv":
                 return -node.kv_usage
             case _:
-                # As they come.
+                # The order of the view, which is by role.
                 return 0
 
     return sorted(nodes, key=key)
 
 
 def watched_item(node: NodeStatus, *, wide: bool, by_load: bool) -> WatchedItem:
-    """For -w: a node has not changed by being older; `by_load`: it has by being busier."""
+    """A node for -w. Another age is no change; another load is one only with `by_load`."""
     state = replace(node, age_s=0.0)
     if not by_load:
         state = replace(

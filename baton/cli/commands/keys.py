@@ -1,4 +1,4 @@
-"""`baton keys`: who may call. The file has hashes; a key itself is shown once, when it is made."""
+"""`baton keys`: manages API keys. Their file has only hashes; a key is shown once, when it is created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
 
-_FileArgument = Annotated[Path, typer.Argument(help="The file of keys that routers and nodes are given.")]
+_FileArgument = Annotated[Path, typer.Argument(help="File of keys, as given to routers and nodes.")]
 
 
 class _NoSuchKey(BatonError):
@@ -28,7 +28,7 @@ class _NoSuchKey(BatonError):
 
 
 class _Role(enum.StrEnum):
-    """Who a key makes its owner; see baton.security.matrix."""
+    """The role of a caller with a key (`baton.security.matrix`)."""
 
     CLIENT = CallerRole.CLIENT.value
     MONITOR = CallerRole.MONITOR.value
@@ -41,7 +41,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     @group.callback()
     def keys() -> None:
-        """Say who may call. A process sees a change of the file within a second or two."""
+        """Manage API keys. Processes notice a change of the file within two seconds."""
 
     group.command("add")(add)
     group.command("list")(list_keys)
@@ -53,27 +53,33 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 def add(
     file: _FileArgument,
     tenant: Annotated[
-        str, typer.Option(help="Whose requests, cached prefixes and quota are apart.", metavar="NAME")
+        str,
+        typer.Option(
+            help="Tenant of the key. Requests, cached prefixes and quotas of tenants are separate.", metavar="NAME"
+        ),
     ] = "default",
     role: Annotated[
-        _Role, typer.Option(help="client: generates; monitor: /metrics and /ui; operator: everything.")
+        _Role, typer.Option(help="client may generate, monitor may read /metrics and /ui, operator may do everything.")
     ] = _Role.CLIENT,
     max_concurrent: Annotated[
-        int | None, typer.Option(help="Most requests of the tenant at once. Default: any number.", metavar="N", min=1)
+        int | None,
+        typer.Option(
+            help="Largest number of concurrent requests of the tenant. Default: no limit.", metavar="N", min=1
+        ),
     ] = None,
 ) -> None:
-    """Make a key, print it, and write its hash to the file. It can't be shown again."""
+    """Create a key, print it, and write its hash to the file. The key can't be shown again."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     key, entry = new_key(tenant, CallerRole(role.value), today, max_concurrent)
     with _locked(file):
         write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
     print_text(key)
-    print_note(f"Key {entry.key_id} of tenant {tenant} ({role.value}). Keep it: {file} has its hash alone.")
+    print_note(f"Created key {entry.key_id} of tenant {tenant} ({role.value}). Store it now: {file} has only its hash.")
 
 
 def list_keys(
     file: _FileArgument,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
     """List the keys."""
@@ -82,41 +88,42 @@ def list_keys(
         for key in found:
             print_text(key.key_id)
     elif output is ListFormat.JSON:
-        print_json({"version": 1, "keys": [_said(key) for key in found]})
+        print_json({"version": 1, "keys": [_key_json(key) for key in found]})
     elif output is ListFormat.YAML:
-        print_yaml({"version": 1, "keys": [_said(key) for key in found]})
+        print_yaml({"version": 1, "keys": [_key_json(key) for key in found]})
     else:
         rows = [[key.key_id, key.tenant, key.role.value, str(key.max_concurrent or "-"), key.created] for key in found]
         print_table(["ID", "TENANT", "ROLE", "MAX", "CREATED"], rows, headers=not no_headers)
 
 
 def revoke(
-    file: _FileArgument, key_id: Annotated[str, typer.Argument(help="Its ID in the list.", metavar="ID")]
+    file: _FileArgument,
+    key_id: Annotated[str, typer.Argument(help="ID of the key, as `baton keys list` prints it.", metavar="ID")],
 ) -> None:
     """Revoke a key. Running requests continue."""
     with _locked(file):
         found = read_keys(file)
-        left = [key for key in found if key.key_id != key_id]
-        if len(left) == len(found):
-            raise _NoSuchKey(f"{file} has no key {key_id!r}: `baton keys list {file}` has them all")
-        write_keys(file, left)
-    print_note(f"{key_id} is no key any more.")
+        remaining = [key for key in found if key.key_id != key_id]
+        if len(remaining) == len(found):
+            raise _NoSuchKey(f"{file} has no key {key_id!r}: see `baton keys list {file}`")
+        write_keys(file, remaining)
+    print_note(f"Key {key_id} is revoked.")
 
 
 def redis_user(
-    cluster: Annotated[str, typer.Option(help="The cluster's name.", metavar="NAME")] = DEFAULT_CLUSTER,
+    cluster: Annotated[str, typer.Option(help="Name of the cluster.", metavar="NAME")] = DEFAULT_CLUSTER,
 ) -> None:
-    """Print what makes a user in Redis who may do what this cluster needs and nothing else, with a new password."""
+    """Print a Redis command that creates a user with the rights that this cluster needs and a new password."""
     from baton.registry.acl import USER, acl_rules
 
     password = secrets.token_urlsafe(24)
     print_text(f"ACL SETUSER {USER} {' '.join(acl_rules(cluster, password))}")
     print_note(
-        f"Then: --registry rediss://{USER}:{password}@HOST:6379. In a file of users the line begins with `user {USER}`."
+        f"Then use --registry rediss://{USER}:{password}@HOST:6379. In an ACL file the line begins with `user {USER}`."
     )
 
 
-def _said(key: ApiKey) -> dict[str, object]:
+def _key_json(key: ApiKey) -> dict[str, object]:
     return {
         "id": key.key_id,
         "tenant": key.tenant,
@@ -128,7 +135,7 @@ def _said(key: ApiKey) -> dict[str, object]:
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Two who change the file at once do so one after the other. A directory stays when its files are replaced."""
+    """Serialise changes of the file, by a lock on its directory, because the file itself is replaced."""
     directory = os.open(file.absolute().parent, os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""`baton get leases`: what prefill nodes promised to keep, and what decode nodes are filling with it."""
+"""`baton get leases`: lists the leases of prefill nodes and the transfers of decode nodes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ def leases(
     address: OperatorAddressOption = None,
     selector: SelectorOption = "",
     watching: WatchOption = False,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
-    """List leases and transfers that are not over.
+    """List the leases and transfers that have not ended.
 
-    A prefill node (SIDE sender) keeps blocks that may be read, a decode node (SIDE reader) fills blocks of its own.
-    With -w nodes are asked once a second: each is printed again when it gets further, and at its end, as OVER.
+    With a lease (SIDE sender) a prefill node keeps blocks that a decode node may read; with a transfer (SIDE reader) a
+    decode node fills its own blocks. With -w the nodes are asked once a second: a lease or transfer is printed again
+    when its state changes, and with the state OVER when it has ended.
     """
     wanted = parse_selector(selector)
     wide = output is ListFormat.WIDE
     columns = _COLUMNS + (_WIDE if wide else [])
-    last = Watched()
+    ends = EndTracker()
 
     def fetch(_known: Collection[str]) -> list[WatchedItem]:
         reports, _ = _ask(address, run_dir, wanted, timeout)
-        return [watched_item(report, handoff, wide=wide) for report, handoff in last.with_ends(reports)]
+        return [watched_item(report, handoff, wide=wide) for report, handoff in ends.with_ends(reports)]
 
     if watching:
         watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
@@ -66,7 +67,7 @@ def leases(
 def _ask(
     address: str | None, run_dir: Path | None, wanted: dict[str, str], timeout_s: float
 ) -> tuple[list[NodeReport], list[str]]:
-    """What nodes say, and what is wrong with those that say nothing; raises Unreachable if none does."""
+    """The reports of nodes, and the errors of those that gave none. Raises Unreachable if all failed."""
     view = view_cluster(address, run_dir, timeout_s)
     asked = [node for node in select(view.nodes, wanted) if can_be_asked(node)]
     answers = ask_nodes(asked, timeout_s)
@@ -77,14 +78,17 @@ def _ask(
     return reports, [*unavailable, *answers.problems.values()]
 
 
-class Watched:
-    """The leases and transfers of one look after the other: those that are over come once more. Pure."""
+class EndTracker:
+    """Finds the leases and transfers that have ended since the previous reports. Does no I/O."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[NodeReport, OpenHandoff]] = {}
 
     def with_ends(self, reports: Sequence[NodeReport]) -> list[tuple[NodeReport, OpenHandoff]]:
-        """Of nodes that did not answer nothing has ended: they may say so later."""
+        """The open leases and transfers, and once more, as OVER, those that have ended.
+
+        Those of a node that did not answer count as open until it answers.
+        """
         found = {_key(report, handoff): (report, handoff) for report in reports for handoff in oldest_first(report)}
         answered = {report.node.incarnation for report in reports}
         gone = {key: known for key, known in self._open.items() if key not in found}
@@ -98,6 +102,6 @@ def _key(report: NodeReport, handoff: OpenHandoff) -> str:
 
 
 def watched_item(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> WatchedItem:
-    """For -w: nothing has changed by being older."""
+    """A lease or transfer for -w. Another age is no change."""
     state, row = replace(handoff, age_s=0.0), lease_row(report, handoff, wide=wide)
     return WatchedItem(_key(report, handoff), state, row, lease_json(report, handoff))

@@ -1,4 +1,4 @@
-"""`baton logs`: what the processes of a cluster of this machine wrote, by time."""
+"""`baton logs`: prints the logs of a cluster on this machine, merged by time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z")
 
 
 class LogForm(enum.StrEnum):
-    """-o: words for people, or one JSON object a line."""
+    """The values of -o: text for people, or one JSON object a line."""
 
     TEXT = "text"
     JSON = "json"
@@ -49,24 +49,32 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 def logs(
     processes: Annotated[
-        list[str] | None, typer.Argument(help="Like prefill-0, router-0, redis. Default: all.", metavar="[NODE]...")
+        list[str] | None,
+        typer.Argument(
+            help="Names of processes, such as prefill-0, router-0 or redis. Default: all.", metavar="[NODE]..."
+        ),
     ] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is written from now on.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing new lines, until Ctrl-C.")] = False,
     since: Annotated[
-        str | None, typer.Option(help="How long ago, like 30s or 1h30m, or a time.", metavar="AGO|TIME")
+        str | None,
+        typer.Option(
+            help="Only lines that are newer than this duration, such as 30s or 1h30m, or this time.", metavar="AGO|TIME"
+        ),
     ] = None,
-    tail: Annotated[int | None, typer.Option("-n", "--tail", help="Only the last ones.", metavar="N", min=0)] = None,
-    request: Annotated[str | None, typer.Option(help="Only what is about this request.", metavar="ID")] = None,
-    level: Annotated[str, typer.Option(help="Only these and worse.", metavar="|".join(_LEVELS))] = "debug",
+    tail: Annotated[int | None, typer.Option("-n", "--tail", help="Only the last N lines.", metavar="N", min=0)] = None,
+    request: Annotated[str | None, typer.Option(help="Only lines about this request.", metavar="ID")] = None,
+    level: Annotated[
+        str, typer.Option(help="Only lines of this level or a more severe one.", metavar="|".join(_LEVELS))
+    ] = "debug",
     run_dir: RunDirOption = None,
     output: Annotated[LogForm, typer.Option("-o", "--output", help="Output format.")] = LogForm.TEXT,
 ) -> None:
-    """Print what the processes of the cluster in a run directory wrote, the oldest first.
+    """Print the logs of the processes of the cluster in a run directory, the oldest line first.
 
-    The logs of a cluster are kept until the next one starts there.
+    The logs of a cluster are kept until the next cluster starts in the directory.
     """
     if level not in _LEVELS:
-        raise typer.BadParameter(f"--level: {level!r} is none of {', '.join(_LEVELS)}")
+        raise typer.BadParameter(f"--level: {level!r} is not one of {', '.join(_LEVELS)}")
     begin = 0.0 if since is None else parse_since(since, time.time())
     place = run_dir_of(run_dir)
     files = _files(place, processes or ())
@@ -79,18 +87,18 @@ def logs(
     if not follow:
         _print(wanted(merged(files.values())), tail, write)
         return
-    # Watched before it is read, so that nothing falls between.
-    with DirectoryWatch(place.logs) as changes:
+    # The watch begins before the files are read, so that no line is missed.
+    with DirectoryWatch(place.logs) as watch:
         _print(wanted(merged(files.values())), tail, write)
         while True:
-            changes.wait()
+            watch.wait()
             if not processes:
                 files = {**_files(place, ()), **files}
             _print(wanted(merged(files.values())), None, write)
 
 
 def parse_since(since: str, now: float) -> float:
-    """The moment that --since means, in seconds since the epoch; raises BadParameter."""
+    """The time that --since means, in seconds since the epoch. Raises BadParameter."""
     found = _DURATION.match(since)
     if found is not None and since:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
@@ -98,19 +106,22 @@ def parse_since(since: str, now: float) -> float:
     try:
         return datetime.fromisoformat(since).astimezone().timestamp()
     except ValueError:
-        story = f"--since: {since!r} is neither a duration like 1h30m nor a time like 2026-01-31T12:00:00"
-        raise typer.BadParameter(story) from None
+        message = f"--since: {since!r} is neither a duration like 1h30m nor a time like 2026-01-31T12:00:00"
+        raise typer.BadParameter(message) from None
 
 
 def is_selected(line: LogLine, request: str | None, level: str) -> bool:
-    """Whether a line is about the request, if one is named, and bad enough. What says no level is."""
+    """Whether a line belongs to the request, if there is one, and has the level or a more severe one.
+
+    A line without a level is selected at any level.
+    """
     if request is not None and line.fields.get("request") != request:
         return False
     return line.level not in _LEVELS or _LEVELS.index(line.level) >= _LEVELS.index(level)
 
 
 def format_line(line: LogLine, width: int, *, coloured: bool) -> str:
-    """A line for people: when by this machine's time, who, how bad, what, and the rest of what it says."""
+    """A line as text: local time, process, level, event and fields."""
     at = datetime.fromtimestamp(line.at)
     clock = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}" if line.at else " " * 12
     level = f"{line.level:8}"
@@ -118,8 +129,8 @@ def format_line(line: LogLine, width: int, *, coloured: bool) -> str:
         level = typer.style(level, **_STYLES[line.level])
     fields = " ".join(f"{key}={_value(value)}" for key, value in line.fields.items() if key != "exception")
     text = f"{clock}  {line.process:{width}}  {level} {line.event}" + (f"  {fields}" if fields else "")
-    trouble = line.fields.get("exception")
-    return f"{text}\n{trouble}" if trouble else text
+    exception = line.fields.get("exception")
+    return f"{text}\n{exception}" if exception else text
 
 
 def _value(value: Any) -> str:
@@ -128,10 +139,12 @@ def _value(value: Any) -> str:
 
 
 def _files(place: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
-    """By process; raises Unreachable without logs, NotFound for a process that has none."""
+    """The log files by process. Raises Unreachable if there are no logs, and NodeNotFound for a process without one."""
     found = {path.stem: path for path in sorted(_log_paths(place))}
     if not found:
-        raise Unreachable(f"no logs are in {place.path}: start a cluster with `baton up`, or name one with --run-dir")
+        raise Unreachable(
+            f"there are no logs in {place.path}: start a cluster with `baton up`, or name its directory with --run-dir"
+        )
     for process in processes:
         if process not in found:
             raise NodeNotFound(f"there is no log of {process}{did_you_mean(process, found)}")

@@ -96,7 +96,7 @@ def _run_process(
     log_format: str | None,
     parent_fd: int | None,
 ) -> None:
-    """Run a process to its end. If it can't start, the process that started it gets the reason."""
+    """Run a node or router to its end. If it can't start, the process that started it receives the reason."""
     from baton.observe import logs
     from baton.observe.ready import Failed, announce
 

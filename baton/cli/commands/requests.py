@@ -1,4 +1,4 @@
-"""`baton get requests` and `baton describe request`: what runs, what is just over, and how it went."""
+"""`baton get requests` and `baton describe request`: running requests, and the latest that have ended."""
 
 from __future__ import annotations
 
@@ -39,20 +39,23 @@ _SORTS = ("age", "state", "request", "output", "ttft", "attempts")
 def requests(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    running: Annotated[bool, typer.Option("--running", help="Only those that are not over.")] = False,
+    running: Annotated[bool, typer.Option("--running", help="Only requests that have not ended.")] = False,
     limit: Annotated[
         int,
-        typer.Option(help="So many of each router that run, at most, and that are over.", min=1, metavar="N"),
+        typer.Option(
+            help="Largest number of running requests, and of ended ones, from each router.", min=1, metavar="N"
+        ),
     ] = 100,
     watching: WatchOption = False,
-    sort_by: Annotated[str, typer.Option(help=f"One of {', '.join(_SORTS)}.", metavar="KEY")] = "age",
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_SORTS)}.", metavar="KEY")] = "age",
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
-    """List the requests that run, and the latest that are over; never what they say.
+    """List the running requests and the latest that have ended, without their text.
 
-    With -w each is printed again when it gets further; with --running only those that are over already are left out.
+    With -w a request is printed again when its state changes. With both -w and --running, requests that had ended
+    before are left out.
     """
     if sort_by not in _SORTS:
         raise ClientUsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}")
@@ -61,7 +64,7 @@ def requests(
 
     def fetch(known: Collection[str]) -> list[WatchedItem]:
         found, _ = requests_of_all_routers(address, run_dir, limit, timeout)
-        rows = sorted(found, key=_keys(sort_by))
+        rows = sorted(found, key=_sort_key(sort_by))
         every = [watched_item(row, wide=wide) for row in rows]
         return [
             each
@@ -72,7 +75,7 @@ def requests(
     if watching:
         watch(fetch, columns, output, headers=not no_headers, retries=address is not None)
     found, problems = requests_of_all_routers(address, run_dir, limit, timeout)
-    rows = sorted((row for row in found if not (running and row.state in ENDED_STATES)), key=_keys(sort_by))
+    rows = sorted((row for row in found if not (running and row.state in ENDED_STATES)), key=_sort_key(sort_by))
     documents, cells = (asdict(row) for row in rows), (_cells(row, wide) for row in rows)
     print_list(output, documents, (row.request_id for row in rows), columns, cells, headers=not no_headers)
     for problem in problems:
@@ -80,24 +83,24 @@ def requests(
 
 
 def watched_item(row: RequestRow, *, wide: bool) -> WatchedItem:
-    """For -w: a request has not changed by being older, or by one more token."""
+    """A request for -w. Another age or another number of tokens is no change."""
     state = replace(row, age_s=0.0, output_tokens=0)
     return WatchedItem(f"{row.request_id} {row.router}", state, _cells(row, wide), asdict(row))
 
 
 def request(
-    request_id: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    request_id: Annotated[str, typer.Argument(help="Id of the request.", metavar="REQUEST")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Say where a request is, how far it is, and how it ended."""
+    """Show where a request is, its progress, and how it ended."""
 
     def find(router: OperatorClient) -> RequestRow:
         rows = router.requests(1, request_id, timeout)
         if not rows:
-            raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
+            raise RequestNotFound(f"the router knows no request {request_id[:80]!r}: it remembers only the latest ones")
         return rows[0]
 
     row = ask_about_request(address, run_dir, find)
@@ -111,36 +114,36 @@ def request(
 
 
 def request_lines(row: RequestRow) -> Sequence[str]:
-    """Of one request, for people."""
+    """The details of one request as lines of text."""
     fields = [
         ("Request", row.request_id),
         ("State", f"{row.state}{f' ({row.detail})' if row.detail else ''}"),
-        ("Came", f"{fine_duration(row.age_s)} ago, to {row.router}"),
-        ("Prefill node", row.prefill_node or "none: its decode node computes the prompt, or it waits"),
+        ("Arrived", f"{fine_duration(row.age_s)} ago, to {row.router}"),
+        ("Prefill node", row.prefill_node or "none: the decode node computes the prompt, or the request waits"),
         ("Decode node", row.decode_node or "none yet"),
         ("Attempts", str(row.attempts)),
-        ("Tokens", f"{row.prompt_tokens} of the prompt, {row.output_tokens} given out"),
+        ("Tokens", f"{row.prompt_tokens} of the prompt, {row.output_tokens} generated"),
         ("First token", "none yet" if row.ttft_ms is None else f"after {brief_ms(row.ttft_ms)}"),
     ]
     if row.total_ms is not None:
         fields.append(("End", f"after {brief_ms(row.total_ms)}"))
         fields.append(("KV moved", size(row.kv_bytes) if row.kv_bytes else "none"))
     width = max(len(name) for name, _ in fields) + 1
-    more = [f"where its time went: baton trace {row.request_id}"] if row.state in ENDED_STATES else []
-    more.append(f"why it went there: baton explain {row.request_id}")
-    return [*(f"{name + ':':{width}}   {value}" for name, value in fields), "", *more]
+    hints = [f"Where its time was spent: baton trace {row.request_id}"] if row.state in ENDED_STATES else []
+    hints.append(f"Why it was placed there: baton explain {row.request_id}")
+    return [*(f"{name + ':':{width}}   {value}" for name, value in fields), "", *hints]
 
 
 def requests_of_all_routers(
     address: str | None, run_dir: Path | None, limit: int, timeout_s: float
 ) -> tuple[list[RequestRow], list[str]]:
-    """And what is wrong with routers that did not answer; raises Unreachable if none did."""
+    """The requests of all routers, and the errors of those that did not answer. Raises Unreachable if none did."""
     answers, problems = ask_all_routers(address, run_dir, lambda router: router.requests(limit, timeout_s=timeout_s))
     return [row for rows in answers for row in rows], problems
 
 
-def _keys(sort_by: str) -> Any:
-    """Those that run come first."""
+def _sort_key(sort_by: str) -> Any:
+    """The sort key of a row. Running requests come first."""
     never = float("inf")
 
     def key(row: RequestRow) -> tuple[bool, Any]:

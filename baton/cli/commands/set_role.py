@@ -1,4 +1,4 @@
-"""`baton set-role`: a node becomes another one."""
+"""`baton set-role`: changes the role of a running node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.cli.views.cluster_view import view_cluster
 from baton.errors import BatonError, DeadlineExceeded
 from baton.messages.cluster import NodeStatus
 
-_ASK_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -25,23 +25,24 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def set_role(
-    node: Annotated[str, typer.Argument(help="Its name, as `baton get nodes` has it.", metavar="NODE")],
-    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="prefill or decode.", metavar="ROLE")],
+    node: Annotated[str, typer.Argument(help="Name of the node, as `baton get nodes` lists it.", metavar="NODE")],
+    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="New role: prefill or decode.", metavar="ROLE")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has changed.")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the role has changed.")] = True,
     timeout: TimeoutOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Make a node a prefill or a decode node, also for all its restarts. Its running work ends first; the model stays.
+    """Make a node a prefill node or a decode node, also after restarts.
 
-    Exit code 6 when that takes longer than --timeout: it changes nevertheless.
+    The node finishes its running work first and keeps its model loaded. The exit code is 6 if that takes longer than
+    --timeout; the role changes nevertheless.
     """
     deadline = Deadline(timeout)
     asked = ask_any_router(address, run_dir, lambda router: router.set_role(node, role, ANSWER_TIMEOUT_S))
     incarnation = ""
     if wait:
-        incarnation = _until_changed(node, role, address, run_dir, deadline).incarnation
+        incarnation = _wait_for_role(node, role, address, run_dir, deadline).incarnation
     found = {
         "version": VERSION,
         "node": node,
@@ -57,43 +58,45 @@ def set_role(
     elif output is Format.YAML:
         print_yaml(found)
     else:
-        print_text(_said(node, role, fine_duration(deadline.elapsed_s), is_changed=not asked.unchanged, is_there=wait))
+        print_text(
+            _summary(node, role, fine_duration(deadline.elapsed_s), is_changed=not asked.unchanged, is_ready=wait)
+        )
         print_warning(asked.warning)
 
 
-def _said(node: str, role: str, spent: str, *, is_changed: bool, is_there: bool) -> str:
+def _summary(node: str, role: str, spent: str, *, is_changed: bool, is_ready: bool) -> str:
     if not is_changed:
         return f"{node} is a {role} node already"
-    if is_there:
+    if is_ready:
         return f"{node} is a {role} node after {spent}"
     return f"{node} becomes a {role} node when its work is done"
 
 
-def _how(status: NodeStatus) -> str:
+def _progress(status: NodeStatus) -> str:
     if status.status in ("Lost", "Suspect"):
-        return "begins again"
+        return "restarting"
     return f"{status.status}, {status.running + status.waiting} requests, {status.leased_blocks} leased blocks"
 
 
-def _until_changed(node: str, role: str, address: str | None, run_dir: Path | None, deadline: Deadline) -> NodeStatus:
-    """Ask again and again: whichever router answers then will do. Raises DeadlineExceeded."""
-    line, how = ProgressLine(), "not seen"
+def _wait_for_role(node: str, role: str, address: str | None, run_dir: Path | None, deadline: Deadline) -> NodeStatus:
+    """Wait until a router says that the node is ready in its new role. Raises DeadlineExceeded."""
+    line, progress = ProgressLine(), "not found"
     try:
         while True:
             try:
                 found = [each for each in view_cluster(address, run_dir, ANSWER_TIMEOUT_S).nodes if each.name == node]
             except BatonError as error:
-                found, how = [], str(error)
+                found, progress = [], str(error)
             for status in found:
                 if status.role == role and status.status in ("Ready", "Cordoned", "Incompatible"):
                     return status
-                how = _how(status)
-            line.show(f"{node}: {how}")
+                progress = _progress(status)
+            line.show(f"{node}: {progress}")
             if deadline.has_passed:
                 raise DeadlineExceeded(
-                    f"after {deadline.timeout_s:g} s {node} is not a {role} node yet ({how}): it changes when its "
+                    f"after {deadline.timeout_s:g} s {node} is not a {role} node yet ({progress}): it changes when its "
                     f"work is done, see `baton wait --for role={role} {node}`"
                 )
-            time.sleep(_ASK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
     finally:
         line.clear()

@@ -1,4 +1,4 @@
-"""`baton simulate`."""
+"""`baton simulate`: simulates a cluster in virtual time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FAILURE = re.compile(rf"([a-z]+-[0-9]+)@{_SECONDS}(?:\+{_SECONDS})?\Z")
 
 
 class Preset(enum.StrEnum):
-    """Published experiments."""
+    """Published experiments that can be repeated."""
 
     DISTSERVE = "distserve"
     MOONCAKE = "mooncake"
@@ -38,7 +38,7 @@ class Preset(enum.StrEnum):
 
 
 class Policy(enum.StrEnum):
-    """Who chooses nodes: the router's own, then others for comparison."""
+    """Placement policies: those of the router, then others for comparison."""
 
     COST = "cost"
     LEAST_LOADED = "least-loaded"
@@ -58,63 +58,92 @@ def simulate(
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Begin with a published experiment.")] = None,
     arrangement: Annotated[
-        list[str] | None, typer.Option(help="colocated:N, xPyD or conditional:xPyD; may come again.")
+        list[str] | None,
+        typer.Option(help="Arrangement of nodes: colocated:N, xPyD or conditional:xPyD. May be repeated."),
     ] = None,
-    splits: Annotated[int | None, typer.Option(help="Every arrangement of so many nodes.", min=2)] = None,
-    policy: Annotated[list[Policy] | None, typer.Option(help="Who chooses nodes; may come again.")] = None,
+    splits: Annotated[int | None, typer.Option(help="Simulate every arrangement of N nodes.", min=2)] = None,
+    policy: Annotated[list[Policy] | None, typer.Option(help="Placement policy. May be repeated.")] = None,
     choices: Annotated[
-        int | None, typer.Option(help="Nodes of each role that the router looks at, drawn anew. Default: all.", min=1)
+        int | None,
+        typer.Option(
+            help="Nodes of each role that the router considers, drawn at random for each request. Default: all.",
+            min=1,
+        ),
     ] = None,
     cells: Annotated[
         int | None,
-        typer.Option(help="Share nodes and load among so many routers that know nothing of each other.", min=1),
+        typer.Option(help="Divide nodes and load among N routers that know nothing of each other.", min=1),
     ] = None,
-    dataset_name: Annotated[Dataset | None, typer.Option(help="What is asked. Default: random.")] = None,
-    dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Requests.", min=1)] = None,
+    dataset_name: Annotated[Dataset | None, typer.Option(help="Kind of workload. Default: random.")] = None,
+    dataset_path: Annotated[Path | None, typer.Option(help="File with a trace.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Number of requests.", min=1)] = None,
     request_rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
-    burstiness: Annotated[float | None, typer.Option(help="1: Poisson; less: bursts; more: evenly.")] = None,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once.", min=1)] = None,
-    random_input_len: Annotated[int | None, typer.Option(help="Tokens of a prompt.", min=1)] = None,
-    random_output_len: Annotated[int | None, typer.Option(help="Tokens to generate.", min=1)] = None,
-    random_range_ratio: Annotated[
-        float | None, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)
+    burstiness: Annotated[
+        float | None, typer.Option(help="1: Poisson arrivals; less: in bursts; more: evenly.")
     ] = None,
-    time_scale: Annotated[float | None, typer.Option(help="Replay a trace so many times as fast.")] = None,
-    skip_broken_lines: Annotated[bool, typer.Option(help="Leave out a trace's broken lines.")] = False,
+    max_concurrency: Annotated[int | None, typer.Option(help="Largest number of open requests.", min=1)] = None,
+    random_input_len: Annotated[int | None, typer.Option(help="Tokens of each prompt.", min=1)] = None,
+    random_output_len: Annotated[int | None, typer.Option(help="Tokens to generate for each request.", min=1)] = None,
+    random_range_ratio: Annotated[
+        float | None, typer.Option(help="Lengths vary by at most this share.", min=0, max=0.999)
+    ] = None,
+    time_scale: Annotated[float | None, typer.Option(help="Replay a trace this many times as fast.")] = None,
+    skip_broken_lines: Annotated[bool, typer.Option(help="Skip broken lines of a trace.")] = False,
     step_times: Annotated[
-        Path | None, typer.Option(help="JSON of `baton bench engine`, of a table or of a formula. Default: OPT-13B.")
+        Path | None,
+        typer.Option(
+            help="Step times as JSON: from `baton bench engine`, a table or a formula. Default: those of OPT-13B."
+        ),
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.", min=1)] = None,
     cache_tokens: Annotated[int | None, typer.Option(help="Tokens that a node's KV cache holds.", min=16)] = None,
-    kv_bytes_per_token: Annotated[float | None, typer.Option(help="Of all layers.", min=0)] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that a node runs at once.", min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.", min=1)] = None,
+    kv_bytes_per_token: Annotated[
+        float | None, typer.Option(help="Bytes of KV per token, of all layers.", min=0)
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Largest number of sequences that a node runs at once.", min=1)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Largest number of tokens in a step.", min=1)
+    ] = None,
     prompts_first: Annotated[
         bool,
-        typer.Option(help="Compute prompts in steps of their own while streams stall, without mixed steps."),
+        typer.Option(help="Compute prompts in steps of their own, during which streams stall, instead of mixed steps."),
     ] = False,
-    nic_gb_per_s: Annotated[float | None, typer.Option(help="Of each node, in each direction.", min=0.001)] = None,
-    message_ms: Annotated[float | None, typer.Option(help="From router to node and back, each.", min=0)] = None,
-    fail: Annotated[list[str] | None, typer.Option(help="A node's death, as decode-0@30 or decode-0@30+60.")] = None,
-    mtbf_s: Annotated[float | None, typer.Option(help="Mean time between failures of each node.", min=0.001)] = None,
-    repair_s: Annotated[float | None, typer.Option(help="Until a node that failed is back.", min=0)] = None,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
+    nic_gb_per_s: Annotated[
+        float | None, typer.Option(help="Bandwidth of each node's network card, in each direction.", min=0.001)
     ] = None,
-    find_goodput: Annotated[bool, typer.Option(help="Search the highest rate at which enough requests do.")] = False,
-    attainment: Annotated[float, typer.Option(help="Enough: this share.", min=0.01, max=1)] = 0.9,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    message_ms: Annotated[
+        float | None, typer.Option(help="Latency of a message between router and node, one way.", min=0)
+    ] = None,
+    fail: Annotated[
+        list[str] | None,
+        typer.Option(help="Failure of a node, as NODE@SECONDS or NODE@SECONDS+REPAIR_SECONDS. May be repeated."),
+    ] = None,
+    mtbf_s: Annotated[float | None, typer.Option(help="Mean time between failures of each node.", min=0.001)] = None,
+    repair_s: Annotated[float | None, typer.Option(help="Seconds until a failed node serves again.", min=0)] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Limits that a good request meets: ttft:MS tpot:MS e2el:MS.", metavar="SLO ..."),
+    ] = None,
+    find_goodput: Annotated[
+        bool, typer.Option(help="Search the highest rate at which enough requests are good.")
+    ] = False,
+    attainment: Annotated[
+        float, typer.Option(help="Share of good requests that is enough for --find-goodput.", min=0.01, max=1)
+    ] = 0.9,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.", min=0)] = 0,
     timeline: Annotated[bool, typer.Option(help="Keep every step of every node in the result file.")] = False,
     save_detailed: Annotated[bool, typer.Option(help="Keep every request in the result file.")] = False,
-    result_filename: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
+    result_filename: Annotated[Path | None, typer.Option(help="File to which the result is written.")] = None,
     report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Run the real scheduler, block pool, placement and flights under a virtual clock, on nodes that are formulas.
+    """Simulate a cluster: the real scheduler, block pool, placement and failover under a virtual clock.
 
-    What a step takes comes from published coefficients or from what `baton bench engine` measured; bytes share each
-    node's network card. The same seed gives the same figures. The result file is that of `baton bench`.
+    The time of a step comes from published coefficients or from measurements of `baton bench engine`. Transfers share
+    the bandwidth of each node's network card. Equal seeds give equal results. The result file has the format of
+    `baton bench`.
     """
     from baton.bench.results.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
@@ -197,7 +226,7 @@ def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPla
 
 
 def _changed(value: Any, **changes: Any) -> Any:
-    """A copy with what is given."""
+    """A copy with the changes that are not None."""
     return replace(value, **{name: change for name, change in changes.items() if change is not None})
 
 
@@ -211,7 +240,7 @@ def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, 
     from baton.bench.arrangement import Arrangement
 
     if arrangement and splits:
-        raise InvalidRequest("--splits", "and --arrangement exclude each other")
+        raise InvalidRequest("--splits", "can't be used together with --arrangement")
     found = Arrangement.splits(splits) if splits else [Arrangement.parse(text) for text in arrangement or ()]
     return replace(plan, arrangements=found or plan.arrangements)
 
@@ -221,7 +250,7 @@ def _failure(text: str) -> Failure:
 
     found = _FAILURE.match(text)
     if found is None:
-        raise InvalidRequest("--fail", f"{text!r} is not NODE@SECONDS or NODE@SECONDS+SECONDS, as decode-0@30+60")
+        raise InvalidRequest("--fail", f"{text!r} is not NODE@SECONDS or NODE@SECONDS+SECONDS, such as decode-0@30+60")
     return Failure(found[1], float(found[2]), float(found[3]) if found[3] else math.inf)
 
 
@@ -234,7 +263,7 @@ def _check(plan: SimulationPlan) -> None:
     if plan.finds_goodput and not plan.slo:
         raise InvalidRequest("--find-goodput", "needs --goodput")
     if plan.finds_goodput and spec.is_trace:
-        raise InvalidRequest("--find-goodput", "changes the request rate, which a trace has not")
+        raise InvalidRequest("--find-goodput", "changes the request rate, and a trace has none")
     if plan.config.sizes.cache_tokens < plan.config.sizes.block_size:
         raise InvalidRequest("--cache-tokens", "is less than one block")
     names = {
@@ -262,7 +291,7 @@ def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[str, int], None
 
 
 def _failures(result: dict[str, Any]) -> list[str]:
-    """Why requests failed, the first ones."""
+    """Why requests failed: a line for each error, at most twelve."""
     lines = [
         f"{one['name']}: {count} failed: {error}"
         for one in result["arrangements"]

@@ -1,4 +1,4 @@
-"""`baton status`."""
+"""`baton status`: summarises the health, load and problems of a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
 
 _ASK_NODES_S = 2.0
-"""At most: a node that is silent must not hide how the others are."""
+"""How long to wait for nodes at most, since the other nodes are worth showing without one that does not answer."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -35,11 +35,11 @@ def status(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Say whether the cluster serves, how busy it is, what is degraded and what failed.
+    """Show whether the cluster serves, its load, what is degraded and the latest failures.
 
-    It is ok, degraded or unavailable. Exit code 1 when it is unavailable.
+    The cluster is ok, degraded or unavailable. The exit code is 1 if it is unavailable.
     """
-    found = _look(address, run_dir, timeout)
+    found = _overview(address, run_dir, timeout)
     if output is Format.JSON:
         print_json(found.to_json())
     elif output is Format.YAML:
@@ -51,13 +51,13 @@ def status(
         raise typer.Exit(int(ExitCode.FAILED))
 
 
-def _look(address: str | None, run_dir: Path | None, timeout_s: float) -> Overview:
-    """Raises Unreachable when there is nothing to ask; what else does not answer is left out, or a trouble."""
+def _overview(address: str | None, run_dir: Path | None, timeout_s: float) -> Overview:
+    """Ask routers and nodes. Raises Unreachable if there is no cluster; a node without an answer is a problem of it."""
     view = view_cluster(address, run_dir, timeout_s)
     asked = [node for node in view.nodes if can_be_asked(node)]
     answers = ask_nodes(asked, min(timeout_s, _ASK_NODES_S)) if asked else NodeAnswers({}, {})
     events: list[ClusterEvent] = []
-    # That no router answers is what the view says already.
+    # If no router answers, the view says so already.
     with suppress(BatonError):
         events, _ = events_of_all_routers(address, run_dir, 0, timeout_s)
     return overview(view, answers.reports, answers.problems, events)

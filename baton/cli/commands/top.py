@@ -1,4 +1,4 @@
-"""`baton top`: the cluster as it is now, again and again."""
+"""`baton top`: shows the state of a cluster, updated continuously."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was seen at one moment."""
+    """The state of a cluster at one time."""
 
     view: ClusterView
     rows: Sequence[RequestRow]
@@ -60,7 +60,7 @@ class Snapshot:
 
 
 class ClusterWatcher:
-    """Looks at a cluster, and remembers the events that it has read."""
+    """Reads the state of a cluster, and keeps the latest events that it has read."""
 
     def __init__(self, address: str | None, run_dir: Path | None) -> None:
         self._address = address
@@ -69,7 +69,7 @@ class ClusterWatcher:
         self._events: deque[ClusterEvent] = deque(maxlen=_EVENTS)
 
     def take_snapshot(self) -> Snapshot:
-        """As it is now; raises Unreachable or DeadlineExceeded when nobody can say."""
+        """Read the current state. Raises Unreachable or DeadlineExceeded if neither router nor supervisor knows it."""
         view = view_cluster(self._address, self._run_dir, _ASK_S)
         rows: Sequence[RequestRow] = []
         if view.health != "unavailable" or self._address is not None:
@@ -81,36 +81,38 @@ class ClusterWatcher:
         return Snapshot(view, rows, tuple(self._events), time.time())
 
     def _read_events(self, view: ClusterView) -> None:
-        """Each router counts its own: with other routers the reading begins anew."""
+        """Read new events. Each router numbers its own, so a change of routers begins with the first event again."""
         routers = frozenset((node.incarnation, node.status) for node in view.nodes if node.role == "router")
         if routers != self._routers:
             self._routers = routers
             self._events.clear()
         after = self._events[-1].seq if self._events else 0
-        news = ask_any_router(self._address, self._run_dir, lambda router: list(router.events(after, timeout_s=_ASK_S)))
-        self._events.extend(news)
+        new_events = ask_any_router(
+            self._address, self._run_dir, lambda router: list(router.events(after, timeout_s=_ASK_S))
+        )
+        self._events.extend(new_events)
 
 
 def top(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     interval: Annotated[
-        float, typer.Option("-d", "--interval", help="Seconds between two looks.", metavar="SECONDS", min=0.1)
+        float, typer.Option("-d", "--interval", help="Seconds between two updates.", metavar="SECONDS", min=0.1)
     ] = 1.0,
     count: Annotated[
         int | None,
         typer.Option(
             "-n",
             "--count",
-            help="Look so many times. Default: until q, or once where it is not a terminal.",
+            help="Number of updates. Default: until q, or one if the output is not a terminal.",
             min=1,
             metavar="N",
         ),
     ] = None,
 ) -> None:
-    """Show the cluster as it is now: its health, nodes, running requests and latest events; q or Ctrl-C leaves.
+    """Show the health, nodes, running requests and latest events of the cluster, until q or Ctrl-C.
 
-    Where the output is no terminal the same is printed as plain text.
+    If the output is not a terminal, the same is printed as plain text.
     """
     watcher = ClusterWatcher(address, run_dir)
     first = watcher.take_snapshot()
@@ -145,18 +147,18 @@ def _show(watcher: ClusterWatcher, snapshot: Snapshot, interval: float, count: i
             shown += 1
             if shown == count or keys.quits_within(interval):
                 return
-            snapshot = _again(watcher, snapshot)
+            snapshot = _next_snapshot(watcher, snapshot)
 
 
 class KeyReader:
-    """What is typed, at once and unseen."""
+    """Reads keys as they are typed, without echo."""
 
     def __init__(self, descriptor: int | None) -> None:
-        """None: nobody types."""
+        """`descriptor` is the terminal; None if the input is not a terminal."""
         self._descriptor = descriptor
 
     def quits_within(self, seconds: float) -> bool:
-        """Whether somebody types q in this time, or closes the input."""
+        """Wait for this time, and return early with True if q is typed or the input is closed."""
         if self._descriptor is None:
             time.sleep(seconds)
             return False
@@ -170,7 +172,7 @@ class KeyReader:
 
 @contextmanager
 def _keys() -> Iterator[KeyReader]:
-    """The terminal is as it was before when this ends, also by a signal that asks for the end."""
+    """Read single keys for the duration of the block. The terminal is restored at its end, also after SIGTERM."""
     if not sys.stdin.isatty():
         yield KeyReader(None)
         return
@@ -185,8 +187,8 @@ def _keys() -> Iterator[KeyReader]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _again(watcher: ClusterWatcher, before: Snapshot) -> Snapshot:
-    """What is seen now; or what was seen, and why nothing else is."""
+def _next_snapshot(watcher: ClusterWatcher, before: Snapshot) -> Snapshot:
+    """The current state, or the previous one with the error that prevents an update."""
     try:
         return watcher.take_snapshot()
     except BatonError as error:

@@ -1,4 +1,4 @@
-"""`baton trace`: where a request's time went, stage by stage."""
+"""`baton trace`: shows where the time of a request was spent, stage by stage."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def trace(
-    request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    request: Annotated[str, typer.Argument(help="Id of the request.", metavar="REQUEST")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Say where a request's time went. Its stages sum up exactly to the time to its first token and to its latency.
+    """Show where the time of a request was spent. The stages add up to its time to first token and to its latency.
 
-    A router remembers some thousand requests that are over. `relay` is time between two processes, which neither of
-    them measured.
+    A router remembers the last few thousand requests that have ended. `relay` is time between two processes, which
+    neither of them measured.
     """
     found = ask_about_request(address, run_dir, lambda router: router.timeline(request, timeout))
     if output is Format.JSON:
@@ -46,7 +46,7 @@ def trace(
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:
-    """For programs: nanoseconds, and where each stage begins."""
+    """The timeline as a JSON object, in nanoseconds, with the start of each stage."""
     stages = [
         {**asdict(stage), "start_ns": start} for stage, start in zip(timeline.stages, timeline.starts_ns, strict=True)
     ]
@@ -54,17 +54,17 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
 
 
 def waterfall(timeline: Timeline, columns: int) -> Sequence[str]:
-    """For people: lines of at most so many columns, should they do."""
+    """The timeline as lines of text with bars, which fit in `columns` unless that is very few."""
     lines = [*_head(timeline), ""]
     rows = [("STAGE", "WHERE", "START-MS", "MS", "")]
-    wheres = [len(stage.where) for stage in timeline.stages]
-    room = columns - max(wheres, default=0) - len("transfer" + "START-MS" + "MS") - 16
+    where_widths = [len(stage.where) for stage in timeline.stages]
+    room = columns - max(where_widths, default=0) - len("transfer" + "START-MS" + "MS") - 16
     width = min(_MOST_BAR, max(_LEAST_BAR, room))
-    was_before = True
+    is_before_first_token = True
     for stage, start in zip(timeline.stages, timeline.starts_ns, strict=True):
-        if stage.after_first_token and was_before:
+        if stage.after_first_token and is_before_first_token:
             rows.append(("- first token", "", _ms(start), "", _mark(start, timeline.total_ns, width)))
-            was_before = False
+            is_before_first_token = False
         bar = _bar(start, stage.duration_ns, timeline.total_ns, width)
         rows.append((stage.name, stage.where, _ms(start), _ms(stage.duration_ns), bar))
     widths = [max(len(row[place]) for row in rows) for place in range(4)]

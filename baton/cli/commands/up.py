@@ -26,7 +26,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
             "run_dir",
             Path | None,
             None,
-            help="Run directory of this cluster. Default: one of this user.",
+            help="Run directory of the cluster. Default: the one of this user.",
             metavar="DIR",
             parser=run_dir_path,
         ),
@@ -42,7 +42,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
             "emit",
             Emission | None,
             None,
-            help="Start nothing, and write files with which this system runs the cluster.",
+            help="Start nothing, but write files with which this system runs the cluster.",
         ),
         option("emit_dir", Path, Path("baton-deploy"), help="Directory for these files.", metavar="DIR"),
         option("output", Format, Format.TEXT, "-o", "--output", help="Output format."),
@@ -126,7 +126,7 @@ def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> li
 
 
 def _baton() -> str:
-    """The command as this user can type it."""
+    """The command `baton` as this user can type it."""
     script = Path(sys.executable).with_name("baton")
     found = shutil.which("baton")
     if found is not None and Path(found).resolve() == script.resolve():

@@ -1,4 +1,4 @@
-"""`baton wait`: until nodes are as a script needs them."""
+"""`baton wait`: waits until nodes meet a condition."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable
 from baton.messages.cluster import NodeStatus
 
-_WORDS = ("ready", "idle", "cordoned", "drained", "gone")
+_SIMPLE_CONDITIONS = ("ready", "idle", "cordoned", "drained", "gone")
 _ROLES = ("prefill", "decode")
-_ASK_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What is waited for."""
+    """The condition that nodes are to meet."""
 
     word: str
-    """One of the words, or role."""
+    """One of the simple conditions, or `role`."""
     role: str = ""
 
     def holds(self, node: NodeStatus) -> bool:
-        """Whether this node is so."""
+        """Whether the node meets the condition."""
         is_there = node.status in ("Ready", "Cordoned", "Incompatible")
         match self.word:
             case "ready":
@@ -52,14 +52,14 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Raises ClientUsageError for what no node can be."""
+    """The condition of --for. Raises ClientUsageError for an unknown one."""
     word, _, value = text.partition("=")
     if word == "role" and value in _ROLES:
         return Condition(word, value)
-    if text in _WORDS:
+    if text in _SIMPLE_CONDITIONS:
         return Condition(text)
-    known = (*_WORDS, *(f"role={role}" for role in _ROLES))
-    raise ClientUsageError(f"--for {text}: nothing that a node could be{did_you_mean(text, known)}")
+    known = (*_SIMPLE_CONDITIONS, *(f"role={role}" for role in _ROLES))
+    raise ClientUsageError(f"--for {text}: there is no such condition{did_you_mean(text, known)}")
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -69,22 +69,29 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 def wait(
     condition: Annotated[
-        str, typer.Option("--for", help="ready, idle, cordoned, drained, gone or role=ROLE.", metavar="CONDITION")
+        str,
+        typer.Option(
+            "--for", help="Condition: ready, idle, cordoned, drained, gone or role=ROLE.", metavar="CONDITION"
+        ),
     ],
     nodes: Annotated[
-        list[str] | None, typer.Argument(help="Names. Default: every node.", metavar="[NODE...]", show_default=False)
+        list[str] | None,
+        typer.Argument(help="Names of nodes. Default: all nodes.", metavar="[NODE...]", show_default=False),
     ] = None,
     selector: SelectorOption = "",
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait.", metavar="SECONDS", min=0)] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", metavar="SECONDS", min=0)] = 60.0,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Wait until all of these nodes are so. Exit code 6 when --timeout is over, 3 for a name that no node has."""
-    wanted, about, deadline = parse_condition(condition), parse_selector(selector), Deadline(timeout)
+    """Wait until all these nodes meet a condition.
+
+    The exit code is 6 if they do not within --timeout, and 3 if there is no node of a name.
+    """
+    wanted, properties, deadline = parse_condition(condition), parse_selector(selector), Deadline(timeout)
     line = ProgressLine()
     try:
-        found = _until(wanted, nodes or [], about, address, run_dir, deadline, line)
+        found = _wait(wanted, nodes or [], properties, address, run_dir, deadline, line)
     finally:
         line.clear()
     rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
@@ -98,17 +105,17 @@ def wait(
             print_text(f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}")
 
 
-def _until(
+def _wait(
     wanted: Condition,
     names: Sequence[str],
-    about: dict[str, str],
+    properties: dict[str, str],
     address: str | None,
     run_dir: Path | None,
     deadline: Deadline,
     line: ProgressLine,
 ) -> Sequence[NodeStatus]:
-    """Ask again and again: any router will do. Raises DeadlineExceeded, NodeNotFound, Unreachable."""
-    trouble: BatonError | None = None
+    """Ask any router until the nodes meet the condition. Raises DeadlineExceeded, NodeNotFound or Unreachable."""
+    failure: BatonError | None = None
     while True:
         others: Sequence[NodeStatus] = []
         try:
@@ -116,29 +123,34 @@ def _until(
         except (Unreachable, DeadlineExceeded) as error:
             if address is None:
                 raise
-            trouble = error
+            failure = error
         else:
-            trouble = None
-            meant = select(nodes_by_name(known, names, is_for_gone=wanted.word == "gone"), about)
-            others = [node for node in meant if not wanted.holds(node)]
-            if not others and (meant or wanted.word == "gone"):
-                return meant
+            failure = None
+            selected = select(nodes_by_name(known, names, allows_missing=wanted.word == "gone"), properties)
+            others = [node for node in selected if not wanted.holds(node)]
+            if not others and (selected or wanted.word == "gone"):
+                return selected
             line.show("waiting for " + (", ".join(f"{node.name} ({node.status})" for node in others) or "nodes"))
         if deadline.has_passed:
-            raise trouble or DeadlineExceeded(
-                f"after {deadline.timeout_s:g} s not so: "
+            raise failure or DeadlineExceeded(
+                f"the condition is not met after {deadline.timeout_s:g} s: "
                 + (", ".join(f"{node.name} is {node.status}" for node in others) or "there are no such nodes")
             )
-        time.sleep(_ASK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
-def nodes_by_name(known: Sequence[NodeStatus], names: Sequence[str], *, is_for_gone: bool = False) -> list[NodeStatus]:
-    """Of each name the incarnation that serves, or the latest; all nodes without names. Raises NodeNotFound."""
+def nodes_by_name(
+    known: Sequence[NodeStatus], names: Sequence[str], *, allows_missing: bool = False
+) -> list[NodeStatus]:
+    """For each name the incarnation that serves, or the latest one; all nodes if there are no names.
+
+    Raises NodeNotFound for a name without a node, unless `allows_missing`.
+    """
     latest: dict[str, NodeStatus] = {}
     for node in known:
         if node.name not in latest or node.status not in ("Suspect", "Lost"):
             latest[node.name] = node
     missing = [name for name in names if name not in latest]
-    if missing and not is_for_gone:
+    if missing and not allows_missing:
         raise NodeNotFound(f"no node is called {missing[0]}{did_you_mean(missing[0], latest)}")
     return [node for name, node in latest.items() if not names or name in names]

@@ -62,8 +62,8 @@ def watch(
 ) -> NoReturn:
     """Print all items that `fetch` returns, then once a second those that have changed.
 
-    JSON is one document a line. `fetch` takes the keys of the items that it returned before. With `retries`, a cluster that has answered once is asked
-    again when it does not answer any more. Raises the errors of `fetch`.
+    JSON is one document a line. `fetch` takes the keys of the items that it returned before. With `retries`, a cluster
+    that has answered once is asked again when it does not answer any more. Raises the errors of `fetch`.
     """
     table, known, is_lost = GrowingTable(columns), dict[str, object](), False
     has_answered = False

@@ -141,7 +141,7 @@ async def test_a_line_is_a_turn_and_history_is_kept(
         (
             b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\nhi",
             5,
-            "no error of a router's: is this the router's HTTP address?",
+            "not as a router does: is this the router's HTTP address?",
         ),
         (b"SSH-2.0-x\r\n\r\n", 5, "does not answer"),
     ],
@@ -182,5 +182,5 @@ def test_errors_have_their_kinds() -> None:
 
 @pytest.mark.parametrize("data", ["x", "[]", '{"choices":[{}]}', '{"choices":[1]}', "1"])
 def test_nonsense_is_no_answer(data: str) -> None:
-    with pytest.raises(Unreachable, match="no answer to a chat"):
+    with pytest.raises(Unreachable, match="not an answer to a chat"):
         EventReader(0).read_data(data)

@@ -43,17 +43,17 @@ def test_a_lease_changes_and_ends() -> None:
     def seen(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
         report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
         nonlocal known
-        found = [leases.watched_item(*each, wide=False) for each in watched.with_ends([report])]
+        found = [leases.watched_item(*each, wide=False) for each in ends.with_ends([report])]
         news = changed_items(known, found)
         known = {each.key: each.state for each in found}
         return [(str(each.cells[1]), str(each.cells[4])) for each in news]
 
-    watched, known = leases.Watched(), dict[str, object]()
+    ends, known = leases.EndTracker(), dict[str, object]()
     lease = OpenHandoff(AttemptKey("a", 1), HandoffSide.SENDER, "GRANTED", "", "", 2, 0.5)
     other = replace(lease, attempt=AttemptKey("b", 1))
     assert seen(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
     assert seen(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
-    assert watched.with_ends([]) == [], "who says nothing has ended nothing"
+    assert ends.with_ends([]) == [], "who says nothing has ended nothing"
     assert seen(lease) == [("b", leases.OVER)]
     assert seen() == [("a", leases.OVER)]
     assert seen() == []

@@ -352,7 +352,7 @@ def test_conditions(condition: str, changes: dict[str, object], holds: bool) -> 
 
 @pytest.mark.parametrize("text", ["", "redy", "role", "role=router", "ready=1"])
 def test_what_no_node_can_be(text: str) -> None:
-    with pytest.raises(ClientUsageError, match="nothing that a node could be"):
+    with pytest.raises(ClientUsageError, match="there is no such condition"):
         parse_condition(text)
 
 
@@ -362,15 +362,15 @@ def test_of_several_incarnations_the_one_that_serves_is_meant() -> None:
     assert nodes_by_name([now, lost, other], []) == [now, other]
     with pytest.raises(NodeNotFound, match="known: d2"):
         nodes_by_name([other], ["d3"])
-    assert nodes_by_name([other], ["d3"], is_for_gone=True) == []
+    assert nodes_by_name([other], ["d3"], allows_missing=True) == []
 
 
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
         (DrainProgress(running=2, leased_blocks=3, in_flight=4), "2 running, 3 leased blocks"),
-        (DrainProgress(in_flight=1), "1 on their way"),
-        (DrainProgress(), "nothing left, other routers are yet to know"),
+        (DrainProgress(in_flight=1), "1 requests on their way"),
+        (DrainProgress(), "nothing left, but other routers may not know of the cordon yet"),
         (DrainProgress(idle=True), "nothing left"),
     ],
 )

@@ -70,20 +70,20 @@ def test_a_page_of_a_request() -> None:
     assert request_lines(ROW) == [
         "Request:        a",
         "State:          Decoding",
-        "Came:           1.2s ago, to r0",
+        "Arrived:        1.2s ago, to r0",
         "Prefill node:   p0",
         "Decode node:    d0",
         "Attempts:       1",
-        "Tokens:         5 of the prompt, 2 given out",
+        "Tokens:         5 of the prompt, 2 generated",
         "First token:    after 31ms",
         "",
-        "why it went there: baton explain a",
+        "Why it was placed there: baton explain a",
     ]
     over = request_lines(replace(ROW, state="Failed", detail="no node is up", ttft_ms=None, total_ms=12_000.0))
     assert "State:          Failed (no node is up)" in over
     assert over[-4:] == [
         "KV moved:       none",
         "",
-        "where its time went: baton trace a",
-        "why it went there: baton explain a",
+        "Where its time was spent: baton trace a",
+        "Why it was placed there: baton explain a",
     ]

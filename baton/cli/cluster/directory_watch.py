@@ -14,7 +14,7 @@ class DirectoryWatch:
     """Watches writes to the files of a directory, new files included, with Linux's inotify(7)."""
 
     def __init__(self, directory: Path) -> None:
-        """Begin to watch. Raises OSError if the directory can't be watched."""
+        """Start the watch. Raises OSError if the directory can't be watched."""
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.inotify_init1(os.O_CLOEXEC)
         watch = libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_MODIFY)

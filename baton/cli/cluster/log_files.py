@@ -15,9 +15,9 @@ from baton.cli.cluster.log_rotation import older_parts
 
 _REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
 _REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
-_ABOUT_A_LINE = frozenset({"timestamp", "level", "event", "node", "process"})
+_COMMON_KEYS = frozenset({"timestamp", "level", "event", "node", "process"})
 """Keys that every line has, or that follow from its file. The others are fields of the line."""
-_MOST_READ = 1 << 20
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +36,25 @@ class LogLine:
     def to_json(self) -> dict[str, Any]:
         """The line as a JSON object."""
         stamp = datetime.fromtimestamp(self.at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        said = {"timestamp": stamp, "process": self.process, "level": self.level, "event": self.event}
-        return {**said, **self.fields}
+        common = {"timestamp": stamp, "process": self.process, "level": self.level, "event": self.event}
+        return {**common, **self.fields}
 
 
 def parse_line(text: str, process: str, before: float) -> LogLine:
     """Parse a line of a process. `before` is the time of the line before it."""
     if text.startswith("{"):
         try:
-            said = json.loads(text)
-            at = datetime.fromisoformat(said["timestamp"]).timestamp()
-            rest = {key: value for key, value in said.items() if key not in _ABOUT_A_LINE}
-            return LogLine(at, process, str(said.get("level", "")), str(said["event"]), rest)
+            found = json.loads(text)
+            at = datetime.fromisoformat(found["timestamp"]).timestamp()
+            rest = {key: value for key, value in found.items() if key not in _COMMON_KEYS}
+            return LogLine(at, process, str(found.get("level", "")), str(found["event"]), rest)
         except (ValueError, KeyError, TypeError):
             # A line that is cut off, or one that another program wrote as JSON.
             return LogLine(before, process, "", text)
-    if found := _REDIS.match(text):
+    if match := _REDIS.match(text):
         # Redis writes local time.
-        at = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").astimezone().timestamp()
-        return LogLine(at, process, _REDIS_LEVELS[found[2]], found[3])
+        at = datetime.strptime(match[1], "%d %b %Y %H:%M:%S.%f").astimezone().timestamp()
+        return LogLine(at, process, _REDIS_LEVELS[match[2]], match[3])
     return LogLine(before, process, "", text)
 
 
@@ -106,10 +106,10 @@ class LogFile:
         try:
             with path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
-                    # The log of another cluster, which begins anew.
+                    # The file is shorter than before: another cluster has started a new log.
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
-                piece = file.read(_MOST_READ)
+                piece = file.read(_READ_BYTES)
         except FileNotFoundError:
             return b""
         self._offset += len(piece)

@@ -21,7 +21,7 @@ from baton.errors import ConfigError
 
 _LOCK = "lock"
 _STATE = "cluster.json"
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
 _LOG_NAME = re.compile(r"(redis|supervisor|(prefill|decode|router)-\d+)\.log(\.(\d+|new))?\Z")
 
 
@@ -92,9 +92,9 @@ class RunDir:
         with self._usable():
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         while not _locked(descriptor, fcntl.LOCK_EX):
-            # A process that looks for the holder has a shared lock for a moment, and that fails our attempt, too.
-            if not self._look()[0]:
-                time.sleep(_LOOK_S)
+            # A process that reads the holder has a shared lock for a moment, which also makes the attempt fail.
+            if not self._read_lock()[0]:
+                time.sleep(_POLL_INTERVAL_S)
                 continue
             os.close(descriptor)
             raise ConfigError(
@@ -108,7 +108,7 @@ class RunDir:
         """Write the id of this process into the lock file that it holds. Raises ConfigError on a full disk."""
         assert self._lock is not None
         with self._usable():
-            # Written before it is cut, so that the file holds an id at any time.
+            # The file is written before it is truncated, so that it holds a process id at any time.
             os.ftruncate(self._lock, os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0))
 
     def clear_logs(self) -> None:
@@ -127,9 +127,9 @@ class RunDir:
 
     def holder(self) -> int | None:
         """The process id of the supervisor that holds the lock; None if no process does."""
-        return self._look()[1]
+        return self._read_lock()[1]
 
-    def _look(self) -> tuple[bool, int | None]:
+    def _read_lock(self) -> tuple[bool, int | None]:
         """Whether the lock is held, and the process id of its holder if that can be read."""
         try:
             descriptor = os.open(self.path / _LOCK, os.O_RDONLY)
@@ -138,8 +138,8 @@ class RunDir:
         try:
             if _locked(descriptor, fcntl.LOCK_SH):
                 return False, None
-            said = os.pread(descriptor, 32, 0).split()
-            return True, int(said[0]) if said and said[0].isdigit() else None
+            words = os.pread(descriptor, 32, 0).split()
+            return True, int(words[0]) if words and words[0].isdigit() else None
         finally:
             os.close(descriptor)
 
@@ -155,7 +155,7 @@ class RunDir:
                 yield holder
             if time.monotonic() >= ends_at:
                 raise TimeoutError
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def write_state(self, state: ClusterState) -> None:
         """Replace the state file in one step, readable by this user only. Raises ConfigError on a full disk."""

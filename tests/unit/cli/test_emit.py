@@ -359,7 +359,7 @@ def test_a_cluster_that_others_reach_needs_protection(kind: Emission, tmp_path: 
 
 def test_a_directory_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="name another one with --emit-dir"):
+    with pytest.raises(ConfigError, match="choose another directory with --emit-dir"):
         write(Emission.SLURM, up(), None, tmp_path / "file")
 
 

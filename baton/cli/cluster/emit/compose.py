@@ -25,7 +25,7 @@ STOP_GRACE_S = 15
 _INSIDE = "/etc/baton"
 _HEAD = """\
 # A Baton cluster: `docker compose up --wait`. Written by `baton up --emit compose`.
-# BATON_IMAGE names the image (deploy/Containerfile makes one), BATON_USER who owns the mounted files.
+# BATON_IMAGE is the image (built from deploy/Containerfile), BATON_USER the owner of the mounted files.
 """
 
 

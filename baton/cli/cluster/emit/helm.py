@@ -80,5 +80,7 @@ def _comments(config: UpConfig) -> str:
     if config.api_keys:
         lines.append(f"# kubectl create secret generic {KEYS_SECRET} --from-file=keys={config.api_keys.absolute()}")
     if has_password(config.registry):
-        lines.append(f"# kubectl create secret generic {REDIS_SECRET} --from-file=url=FILE   # FILE: Redis' URL alone")
+        lines.append(
+            f"# kubectl create secret generic {REDIS_SECRET} --from-file=url=FILE   # FILE has only the URL of Redis"
+        )
     return "".join(line + "\n" for line in lines)

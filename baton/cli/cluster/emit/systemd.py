@@ -72,15 +72,15 @@ def systemd_files(
 def _secret_file(prefix: str, registry: str) -> str:
     quoted = registry.replace("\\", "\\\\").replace('"', '\\"')
     return f"""\
-# What only root may read: `install -D -m 600 {prefix}.env {SECRETS}/{prefix}.env`, then remove this file.
+# Only root may read this file: `install -D -m 600 {prefix}.env {SECRETS}/{prefix}.env`, then remove this file.
 {REGISTRY}="{quoted}"
 """
 
 
 def _target(cluster: str, units: Sequence[str]) -> str:
     return f"""\
-# Written by `baton up --emit systemd`. Copy all of these to /etc/systemd/system, then `systemctl daemon-reload` and
-# `systemctl enable --now` this one.
+# Written by `baton up --emit systemd`. Copy all units to /etc/systemd/system, then run
+# `systemctl daemon-reload` and `systemctl enable --now` with this target.
 [Unit]
 Description=The Baton cluster {cluster}
 Wants={" ".join(units)}
@@ -105,25 +105,25 @@ Description=Baton {process.name}
 PartOf={prefix}.target
 Wants=network-online.target
 After=network-online.target{after}
-# Its Redis may be a while in coming.
+# Redis may start later, so systemd must not give up.
 StartLimitIntervalSec=0
 
 [Service]
-# It says itself when it serves.
+# The process notifies systemd when it serves.
 Type=notify
 User={user}
 ExecStart={_line(command)}
 {environment}Restart=on-failure
 RestartSec=1
-# No such flag: to try again would not help.
+# An invalid command line (exit code 64) does not become valid by a restart.
 RestartPreventExitStatus=64
-# Loading a model takes what it takes.
+# Loading a model can take any time.
 TimeoutStartSec=infinity
-# The first signal lets running requests end; what has not ended by then is killed.
+# The process drains after SIGTERM, and is killed if it has not ended after TimeoutStopSec.
 KillMode=mixed
 KillSignal=SIGTERM
 TimeoutStopSec={drain_s + STOP_GRACE_S:g}
-# Transfers pin memory, and read it from the processes of the same user.
+# Transfers lock memory, and read the memory of processes of the same user.
 LimitMEMLOCK=infinity
 LimitNOFILE=65536
 {_HARDENING}"""
@@ -132,7 +132,7 @@ LimitNOFILE=65536
 def _redis_unit(prefix: str, command: Sequence[str], user: str) -> str:
     return f"""\
 [Unit]
-Description=Redis of Baton: who is there, and where requests stand
+Description=Redis of Baton: the registry of its processes and requests
 PartOf={prefix}.target
 
 [Service]

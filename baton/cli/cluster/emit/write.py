@@ -27,14 +27,16 @@ def write(kind: Emission, config: UpConfig, file: Path | None, directory: Path) 
     """
     if kind is not Emission.SYSTEMD and not (config.insecure or (config.certs and config.api_keys)):
         raise UsageError(
-            f"--emit {kind}: its processes reach each other over a network: give --certs DIR and --api-keys FILE "
-            "(`baton certs init` and `baton keys add` make them), or say --insecure if that network is trusted"
+            f"--emit {kind}: the processes communicate over a network, so give --certs DIR and --api-keys FILE "
+            "(created by `baton certs init` and `baton keys add`), or --insecure if that network is trusted"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return [_write(directory / name, text) for name, text in _files(kind, config, file).items()]
     except OSError as error:
-        raise ConfigError(f"can't write to {directory} ({error.strerror}): name another one with --emit-dir") from None
+        raise ConfigError(
+            f"can't write to {directory} ({error.strerror}): choose another directory with --emit-dir"
+        ) from None
 
 
 def _files(kind: Emission, config: UpConfig, file: Path | None) -> Mapping[str, str]:

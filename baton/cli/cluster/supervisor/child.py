@@ -41,14 +41,14 @@ class ChildRun:
     """One run of a process. It belongs to the event loop that started it, on which its callbacks run."""
 
     def __init__(
-        self, on_news: Callable[[Ready | Failed], None], on_exit: Callable[[int], None], death_pipe: DeathPipe
+        self, on_announcement: Callable[[Ready | Failed], None], on_exit: Callable[[int], None], death_pipe: DeathPipe
     ) -> None:
-        self._on_news = on_news
+        self._on_announcement = on_announcement
         self._on_exit = on_exit
         self._death_pipe = death_pipe
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
-        self._hear: Callable[[], None] = _hear_nothing
+        self._read_announcements: Callable[[], None] = _do_nothing
 
     @property
     def pid(self) -> int:
@@ -101,23 +101,23 @@ class ChildRun:
                         with suppress(OSError):
                             os.write(output, piece)
                         if redis.says_ready(piece):
-                            self._on_news(Ready("", ""))
+                            self._on_announcement(Ready("", ""))
                         continue
-                    for news in reader.feed(piece):
-                        self._on_news(news)
+                    for announcement in reader.feed(piece):
+                        self._on_announcement(announcement)
                 self._loop.remove_reader(pipe)
                 os.close(pipe)
                 os.close(output)
-                self._hear = _hear_nothing
+                self._read_announcements = _do_nothing
 
-        self._hear = readable
+        self._read_announcements = readable
         self._loop.add_reader(pipe, readable)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         def ended() -> None:
             code = process.wait()
             # The last announcement, which says why the process ended, may not have been read yet.
-            self._hear()
+            self._read_announcements()
             self._on_exit(code)
 
         try:
@@ -141,18 +141,18 @@ class _RedisOutput:
 
     def __init__(self) -> None:
         self._seen = b""
-        self._told = False
+        self._is_ready = False
 
     def says_ready(self, piece: bytes) -> bool:
         """Whether this piece of output is the first after which Redis is known to be ready."""
-        if self._told:
+        if self._is_ready:
             return False
         self._seen = (self._seen + piece.lower())[-4096:]
-        self._told = READY_WORDS in self._seen
-        return self._told
+        self._is_ready = READY_WORDS in self._seen
+        return self._is_ready
 
 
-def _hear_nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

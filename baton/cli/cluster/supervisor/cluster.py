@@ -101,7 +101,7 @@ class _Child:
 
 
 class ClusterSupervisor:
-    """Keeps a cluster running until it is told to stop. Belongs to one event loop, on the main thread."""
+    """Keeps a cluster running until it is stopped. Belongs to one event loop, on the main thread."""
 
     def __init__(
         self,
@@ -210,7 +210,9 @@ class ClusterSupervisor:
     def _spawn(self, child: _Child) -> None:
         child.ready = child.refusal = None
         child.run = ChildRun(
-            lambda news: self._on_news(child, news), lambda code: self._on_exit(child, code), self._death_pipe
+            lambda announcement: self._on_announcement(child, announcement),
+            lambda code: self._on_exit(child, code),
+            self._death_pipe,
         )
         try:
             flags = child.pinned if child.life.restarts else child.spec.first_run
@@ -220,16 +222,19 @@ class ClusterSupervisor:
             child.refusal = Failed(f"{child.spec.command[0]}: {error.strerror}", ExitCode.BAD_CONFIG)
         self._write()
 
-    def _on_news(self, child: _Child, news: Ready | Failed) -> None:
-        if isinstance(news, Failed):
-            child.refusal = news
+    def _on_announcement(self, child: _Child, announcement: Ready | Failed) -> None:
+        if isinstance(announcement, Failed):
+            child.refusal = announcement
             return
-        child.ready = news
+        child.ready = announcement
         if child.life.restarts:
             _log.info(
-                "process is back", name=child.spec.name, incarnation=news.incarnation, restarts=child.life.restarts
+                "process is back",
+                name=child.spec.name,
+                incarnation=announcement.incarnation,
+                restarts=child.life.restarts,
             )
-        child.pinned = _pinned_ports(child.spec, news)
+        child.pinned = _pinned_ports(child.spec, announcement)
         if child.life.state in (ChildState.STARTING, ChildState.STOPPING):
             child.life.became_ready(self._clock.monotonic())
         self._write()

@@ -36,7 +36,7 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
     sys.stderr.flush()
     read_end, write_end = os.pipe()
     background, on_interrupt = 0, signal.getsignal(signal.SIGINT)
-    with os.fdopen(read_end, "rb") as news:
+    with os.fdopen(read_end, "rb") as messages:
         try:
             # An interrupt must not arrive before the process that it is to end is known.
             with interrupts_deferred():
@@ -50,41 +50,41 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
                     _run(serve, write_end, log)
                 os.close(write_end)
                 os.waitpid(middle, 0)
-                found = _next(news)
+                found = _receive(messages)
                 background = found.get("pid", 0)
             while "state" not in found:
                 if "error" in found:
                     # The pipe ends with the background process, so nothing of it is left when the command returns.
-                    news.read()
+                    messages.read()
                     raise DetachedStartFailed(found["error"], found["exit_code"])
-                found = _next(news)
+                found = _receive(messages)
         except KeyboardInterrupt:
             if background:
                 with suppress(ProcessLookupError):
                     os.kill(background, signal.SIGTERM)
-            news.read()
+            messages.read()
             raise
     return ClusterState.from_json(found["state"])
 
 
 def _run(serve: Callable[[Report], None], pipe: int, log: Path) -> None:
-    """Be the background process. Never returns."""
+    """Run as the background process. Never returns."""
     code = int(ExitCode.FAILED)
     try:
         _redirect(log)
-        _tell(pipe, {"pid": os.getpid()})
+        _send(pipe, {"pid": os.getpid()})
 
         def report(state: ClusterState) -> None:
-            _tell(pipe, {"state": state.to_json()})
+            _send(pipe, {"state": state.to_json()})
             os.close(pipe)
 
         serve(report)
         code = int(ExitCode.OK)
     except BatonError as error:
         code = int(error.exit_code)
-        _tell(pipe, {"error": str(error), "exit_code": code})
+        _send(pipe, {"error": str(error), "exit_code": code})
     except BaseException as error:
-        _tell(pipe, {"error": f"the supervisor died: {error!r}", "exit_code": code})
+        _send(pipe, {"error": f"the supervisor failed: {error!r} (log: {log})", "exit_code": code})
         raise
     finally:
         sys.stdout.flush()
@@ -99,14 +99,14 @@ def _redirect(log: Path) -> None:
         os.dup2(source, target)
 
 
-def _tell(pipe: int, news: dict[str, Any]) -> None:
+def _send(pipe: int, message: dict[str, Any]) -> None:
     with suppress(OSError):
-        os.write(pipe, json.dumps(news).encode() + b"\n")
+        os.write(pipe, json.dumps(message).encode() + b"\n")
 
 
-def _next(news: IO[bytes]) -> dict[str, Any]:
+def _receive(messages: IO[bytes]) -> dict[str, Any]:
     """The next message of the background process. Raises DetachedStartFailed if it has ended."""
-    line = news.readline()
+    line = messages.readline()
     if not line:
         raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)
     found: dict[str, Any] = json.loads(line)

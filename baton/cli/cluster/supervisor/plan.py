@@ -18,7 +18,7 @@ REDIS = "redis"
 _MAIN = "baton.cli.main"
 _FLAG = "--"
 _INSECURE = "--insecure"
-"""The processes get this setting as BATON_INSECURE, as units, charts and scripts set it once for all of them."""
+"""Processes get this setting as BATON_INSECURE, like those in emitted units, charts and scripts."""
 REGISTRY = "BATON_REGISTRY"
 """The variable with the registry's URL, which may contain a password: other users can read command lines with `ps`."""
 

@@ -40,9 +40,9 @@ def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
     named = config.get("architectures") or []
     causal = [name for name in named if str(name).endswith(("ForCausalLM", "LMHeadModel"))]
     if not causal or config.get("is_encoder_decoder"):
-        said = ", ".join(map(str, named)) or "no architecture"
+        architectures = ", ".join(map(str, named)) or "no architecture"
         raise ConfigError(
-            f"model directory {directory} holds {said}, which is not supported: "
+            f"model directory {directory} holds {architectures}, which is not supported: "
             "choose a decoder-only language model (…ForCausalLM)"
         )
 

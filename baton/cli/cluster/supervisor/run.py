@@ -66,7 +66,7 @@ def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> C
 
 
 class _PhaseNotes:
-    """Tells a person at a terminal that the cluster starts or stops."""
+    """Prints for a person at a terminal that the cluster is starting or stopping."""
 
     def __init__(self) -> None:
         self._phase = ""

@@ -212,7 +212,9 @@ class ChatClient:
             ):
                 answer = source.response
                 if answer.status_code != 200:
-                    raise error_from_response(answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), endpoint)
+                    raise error_from_response(
+                        answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), endpoint
+                    )
                 yield Accepted(headers["x-request-id"], 0, 0)
                 reader = EventReader(position)
                 for message in source:

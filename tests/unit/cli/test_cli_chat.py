@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from baton.cli.commands.chat_stream import ChatClient, EventReader, Endpoint, error_from_object, error_from_response
+from baton.cli.commands.chat_stream import ChatClient, Endpoint, EventReader, error_from_object, error_from_response
 from baton.cli.main import main
 from baton.cli.usage import ClientUsageError
 from baton.errors import (
@@ -168,7 +168,9 @@ def test_where_it_talks_to() -> None:
 
 def test_errors_have_their_kinds() -> None:
     assert isinstance(error_from_object({"message": "m", "type": "rate_limit_error"}), QuotaExceeded)
-    assert isinstance(error_from_object({"message": "m", "type": "invalid_request_error", "code": "not_found"}), RequestNotFound)
+    assert isinstance(
+        error_from_object({"message": "m", "type": "invalid_request_error", "code": "not_found"}), RequestNotFound
+    )
     unknown = error_from_object({"message": "model: no", "type": "x", "code": "model_not_found", "param": "model"})
     assert not isinstance(unknown, InvalidRequest), "its type says what it is"
     unknown = error_from_object(

@@ -1,4 +1,4 @@
-"""`baton certs` and `baton keys`, and what the certificates say."""
+"""`baton certs` and `baton keys`, and the contents of the certificates."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def names_in(certificate: Path) -> list[str]:
 def test_certificates_for_every_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     certs = tmp_path / "certs"
     assert main(["certs", "init", str(certs), "--hosts", "gpu-1, 10.0.0.5", "--cluster", "blue"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert {path.name for path in certs.iterdir()} == {
         *("ca.crt", "ca.key", "router.crt", "router.key", "node.crt", "node.key", "operator.crt", "operator.key")
     }
-    assert all(str(path) in said for path in certs.iterdir())
+    assert all(str(path) in output for path in certs.iterdir())
     assert {stat.S_IMODE(path.stat().st_mode) for path in certs.iterdir()} == {0o600}
     for role in ("router", "node"):
         names = names_in(certs / f"{role}.crt")
@@ -40,7 +40,7 @@ def test_certificates_for_every_role(tmp_path: Path, capsys: pytest.CaptureFixtu
         certificate_files(certs, role).read()
 
 
-def test_the_second_time_the_authority_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_keeps_the_authority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certs", "init", str(tmp_path)]) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert main(["certs", "init", str(tmp_path), "--hosts", "new.example"]) == 0
@@ -53,31 +53,31 @@ def test_the_second_time_the_authority_stays(tmp_path: Path, capsys: pytest.Capt
     assert "has no ca.crt with its ca.key" in capsys.readouterr().err
 
 
-def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_files_that_do_not_match_are_named_in_the_error(tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert main(["certs", "init", str(tmp_path / name)]) == 0
     one, two = (certificate_files(tmp_path / name, "node") for name in ("one", "two"))
     garbage = tmp_path / "garbage"
     garbage.write_text("no certificate")
-    for wrong, said in (
+    for wrong, message in (
         (TlsFiles(one.ca, one.cert, two.key), "no certificate and its key"),
         (TlsFiles(garbage, one.cert, one.key), "garbage holds no certificate"),
         (TlsFiles(one.ca, garbage, one.key), "no certificate and its key"),
         (TlsFiles(tmp_path / "missing", one.cert, one.key), "missing can't be read"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             wrong.read()
     assert one.server_context().minimum_version >= ssl.TLSVersion.TLSv1_2
     with pytest.raises(ValueError, match="go together"):
         TlsFiles.of(one.cert, None, one.ca)
 
 
-def test_a_key_is_made_listed_and_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_created_listed_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "keys.json")
     assert main(["keys", "add", file, "--tenant", "acme", "--max-concurrent", "7"]) == 0
-    said = capsys.readouterr()
-    key = said.out.strip()
-    assert key not in said.err
+    output = capsys.readouterr()
+    key = output.out.strip()
+    assert key not in output.err
     assert main(["keys", "add", file, "--role", "operator"]) == 0
     operator = capsys.readouterr().out.strip()
     ring = KeyRing(Path(file))
@@ -97,11 +97,11 @@ def test_a_key_is_made_listed_and_taken_back(tmp_path: Path, capsys: pytest.Capt
     assert main(["keys", "list", str(tmp_path / "none")]) == ExitCode.BAD_CONFIG
 
 
-def test_the_line_for_redis_names_one_clusters_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_redis_user_may_access_only_the_keys_of_one_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "redis-user", "--cluster", "blue"]) == 0
-    said = capsys.readouterr()
-    words = said.out.split()
+    output = capsys.readouterr()
+    words = output.out.split()
     assert words[:3] == ["ACL", "SETUSER", "baton"]
     assert {"~baton:blue:*", "&baton:blue:*", "-@all"} <= set(words)
     password = next(word[1:] for word in words if word.startswith(">"))
-    assert password in said.err
+    assert password in output.err

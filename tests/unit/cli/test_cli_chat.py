@@ -1,4 +1,4 @@
-"""A conversation over HTTP: what is sent, what is printed, and streams that break."""
+"""`baton chat` over HTTP: what it sends and prints, and how it continues broken streams."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refusal(status: int, **error: str) -> bytes:
 
 
 class Router:
-    """Answers each connection with the next of its answers, and closes it."""
+    """A server that sends the next of its answers on each connection, and closes the connection."""
 
     def __init__(self, answers: Sequence[bytes]) -> None:
         self._answers = list(answers)
@@ -69,7 +69,7 @@ class Router:
 
 @asynccontextmanager
 async def router(*answers: bytes) -> AsyncIterator[tuple[Router, str]]:
-    """Yields it and its URL."""
+    """Run a scripted router; yields it and its URL."""
     scripted = Router(answers)
     server = await asyncio.start_server(scripted.serve, "127.0.0.1", 0)
     yield scripted, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -83,21 +83,21 @@ def ask(url: str, notes: list[str]) -> str:
     return "".join(event.text for event in events if isinstance(event, Chunk))
 
 
-async def test_a_stream_that_breaks_goes_on_behind_its_last_event() -> None:
-    begun = whole(piece(1, "a"), piece(3, "bc", (7, 8)))
+async def test_a_broken_stream_is_continued_after_its_last_event() -> None:
+    beginning = whole(piece(1, "a"), piece(3, "bc", (7, 8)))
     rest = whole(piece(4, "d"), piece(5, "!", (), "stop"), DONE)
     notes: list[str] = []
-    async with router(begun, rest) as (scripted, url):
+    async with router(beginning, rest) as (scripted, url):
         assert await asyncio.to_thread(ask, url, notes) == "abcd!"
     assert [scripted.header(number, "last-event-id") for number in (0, 1)] == ["", "3"]
     assert scripted.header(0, "x-request-id") == scripted.header(1, "x-request-id") != ""
     assert scripted.header(1, "authorization") == "bearer secret"
     assert scripted.bodies[0] == scripted.bodies[1]
-    assert scripted.bodies[0]["seed"], "it can be repeated"
-    assert not notes, "one break is no story"
+    assert scripted.bodies[0]["seed"], "a request without a seed could not be repeated"
+    assert not notes, "a single break is not reported"
 
 
-async def test_what_nobody_remembers_is_made_again_and_compared() -> None:
+async def test_a_request_that_no_router_knows_is_generated_again_and_compared() -> None:
     lost = refusal(404, message="gone", code="not_found")
     again = whole(piece(1, "a"), piece(2, "b", (8,), "stop"), DONE)
     async with router(whole(piece(1, "a")), lost, again) as (scripted, url):
@@ -116,7 +116,7 @@ async def test_an_error_that_ends_a_stream_is_final() -> None:
             await asyncio.to_thread(ask, url, [])
 
 
-async def test_a_line_is_a_turn_and_history_is_kept(
+async def test_each_line_is_a_message_and_the_conversation_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [whole(piece(1, text, reason="stop"), DONE) for text in ("one", "two", "three")]
@@ -134,7 +134,7 @@ async def test_a_line_is_a_turn_and_history_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "said"),
+    ("answer", "code", "message"),
     [
         (refusal(401, message="no key", type="authentication_error"), 4, "no key"),
         (refusal(400, message="top_p: is 3", type="invalid_request_error", param="top_p"), 2, "top_p: is 3"),
@@ -146,8 +146,8 @@ async def test_a_line_is_a_turn_and_history_is_kept(
         (b"SSH-2.0-x\r\n\r\n", 5, "does not answer"),
     ],
 )
-async def test_what_goes_wrong_is_one_line(
-    answer: bytes, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_an_error_is_one_line(
+    answer: bytes, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with router(answer) as (_, url):
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
@@ -155,10 +155,10 @@ async def test_what_goes_wrong_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("baton: ")
-    assert said in err
+    assert message in err
 
 
-def test_where_it_talks_to() -> None:
+def test_endpoints_are_parsed_from_urls() -> None:
     assert Endpoint.parse("https://h/v1") == Endpoint("h", 443, True)
     assert str(Endpoint.parse("http://[::1]:80/x/")) == "http://[::1]:80/x"
     for url in ("h:80", "ftp://h", "http://", "http://h:port"):
@@ -166,7 +166,7 @@ def test_where_it_talks_to() -> None:
             Endpoint.parse(url)
 
 
-def test_errors_have_their_kinds() -> None:
+def test_error_objects_become_typed_errors() -> None:
     assert isinstance(error_from_object({"message": "m", "type": "rate_limit_error"}), QuotaExceeded)
     assert isinstance(
         error_from_object({"message": "m", "type": "invalid_request_error", "code": "not_found"}), RequestNotFound
@@ -183,6 +183,6 @@ def test_errors_have_their_kinds() -> None:
 
 
 @pytest.mark.parametrize("data", ["x", "[]", '{"choices":[{}]}', '{"choices":[1]}', "1"])
-def test_nonsense_is_no_answer(data: str) -> None:
+def test_invalid_data_is_not_an_answer(data: str) -> None:
     with pytest.raises(Unreachable, match="not an answer to a chat"):
         EventReader(0).read_data(data)

@@ -1,4 +1,4 @@
-"""What a shell learns of the command line, asked of the shell itself."""
+"""Completion scripts, tested in the shells themselves."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["completion", "b"], {"bash"}),
     ],
 )
-def test_bash_is_offered(script: Path, typed: Sequence[str], offered: set[str]) -> None:
+def test_bash_offers_completions(script: Path, typed: Sequence[str], offered: set[str]) -> None:
     words = " ".join(repr(word) for word in ["baton", *typed])
     asked = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _baton; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
     assert (set(done.stdout.split()), done.stderr) == (offered, "")
 
 
-def test_every_command_is_known_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_completed_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     tree = dict(completions_of(command_tree()))
     assert {"get nodes", "describe request", "bench serve", "certs init", "config view"} <= tree.keys()
     assert all(text for words in tree.values() for text in words.commands.values())
@@ -53,7 +53,7 @@ def test_every_command_is_known_with_its_help(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_others_can_read_theirs(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_and_fish_can_read_their_scripts(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     assert main(["completion", shell]) == 0

@@ -1,4 +1,4 @@
-"""`baton config view`: every key, its value, and who said so."""
+"""`baton config view`: every key, its value and its origin."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from baton.cli.main import main
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_stronger_source_wins_and_is_named(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_source_with_precedence_is_used_and_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (elsewhere / "baton.toml").write_text("threads = 2\n[node]\nmax_num_seqs = 7\nblock_size = 32\n")
+    (directory / "baton.toml").write_text("threads = 2\n[node]\nmax_num_seqs = 7\nblock_size = 32\n")
     monkeypatch.setenv("BATON_BLOCK_SIZE", "8")
     assert main(["config", "view", "node", "--origin", "-o", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -40,18 +40,18 @@ def test_passwords_are_not_shown(
     monkeypatch.setenv("BATON_REGISTRY", "redis://me:s3cret@host:1?password=s3cret")
     for process in ("up", "node", "router"):
         assert main(["config", "view", process, *form]) == 0
-        said = capsys.readouterr().out
-        assert "redis://***@host:1?password=***" in said
-        assert "s3cret" not in said
+        output = capsys.readouterr().out
+        assert "redis://***@host:1?password=***" in output
+        assert "s3cret" not in output
 
 
-def test_what_no_command_would_take_is_refused_here_as_well(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_invalid_settings_are_refused_by_config_view_as_well(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (elsewhere / "baton.toml").write_text("[node]\nmax_num_seq = 7\n")
+    (directory / "baton.toml").write_text("[node]\nmax_num_seq = 7\n")
     assert main(["config", "view"]) == 78
     assert "did you mean max_num_seqs?" in capsys.readouterr().err
-    (elsewhere / "baton.toml").write_text("")
+    (directory / "baton.toml").write_text("")
     monkeypatch.setenv("BATON_BLOCK_SIZE", "none")
     assert main(["config", "view", "node"]) == 78
     assert "block_size 'none' from BATON_BLOCK_SIZE" in capsys.readouterr().err

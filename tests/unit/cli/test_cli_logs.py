@@ -1,4 +1,4 @@
-"""`baton logs`: lines of several processes as one stream."""
+"""`baton logs`: merges the lines of several processes into one stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def logging_as_it_was() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_what_a_process_logs_is_what_is_read(tmp_path: Path) -> None:
+def test_lines_are_read_as_a_process_logged_them(tmp_path: Path) -> None:
     out = io.StringIO()
     configure_logging("info", environ={}, stream=out, node="router-0")
     log_also(incarnation="router-0.a")
@@ -58,11 +58,11 @@ def test_lines_of_all_kinds() -> None:
 def write(path: Path, *lines: tuple[int, str]) -> None:
     with path.open("a") as file:
         for second, event in lines:
-            said = {"timestamp": f"2026-11-22T00:00:{second:02d}Z", "level": "info", "event": event}
-            file.write(json.dumps(said) + "\n")
+            line = {"timestamp": f"2026-11-22T00:00:{second:02d}Z", "level": "info", "event": event}
+            file.write(json.dumps(line) + "\n")
 
 
-def test_files_are_merged_by_time_and_read_on(tmp_path: Path) -> None:
+def test_files_are_merged_by_time_and_read_further(tmp_path: Path) -> None:
     one, other = tmp_path / "a-0.log", tmp_path / "b-0.log"
     write(one, (1, "first"), (4, "fourth"))
     one.open("a").write("its traceback\n")
@@ -87,7 +87,7 @@ def test_since() -> None:
             parse_since(bad, 0.0)
 
 
-def test_which_lines_are_wanted() -> None:
+def test_which_lines_are_selected() -> None:
     line = parse_line(json.dumps(LINE), "router-0", 0.0)
     assert is_selected(line, None, "debug")
     assert is_selected(line, "r", "info")
@@ -96,7 +96,7 @@ def test_which_lines_are_wanted() -> None:
     assert is_selected(LogLine(0.0, "redis", "", "a banner"), None, "error")
 
 
-def test_words_for_people() -> None:
+def test_a_line_as_text() -> None:
     line = LogLine(
         0.0, "d-0", "error", "attempt failed", {"request": "r", "why": 'a "b"', "exception": "Traceback\n  x"}
     )

@@ -1,4 +1,4 @@
-"""The command's edges: exit codes, one line on stderr, clean output, nothing heavy imported."""
+"""The command as a whole: exit codes, one line on stderr, clean output, and no large imports for help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def taken_port() -> Callable[[], int]:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["version"], 0, ""),
         (["generate"], 2, "give either a PROMPT or --token-ids"),
@@ -67,14 +67,14 @@ def taken_port() -> Callable[[], int]:
         (["router"], 64, "--registry is required"),
     ],
 )
-def test_exit_codes_and_what_is_said(
-    words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+def test_exit_codes_and_messages(
+    words: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if words[0] == "up":
         words = [*words, "--grpc-port", "0", "--http-port", "0"]
     assert command.main(words) == code
     out, err = capfd.readouterr()
-    assert said in err
+    assert message in err
     assert not err if code == 0 else not out
     if code not in (0, 2) and "Usage" not in err:
         assert err.startswith("baton: ")
@@ -96,7 +96,7 @@ def test_a_port_in_use_is_named(taken_port: Callable[[], int], capfd: pytest.Cap
         ({"architectures": ["BertModel"]}, None, "holds BertModel, which is not supported"),
     ],
 )
-def test_a_model_that_can_not_be_served_is_refused_before_anything_starts(
+def test_a_model_that_can_not_be_served_is_refused_before_a_process_starts(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     config: dict[str, object] | None,
@@ -140,7 +140,7 @@ def test_errors_become_exit_codes(
     assert capfd.readouterr().err == ("" if code in (130, 1) else "baton: a b\n")
 
 
-def test_a_reader_that_goes_away_is_no_story(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error_message(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     words = [sys.executable, "-m", "baton.cli.main", "version"]
@@ -149,15 +149,17 @@ def test_a_reader_that_goes_away_is_no_story(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-HEAVY = "asyncio cryptography google.protobuf grpc nixl numpy opentelemetry redis rich ssl structlog torch transformers"
+LARGE_PACKAGES = (
+    "asyncio cryptography google.protobuf grpc nixl numpy opentelemetry redis rich ssl structlog torch transformers"
+)
 
 
 @pytest.mark.parametrize("do", ["main(['version'])", "command_tree()"], ids=["one", "all"])
-def test_what_a_command_needs_to_know_its_options_is_light(do: str, tmp_path: Path) -> None:
-    """Help and completion answer at once; what a command works with, it imports when it works."""
+def test_help_and_completion_import_no_large_package(do: str, tmp_path: Path) -> None:
+    """Help and completion must be fast, so a command imports large packages only when it runs."""
     script = (
         "import sys; from baton.cli.main import command_tree, main; "
-        f"{do}; sys.exit(' '.join(sorted(set('{HEAVY}'.split()) & set(sys.modules))) or None)"
+        f"{do}; sys.exit(' '.join(sorted(set('{LARGE_PACKAGES}'.split()) & set(sys.modules))) or None)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

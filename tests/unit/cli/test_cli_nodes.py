@@ -1,4 +1,4 @@
-"""What the command asks nodes themselves, and how it shows the answers."""
+"""Commands that ask the nodes themselves, and how they show the answers."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ READER = NodeReport(
 
 
 def status_of(report: NodeReport, **changes: object) -> NodeStatus:
-    told = report.node
+    description = report.node
     status = NodeStatus(
-        name=told.node_id,
-        role=told.role.value,
+        name=description.node_id,
+        role=description.role.value,
         status="Ready",
-        incarnation=told.incarnation,
-        address=told.address,
-        pid=told.pid,
-        model=told.model,
+        incarnation=description.incarnation,
+        address=description.address,
+        pid=description.pid,
+        model=description.model,
         running=0,
         waiting=0,
         kv_usage=0.0,
-        version=told.version,
+        version=description.version,
         age_s=100.0,
     )
     return replace(status, **changes)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_rows_of_leases_oldest_first() -> None:
     assert lease_row(SENDER, YOUNG, wide=True) == wide
 
 
-def test_a_lease_as_json_loses_nothing() -> None:
+def test_a_lease_as_json_has_all_fields() -> None:
     assert lease_json(SENDER, OLD) == {
         "node": "p1",
         "incarnation": "p1.1",
@@ -100,13 +100,13 @@ def test_a_lease_as_json_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(-1, "0.0s"), (0.04, "0.0s"), (9.94, "9.9s"), (9.95, "9s"), (10, "10s"), (75, "1m15s")]
+    ("seconds", "text"), [(-1, "0.0s"), (0.04, "0.0s"), (9.94, "9.9s"), (9.95, "9s"), (10, "10s"), (75, "1m15s")]
 )
-def test_fine_durations(seconds: float, said: str) -> None:
-    assert fine_duration(seconds) == said
+def test_fine_durations(seconds: float, text: str) -> None:
+    assert fine_duration(seconds) == text
 
 
-def test_a_prefill_node_in_words() -> None:
+def test_a_prefill_node_as_text() -> None:
     lines = node_lines(status_of(SENDER, detail="a word"), SENDER)
     assert lines[:4] == ["Name:         p1", "Role:         prefill", "Status:       Ready", "Detail:       a word"]
     assert "  Blocks:      64: 48 free, 7 leased, 0 quarantined (25 % in use)" in lines
@@ -116,7 +116,7 @@ def test_a_prefill_node_in_words() -> None:
     assert not any("On transfer failure" in line for line in lines)
 
 
-def test_a_decode_node_in_words() -> None:
+def test_a_decode_node_as_text() -> None:
     lines = node_lines(status_of(READER), READER)
     assert "  On transfer failure:  recompute" in lines
     assert lines[lines.index("Transfers:") :] == [
@@ -131,7 +131,7 @@ def test_a_decode_node_in_words() -> None:
     ]
 
 
-def test_what_computes_the_model_is_said_with_why_nothing_faster_does() -> None:
+def test_compute_paths_are_shown_with_the_reason_why_they_are_not_faster() -> None:
     paths = [ComputePath("products", "C kernels, avx2"), ComputePath("decoder", "transformers' loop", "no part model")]
     report = replace(SENDER, compute_paths=paths)
     lines = node_lines(status_of(report), report)
@@ -139,11 +139,11 @@ def test_what_computes_the_model_is_said_with_why_nothing_faster_does() -> None:
         "  products:  C kernels, avx2",
         "  decoder:   transformers' loop (not faster: no part model)",
     ]
-    said = node_json(status_of(report), report)["report"]["compute_paths"]
-    assert said[1] == {"part": "decoder", "runs": "transformers' loop", "why_not_faster": "no part model"}
+    found = node_json(status_of(report), report)["report"]["compute_paths"]
+    assert found[1] == {"part": "decoder", "runs": "transformers' loop", "why_not_faster": "no part model"}
 
 
-def test_a_node_that_says_nothing_is_described_as_far_as_it_is_known() -> None:
+def test_a_node_that_does_not_answer_is_described_by_what_its_router_knows() -> None:
     status = status_of(READER, status="Suspect", pid=0)
     lines = node_lines(status, None)
     assert lines[2] == "Status:       Suspect"
@@ -159,15 +159,15 @@ def test_a_description_is_the_same_in_json_and_yaml(capsys: pytest.CaptureFixtur
         as_json = json.loads(capsys.readouterr().out)
         print_yaml(value)
         assert yaml.safe_load(capsys.readouterr().out) == as_json
-    said = as_json["report"]
-    assert said["description"]["role"] == "decode"
-    assert said["description"]["eos_token_ids"] == [2]
-    assert said["load"]["quarantined_blocks"] == 3
-    assert said["refused_links"][0]["story"] == "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]"
-    told = node_json(status_of(SENDER), SENDER)["report"]
-    assert told["leases_by_state"] == {"GRANTED": 1, "SUSPECT": 1}
-    assert (told["oldest_lease_age_s"], told["waiting_by_reason"]["capacity"]) == (75.0, 2)
-    assert [lease["state"] for lease in told["leases"]] == ["SUSPECT", "GRANTED"]
+    reader = as_json["report"]
+    assert reader["description"]["role"] == "decode"
+    assert reader["description"]["eos_token_ids"] == [2]
+    assert reader["load"]["quarantined_blocks"] == 3
+    assert reader["refused_links"][0]["story"] == "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]"
+    sender = node_json(status_of(SENDER), SENDER)["report"]
+    assert sender["leases_by_state"] == {"GRANTED": 1, "SUSPECT": 1}
+    assert (sender["oldest_lease_age_s"], sender["waiting_by_reason"]["capacity"]) == (75.0, 2)
+    assert [lease["state"] for lease in sender["leases"]] == ["SUSPECT", "GRANTED"]
 
 
 def test_a_node_is_found_by_its_name() -> None:
@@ -191,18 +191,18 @@ def test_a_node_is_found_by_its_name() -> None:
         ({"status": "Suspect"}, True),
     ],
 )
-def test_who_is_asked(changes: dict[str, object], asked: bool) -> None:
+def test_which_nodes_can_be_asked(changes: dict[str, object], asked: bool) -> None:
     assert can_be_asked(status_of(SENDER, **changes)) is asked
 
 
 class Handler:
-    """A node that answers questions."""
+    """A node that answers with its report."""
 
     def report(self) -> NodeReport:
         return SENDER
 
 
-async def test_who_does_not_answer_does_not_hide_who_does() -> None:
+async def test_a_node_that_does_not_answer_does_not_hide_the_others() -> None:
     server = RpcServer((node_service.SERVICE_NAME,))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     NodeServicer(Handler()).add_to_server(server.server)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ async def test_who_does_not_answer_does_not_hide_who_does() -> None:
     assert answers.problems["p1.0"] == f"p1: p1.1 answers at {address}, not p1.0"
 
 
-def test_a_router_that_says_nothing_hides_no_node(tmp_path: Path) -> None:
+def test_a_router_that_does_not_answer_does_not_hide_the_nodes(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
     place.lock()

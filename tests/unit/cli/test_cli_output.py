@@ -1,4 +1,4 @@
-"""What commands print, and the two views of a cluster put together."""
+"""What commands print: tables, YAML and progress, and the combined view of a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = st.text(st.characters(codec="utf-8")) | st.text("ab \n:#-'\"\t|>%@`!&*{}[
 FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated"))
 
 
-def test_generate_json_has_exactly_the_promised_keys() -> None:
+def test_generate_json_has_exactly_the_documented_keys() -> None:
     answer = Answer()
     events = [Accepted("r", 1, 5), Chunk(0, [7], "a"), Chunk(1, [8], "b"), FINISHED]
     assert "".join(answer.add(event) for event in events) == "ab"
@@ -85,7 +85,7 @@ def test_the_summary_of_a_request() -> None:
         {"outer": {"inner": {"leaf": "l"}}},
     ],
 )
-def test_yaml_says_what_was_meant(value: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_can_be_read_back(value: object, capsys: pytest.CaptureFixture[str]) -> None:
     print_yaml(value)
     assert yaml.safe_load(capsys.readouterr().out) == value
 
@@ -104,12 +104,12 @@ def test_yaml_is_read_as_it_was_written(value: object) -> None:
 @pytest.mark.parametrize(
     "text", ["no", "y", "null", "", "1e3", "12e45678", "08", "0o17", ".5", "1:30", "2026-01-31", "~", "=", "a: b"]
 )
-def test_text_that_a_reader_of_any_yaml_takes_for_something_else_is_quoted(text: str) -> None:
+def test_text_that_a_yaml_reader_could_take_for_another_type_is_quoted(text: str) -> None:
     assert yaml_text([text]) == f"- '{text}'\n"
     assert yaml_text({text: 1}) == f"'{text}': 1\n"
 
 
-def test_yaml_repeats_what_is_there_twice_and_keeps_the_order() -> None:
+def test_yaml_has_no_anchors_and_keeps_the_order_of_keys() -> None:
     twice = ["x"]
     assert yaml_text({"b": twice, "a": twice}) == "b:\n- x\na:\n- x\n"
 
@@ -148,7 +148,7 @@ def test_progress_without_a_terminal_is_at_most_one_line_a_second(capsys: pytest
     assert capsys.readouterr().err == "first\n"
 
 
-def test_words_for_amounts() -> None:
+def test_durations_and_sizes_as_text() -> None:
     assert [duration(s) for s in (0.4, 59, 60, 3725, 90061)] == ["0s", "59s", "1m00s", "1h02m", "1d1h"]
     assert [size(n) for n in (0, 1, 1023, 1024, 3 << 20)] == ["0 B", "1 B", "1023 B", "1.0 KiB", "3.0 MiB"]
 
@@ -179,7 +179,7 @@ def test_a_healthy_cluster() -> None:
     assert json.loads(json.dumps(view.to_json()))["nodes"][0]["kv_usage"] == 0.5
 
 
-def test_a_crash_loop_is_shown_though_the_router_does_not_know() -> None:
+def test_a_crash_loop_is_shown_although_the_router_does_not_know_of_it() -> None:
     looping = replace(child("d1", "decode", "CrashLoop", 4), pid=0)
     view = combine(ROUTER, "", supervised(child("d0", "decode", "CrashLoop", 3), looping))
     assert (view.health, view.detail) == (
@@ -190,19 +190,19 @@ def test_a_crash_loop_is_shown_though_the_router_does_not_know() -> None:
     assert shown["d0"] == shown["d1"] == ("CrashLoop", "SIGKILL")
 
 
-def test_a_dead_redis_degrades_and_is_no_node() -> None:
+def test_a_dead_redis_degrades_the_cluster_and_is_not_a_node() -> None:
     view = combine(ROUTER, "", supervised(child("redis", "redis", "Starting", 1)))
     assert view.health == "degraded"
     assert "redis" not in {n.name for n in view.nodes}
 
 
-def test_without_a_router_the_supervisors_word_is_all_there_is() -> None:
+def test_without_a_router_the_state_of_the_supervisor_is_shown() -> None:
     view = combine(None, "no answer", supervised(child("p0", "prefill"), child("router-0", "router", "Starting", 1)))
     assert (view.health, view.detail) == ("unavailable", "no answer; router-0 is Starting after 1 restarts")
     assert {n.name: n.status for n in view.nodes} == {"p0": "Starting", "router-0": "Starting"}
 
 
-def test_what_the_router_says_of_its_health_stands() -> None:
+def test_the_health_that_the_router_reports_is_kept() -> None:
     degraded = replace(ROUTER, health="degraded", detail="the registry does not answer")
     view = combine(degraded, "", None)
     assert (view.health, view.detail) == ("degraded", "the registry does not answer")

@@ -1,4 +1,4 @@
-"""The one screen of `baton status`."""
+"""The page of `baton status`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ NODES = [
     node("r0", "router"),
 ]
 EVENTS = [
-    ClusterEvent(seq, 1000.0 + seq, severity, reason, "d2", detail=f"story {seq}")
+    ClusterEvent(seq, 1000.0 + seq, severity, reason, "d2", detail=f"detail {seq}")
     for seq, (severity, reason) in enumerate([("Warning", "NodeLost"), ("Normal", "NodeReady"), ("Warning", "Retry")])
 ]
 
 
-def test_one_screen() -> None:
+def test_the_whole_screen() -> None:
     redis = ProcessState("redis", "redis", "Starting", 0, 0, 2, "", "", "", "", "exit code 1")
     state = ClusterState("c", "ready", 1, 0, 0.0, "m", "auto", "h:1", "h:2", (redis,))
     view = ClusterView("c", "degraded", "two parts", NODES, state)
@@ -52,7 +52,7 @@ def test_one_screen() -> None:
         "",
         "ROLE      RUNNING   WAITING   KV IN USE        LEASES   TRANSFERS",
         "prefill   2         1         #####..... 50%   2        0",
-        # By blocks: the small node is full, the large one is empty.
+        # The usage is weighted by blocks: the small node is full, the large one empty.
         "decode    3         0         ##........ 25%   0        0",
         "router    0         0         -                -        -",
         "",
@@ -66,12 +66,12 @@ def test_one_screen() -> None:
         "redis      Starting: exit code 1",
         "",
         "LAST FAILURES   REASON     SUBJECT   DETAIL",
-        "8.0s ago        Retry      d2        story 2",
-        "10s ago         NodeLost   d2        story 0",
+        "8.0s ago        Retry      d2        detail 2",
+        "10s ago         NodeLost   d2        detail 0",
     ]
 
 
-def test_the_document_has_a_version_and_keeps_what_it_had() -> None:
+def test_the_document_has_a_version_and_its_documented_keys() -> None:
     found = overview(ClusterView("c", "ok", "", [node("r0", "router")], None), {}, {}, []).to_json()
     assert {"cluster", "health", "detail", "nodes", "supervisor"} < found.keys()
     assert (found["version"], found["degraded"], found["failures"]) == (1, [], [])

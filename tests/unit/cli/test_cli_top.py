@@ -1,4 +1,4 @@
-"""The live screen of `baton top`, line by line."""
+"""The screen of `baton top`, line by line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVENTS = [
 ]
 
 
-def test_one_screen() -> None:
+def test_the_whole_screen() -> None:
     lines = top_lines(VIEW, ROWS, EVENTS, 1010.0, Screen(80))
     assert [line.plain.rstrip() for line in lines] == [
         "c: degraded   1/1 nodes ready, 4 requests, 1 waiting at nodes   router-0 is Lost",
@@ -42,17 +42,17 @@ def test_one_screen() -> None:
         "     10s  NodeReady  d0  decode",
     ]
     (shown,) = (span for span in lines[4].spans if span.style == "red")
-    assert lines[4].plain[shown.start : shown.end] == "Lost  ", "who is gone is seen"
+    assert lines[4].plain[shown.start : shown.end] == "Lost  ", "the status of a lost node is red"
 
 
-def test_a_small_screen_with_many_nodes_says_what_it_leaves_out() -> None:
+def test_a_small_screen_shows_how_many_lines_are_left_out() -> None:
     view = replace(VIEW, nodes=[replace(NODE, name=f"d{place}") for place in range(200)])
     rows = [replace(ROWS[0], request_id=f"r{place}") for place in range(100)]
     for height in (2, 5, 8, 12, 24, 60):
-        said = [line.plain for line in top_lines(view, rows, EVENTS * 9, 1010.0, Screen(70, height))]
-        assert len(said) <= height
-        assert all(len(line) <= 70 for line in said)
-        assert said[0].startswith("c: degraded   200/200 nodes ready, 100 requests")
-    shown = sum(line.startswith("d") for line in said)
-    assert f"... and {200 - shown} more nodes" in said
-    assert any(line.endswith("more requests") for line in said)
+        texts = [line.plain for line in top_lines(view, rows, EVENTS * 9, 1010.0, Screen(70, height))]
+        assert len(texts) <= height
+        assert all(len(line) <= 70 for line in texts)
+        assert texts[0].startswith("c: degraded   200/200 nodes ready, 100 requests")
+    shown = sum(line.startswith("d") for line in texts)
+    assert f"... and {200 - shown} more nodes" in texts
+    assert any(line.endswith("more requests") for line in texts)

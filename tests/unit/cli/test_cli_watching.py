@@ -1,4 +1,4 @@
-"""`-w` of lists: what counts as a change, and how the lines stand below each other."""
+"""`-w` of lists: what counts as a change, and how the columns are aligned."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_node_changes(change: dict[str, object], in_table: int, by_load: int) 
         assert len(changed_items({before.key: before.state}, [after])) == count
 
 
-def test_a_request_changes_when_it_gets_further() -> None:
+def test_a_request_changes_with_its_state() -> None:
     before = requests.watched_item(ROW, wide=False)
     older = requests.watched_item(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
     over = requests.watched_item(replace(ROW, state="Finished", total_ms=9.0), wide=False)
@@ -53,7 +53,7 @@ def test_a_lease_changes_and_ends() -> None:
     other = replace(lease, attempt=AttemptKey("b", 1))
     assert seen(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
     assert seen(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
-    assert ends.with_ends([]) == [], "who says nothing has ended nothing"
+    assert ends.with_ends([]) == [], "leases of a node that does not answer have not ended"
     assert seen(lease) == [("b", leases.OVER)]
     assert seen() == [("a", leases.OVER)]
     assert seen() == []
@@ -68,7 +68,7 @@ def test_a_column_grows_and_never_shrinks() -> None:
     assert table.line(["x", "y"]) == "x      y"
 
 
-def test_nodes_by_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_are_sorted_by_the_given_key(capsys: pytest.CaptureFixture[str]) -> None:
     busy, young = replace(NODE, name="b", running=9), replace(NODE, name="a", age_s=1.0, kv_usage=0.9)
     names = {key: "".join(node.name[0] for node in get.sorted_nodes([NODE, busy, young], key)) for key in get._SORTS}
     assert names == {

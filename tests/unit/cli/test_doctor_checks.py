@@ -1,4 +1,4 @@
-"""What the doctor makes of a machine's facts."""
+"""The checks of `baton doctor`, from the facts about a machine."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
     findings = run_checks(HEALTHY)
     assert {one.level for one in findings} == {Level.OK}
     assert not any(one.fix for one in findings)
-    said = {one.check: one.message for one in findings}
-    assert said["kernels"] == "kernels use avx512_bf16; avx2, portable would also run"
-    assert said["bit-exact"].startswith("yes")
+    messages = {one.check: one.message for one in findings}
+    assert messages["kernels"] == "kernels use avx512_bf16; avx2, portable would also run"
+    assert messages["bit-exact"].startswith("yes")
     assert worst_level(findings) is Level.OK
 
 

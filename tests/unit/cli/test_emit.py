@@ -1,4 +1,4 @@
-"""`baton up --emit`: what is written starts what `baton up` would have started, as far as a parser can tell."""
+"""`baton up --emit`: the written files start the processes of `baton up`, as far as parsers can tell."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def processes(config: UpConfig, cores: int | None = None) -> list[EmittedProcess
     return emitted_processes(config, None, cores)
 
 
-def understood(words: list[str], environment: Mapping[str, str]) -> NodeConfig | RouterConfig:
-    """A command line as `baton node` or `baton router` would take it."""
+def settings_of_command(words: list[str], environment: Mapping[str, str]) -> NodeConfig | RouterConfig:
+    """The settings that `baton node` or `baton router` would read from a command line."""
     command, *rest = words
     flags = {
         flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(rest[::2], rest[1::2], strict=True)
@@ -64,7 +64,7 @@ def test_only_what_differs_from_the_defaults_is_written() -> None:
         {"--max-num-seqs": "9", "--role": "decode", "--node-id": "decode-0"},
         {"--router-id": "router-0"},
     ]
-    # Cores are shared where the machine is.
+    # Processes of one machine share its cores.
     assert [p.flags.get("--threads") for p in processes(up(), cores=8)] == ["4", "4", None]
     assert [p.flags.get("--threads") for p in processes(up(threads=3))] == ["3", "3", None]
 
@@ -92,7 +92,7 @@ NEEDED = {
 }
 
 
-def test_units_start_what_up_would_and_drain_it() -> None:
+def test_units_start_the_processes_of_baton_up_and_drain_them() -> None:
     config = up(prefill=2, max_num_seqs=9, cluster="blue", grpc_port=7000)
     files = systemd_files(config, processes(config, cores=8), "/opt/b/bin/baton", "me", REDIS)
     target = unit(files["baton-blue.target"])
@@ -103,33 +103,33 @@ def test_units_start_what_up_would_and_drain_it() -> None:
         assert service["User"] == "me"
         program, *words = shlex.split(service["ExecStart"])
         assert program == "/opt/b/bin/baton"
-        told = understood(words, {"BATON_INSECURE": "true"})
-        assert (told.cluster, told.registry) == ("blue", "unix://%t/baton-blue/redis.sock")
-        if isinstance(told, NodeConfig):
-            assert (told.node_id, told.max_num_seqs, told.threads) == (name, 9, 2)
+        read = settings_of_command(words, {"BATON_INSECURE": "true"})
+        assert (read.cluster, read.registry) == ("blue", "unix://%t/baton-blue/redis.sock")
+        if isinstance(read, NodeConfig):
+            assert (read.node_id, read.max_num_seqs, read.threads) == (name, 9, 2)
         else:
-            assert told.grpc_port == 7000
+            assert read.grpc_port == 7000
     redis = unit(files["baton-blue-redis.service"])["Service"]
     assert redis["RuntimeDirectory"] == "baton-blue"
     assert shlex.split(redis["ExecStart"]) == [REDIS[0], "--unixsocket", "%t/baton-blue/redis.sock", "--save", ""]
 
 
-def test_a_drain_that_may_take_longer_has_the_time_for_it() -> None:
+def test_the_stop_timeout_is_longer_than_the_drain() -> None:
     config = up(drain_s=600)
     files = systemd_files(config, processes(config), "/b", "me", ())
     assert "baton-redis.service" not in files
     assert unit(files["baton-decode-0.service"])["Service"]["TimeoutStopSec"] == "615"
 
 
-def test_words_that_mean_something_to_systemd_are_said_so(tmp_path: Path) -> None:
+def test_characters_with_a_meaning_for_systemd_are_escaped(tmp_path: Path) -> None:
     model = tmp_path / 'a "model" of $5 and 100%'
     config = up(model=model)
     text = systemd_files(config, processes(config), "/b", "me", ())["baton-decode-0.service"]
-    said = str(model).replace('"', r"\"").replace("$", "$$").replace("%", "%%")
-    assert f' --model "{said}" ' in text
+    escaped = str(model).replace('"', r"\"").replace("$", "$$").replace("%", "%%")
+    assert f' --model "{escaped}" ' in text
 
 
-def test_the_units_of_the_repository_are_what_is_emitted() -> None:
+def test_the_units_of_the_repository_equal_the_emitted_ones() -> None:
     config = up()
     emitted = unit(systemd_files(config, processes(config), "/b", "me", ())["baton-decode-0.service"])["Service"]
     differ = {"User", "ExecStart", "Environment", "EnvironmentFile"}
@@ -142,7 +142,7 @@ def test_the_units_of_the_repository_are_what_is_emitted() -> None:
 
 
 @pytest.mark.parametrize("name", ["node-prefill", "node-decode", "router"])
-def test_the_environment_files_of_the_repository_are_understood(name: str) -> None:
+def test_the_environment_files_of_the_repository_are_valid(name: str) -> None:
     environment: dict[str, str] = {}
     for file in ("baton.env", f"{name}.env"):
         for line in (ROOT / "deploy/systemd" / file).read_text().splitlines():
@@ -150,14 +150,14 @@ def test_the_environment_files_of_the_repository_are_understood(name: str) -> No
                 key, mark, value = line.partition("=")
                 assert mark
                 environment[key] = value
-    told = understood([name.partition("-")[0]], environment)
-    assert told.registry == "redis://redis.example:6379"
-    assert told.tls is not None
-    assert {f"BATON_{field}".upper() for field in type(told).model_fields} >= set(environment) - {"BATON_ROLE"}
+    read = settings_of_command([name.partition("-")[0]], environment)
+    assert read.registry == "redis://redis.example:6379"
+    assert read.tls is not None
+    assert {f"BATON_{field}".upper() for field in type(read).model_fields} >= set(environment) - {"BATON_ROLE"}
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here (Debian: systemd)")
-def test_systemd_itself_finds_nothing_wrong(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     config = up(prefill=2)
     units = dict(systemd_files(config, processes(config, cores=4), "/bin/true", "root", ("/bin/true",)))
     for name in ("baton-node@.service", "baton-router.service"):
@@ -187,7 +187,7 @@ def compose(config: UpConfig, settings: str = "") -> dict[str, Any]:
     return parsed
 
 
-def test_a_compose_file_starts_what_up_would() -> None:
+def test_a_compose_file_starts_the_processes_of_baton_up() -> None:
     config = up(prefill=2, routers=2, max_num_seqs=9, host="127.0.0.1")
     services = compose(config)["services"]
     assert list(services) == ["redis", "prefill-0", "prefill-1", "decode-0", "router-0", "router-1"]
@@ -198,17 +198,17 @@ def test_a_compose_file_starts_what_up_would() -> None:
             continue
         assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
         assert service["stop_grace_period"] == "45s"
-        told = understood(service["command"], service["environment"])
-        assert (told.registry, told.host, told.insecure) == ("redis://redis:6379", "0.0.0.0", True)
-        if isinstance(told, NodeConfig):
-            assert (told.node_id, told.advertise, told.max_num_seqs) == (name, f"{name}:50061", 9)
-            assert f":{told.metrics_port}/readyz" in service["healthcheck"]["test"][-1]
+        read = settings_of_command(service["command"], service["environment"])
+        assert (read.registry, read.host, read.insecure) == ("redis://redis:6379", "0.0.0.0", True)
+        if isinstance(read, NodeConfig):
+            assert (read.node_id, read.advertise, read.max_num_seqs) == (name, f"{name}:50061", 9)
+            assert f":{read.metrics_port}/readyz" in service["healthcheck"]["test"][-1]
         else:
-            assert (told.advertise_host, told.grpc_port, told.http_port) == (name, 50051, 8000)
+            assert (read.advertise_host, read.grpc_port, read.http_port) == (name, 50051, 8000)
     assert services["router-1"]["ports"] == ["127.0.0.1:50052:50051", "127.0.0.1:8001:8000"]
 
 
-def test_what_a_compose_file_needs_of_this_machine_is_mounted(tmp_path: Path) -> None:
+def test_files_of_this_machine_are_mounted_into_containers(tmp_path: Path) -> None:
     config = UpConfig.model_validate(
         {"model": tmp_path / "m", "certs": tmp_path / "c", "api_keys": tmp_path / "k", "registry": "redis://there"}
     )
@@ -228,21 +228,21 @@ def test_what_a_compose_file_needs_of_this_machine_is_mounted(tmp_path: Path) ->
     flags = dict(zip(service["command"][1::2], service["command"][2::2], strict=True))
     assert flags["--config"] == "/etc/baton/baton.toml"
     del flags["--config"]
-    told = understood(["router", *(word for pair in flags.items() for word in pair)], {})
-    assert (told.model, told.tls_key, told.api_keys) == tuple(
+    read = settings_of_command(["router", *(word for pair in flags.items() for word in pair)], {})
+    assert (read.model, read.tls_key, read.api_keys) == tuple(
         map(Path, ("/models/m", "/etc/baton/tls.key", "/etc/baton/keys"))
     )
     assert "https://localhost:8000/readyz" in service["healthcheck"]["test"][-1]
 
 
-def test_gpus_are_asked_for() -> None:
+def test_containers_reserve_gpus() -> None:
     services = compose(up(device="cuda"))["services"]
     devices = services["decode-0"]["deploy"]["resources"]["reservations"]["devices"]
     assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
     assert "deploy" not in services["router-0"]
 
 
-def test_a_dollar_is_no_variable_of_a_compose_file() -> None:
+def test_a_dollar_is_escaped_in_a_compose_file() -> None:
     config = up(allowed_hosts="a$b", registry="redis://:pa$word@h")
     service = compose(config)["services"]["decode-0"]
     assert "a$$b" in service["command"]
@@ -266,7 +266,7 @@ def test_a_password_is_in_no_command_line_and_in_no_file_that_others_read(
     assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600] * len(written)
     for path in written:
         lines = [line for line in path.read_text().splitlines() if "s3cret" in line]
-        # Each says it where a process reads its environment from.
+        # Passwords may only be where a process reads its environment.
         assert all("BATON_REGISTRY" in line for line in lines), lines
         if kind is Emission.HELM:
             assert not lines
@@ -278,7 +278,7 @@ def test_a_password_is_in_no_command_line_and_in_no_file_that_others_read(
             assert "--registry" not in service["ExecStart"]
 
 
-def test_a_planned_process_is_told_the_registry_in_its_environment() -> None:
+def test_a_planned_process_gets_the_registry_in_its_environment() -> None:
     for child in plan_nodes(up(prefill=2, routers=2), "redis://:s3cret@h", 8, None):
         assert not any("s3cret" in word for word in child.command)
         assert child.environment["BATON_REGISTRY"] == "redis://:s3cret@h"
@@ -288,7 +288,7 @@ def test_a_planned_process_is_told_the_registry_in_its_environment() -> None:
 # helm and slurm
 
 
-def test_helm_values_say_what_differs(tmp_path: Path) -> None:
+def test_helm_values_contain_only_what_differs_from_the_chart(tmp_path: Path) -> None:
     config = UpConfig.model_validate(
         {
             "prefill": 3,
@@ -314,7 +314,7 @@ def test_helm_values_say_what_differs(tmp_path: Path) -> None:
     assert f"--from-file={tmp_path}/c/node.key" in text
 
 
-def test_a_batch_script_says_the_same() -> None:
+def test_a_batch_script_starts_the_same_processes() -> None:
     config = up(
         prefill=2, decode=3, max_num_seqs=9, drain_s=5, grpc_port=7000, registry="redis://:$x@r/0", cluster="blue"
     )
@@ -330,7 +330,7 @@ def test_a_batch_script_says_the_same() -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-# the whole
+# all files
 
 
 def test_every_path_among_the_flags_of_a_container_is_mounted() -> None:
@@ -343,21 +343,21 @@ def test_every_path_among_the_flags_of_a_container_is_mounted() -> None:
 
 
 @pytest.mark.parametrize("kind", list(Emission))
-def test_what_is_written_is_said(kind: Emission, tmp_path: Path) -> None:
+def test_the_paths_of_the_written_files_are_returned(kind: Emission, tmp_path: Path) -> None:
     written = write(kind, up(), None, tmp_path / "out")
     assert sorted(written) == sorted((tmp_path / "out").iterdir())
     assert all(path.read_text() for path in written)
 
 
 @pytest.mark.parametrize("kind", [Emission.COMPOSE, Emission.HELM, Emission.SLURM])
-def test_a_cluster_that_others_reach_needs_protection(kind: Emission, tmp_path: Path) -> None:
+def test_a_cluster_on_a_network_needs_certificates_and_keys(kind: Emission, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--certs DIR and --api-keys FILE"):
         write(kind, UpConfig(), None, tmp_path)
     assert not list(tmp_path.iterdir())
     write(Emission.SYSTEMD, UpConfig(), None, tmp_path)
 
 
-def test_a_directory_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_can_not_be_written_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another directory with --emit-dir"):
         write(Emission.SLURM, up(), None, tmp_path / "file")
@@ -366,8 +366,8 @@ def test_a_directory_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "place"), [(Emission.COMPOSE, "compose.yaml"), (Emission.SLURM, "slurm/baton.sbatch")]
 )
-def test_the_files_of_the_repository_are_what_is_emitted(kind: Emission, place: str) -> None:
-    """With certificates and keys, and where they usually are."""
+def test_the_files_of_the_repository_equal_the_emitted_ones(kind: Emission, place: str) -> None:
+    """With certificates and keys in their usual directories."""
     config = UpConfig.model_validate({"certs": "/etc/baton/tls", "api_keys": "/etc/baton/keys"})
     if kind is Emission.COMPOSE:
         (text,) = compose_files(config, processes(config), "").values()
@@ -377,7 +377,7 @@ def test_the_files_of_the_repository_are_what_is_emitted(kind: Emission, place: 
 
 
 def test_the_chart_knows_all_values_that_are_emitted(tmp_path: Path) -> None:
-    """The schema refuses the rest; that it is the schema of the chart's own values is tested with the chart."""
+    """The schema refuses unknown values; tests of the chart compare it with the values of the chart."""
     properties = json.loads((ROOT / "deploy/helm/baton/values.schema.json").read_text())["properties"]
     config = UpConfig.model_validate(
         {"certs": tmp_path, "api_keys": tmp_path, "registry": "redis://r", "model_name": "m"}

@@ -1,4 +1,4 @@
-"""`baton events`: what several routers saw is one story."""
+"""`baton events`: merges the events of several routers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def event(seq: int, time: float, reason: str, router: str, subject: str = "d0") 
     return ClusterEvent(seq, time, "Normal", reason, subject, router=router)
 
 
-def test_what_two_routers_saw_is_told_once_and_by_time() -> None:
+def test_an_event_of_two_routers_is_listed_once_and_by_time() -> None:
     a = [event(1, 1.0, "NodeJoined", "a"), event(2, 9.0, "NodeLost", "a"), event(3, 10.0, "Failover", "a", "")]
     b = [event(1, 1.4, "NodeJoined", "b"), event(2, 2.0, "BreakerOpened", "b"), event(3, 8.8, "NodeLost", "b")]
-    told = [(each.reason, each.router) for each in EventMerger().merge([*a, *b])]
-    assert told == [("NodeJoined", "a"), ("BreakerOpened", "b"), ("NodeLost", "b"), ("Failover", "a")]
+    listed = [(each.reason, each.router) for each in EventMerger().merge([*a, *b])]
+    assert listed == [("NodeJoined", "a"), ("BreakerOpened", "b"), ("NodeLost", "b"), ("Failover", "a")]
 
 
-def test_what_happens_again_is_replayed_but_not_what_a_newcomer_sees() -> None:
+def test_a_repeated_event_is_listed_again_but_not_the_first_events_of_a_late_router() -> None:
     merge = EventMerger()
     later = 2 * SAME_S
     assert merge.is_new(event(1, 0.0, "Cordoned", "a"))
-    assert merge.is_new(event(2, 0.5, "Cordoned", "a")), "a router does not say the same twice"
+    assert merge.is_new(event(2, 0.5, "Cordoned", "a")), "a router does not report an event twice"
     assert not merge.is_new(event(1, 0.6, "Cordoned", "b"))
     assert merge.is_new(event(2, later, "Cordoned", "b"))
     assert merge.is_new(event(3, 0.0, "NodeJoined", "a"))
@@ -42,7 +42,7 @@ def test_what_happens_again_is_replayed_but_not_what_a_newcomer_sees() -> None:
 
 
 class Router:
-    """As far as it tells what it sees."""
+    """The part of a router that sends its events."""
 
     def __init__(self, name: str) -> None:
         self.now = 0.0
@@ -51,9 +51,9 @@ class Router:
         self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0)}"
 
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]:
-        return self.ring.follow(after) if follow else self._told(after)
+        return self.ring.follow(after) if follow else self._past(after)
 
-    async def _told(self, after: int) -> AsyncIterator[ClusterEvent]:
+    async def _past(self, after: int) -> AsyncIterator[ClusterEvent]:
         for each in self.ring.after(after):
             yield each
 
@@ -69,13 +69,13 @@ class Router:
         await self._server.stop(0)
 
 
-async def test_routers_come_and_go_while_they_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_events_are_followed_while_routers_start_and_stop(capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = Router("a"), Router("b"), Router("c")
-    places = [a.address, b.address]
-    story: Iterator[ClusterEvent] = follow_events(lambda: places, 0)
+    addresses = [a.address, b.address]
+    events: Iterator[ClusterEvent] = follow_events(lambda: addresses, 0)
 
-    async def heard() -> tuple[str, str]:
-        found = await asyncio.to_thread(next, story)
+    async def next_event() -> tuple[str, str]:
+        found = await asyncio.to_thread(next, events)
         return found.reason, found.router
 
     async with a.running():
@@ -84,17 +84,21 @@ async def test_routers_come_and_go_while_they_are_followed(capsys: pytest.Captur
             a.saw(3.0, "Failover")
             b.saw(1.2, "NodeJoined")
             b.saw(2.0, "BreakerOpened")
-            assert [await heard() for _ in range(3)] == [("NodeJoined", "a"), ("BreakerOpened", "b"), ("Failover", "a")]
+            assert [await next_event() for _ in range(3)] == [
+                ("NodeJoined", "a"),
+                ("BreakerOpened", "b"),
+                ("Failover", "a"),
+            ]
             b.saw(4.0, "BreakerClosed")
-            assert await heard() == ("BreakerClosed", "b")
+            assert await next_event() == ("BreakerClosed", "b")
         async with c.running():
-            places.append(c.address)
+            addresses.append(c.address)
             c.saw(5.0, "NodeJoined")
             c.saw(6.0, "NodeLost")
-            assert await heard() == ("NodeLost", "c")
+            assert await next_event() == ("NodeLost", "c")
         a.saw(7.0, "Uncordoned")
-        assert await heard() == ("Uncordoned", "a")
+        assert await next_event() == ("Uncordoned", "a")
     with pytest.raises(Unreachable):
-        await heard()
-    said = capsys.readouterr().err
-    assert said.count("going on with the events of other routers") == 2, said
+        await next_event()
+    notes = capsys.readouterr().err
+    assert notes.count("going on with the events of other routers") == 2, notes

@@ -1,4 +1,4 @@
-"""A Ctrl-C that comes in between is heard afterwards."""
+"""An interrupt that arrives between two operations is deferred until both are done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.cli.interrupts import interrupts_deferred
 
 
 @pytest.mark.parametrize("numbers", [(), (signal.SIGINT, signal.SIGTERM)])
-def test_it_is_held_until_both_are_done(numbers: tuple[signal.Signals, ...]) -> None:
+def test_an_interrupt_is_deferred_until_both_operations_are_done(numbers: tuple[signal.Signals, ...]) -> None:
     handlers = [signal.getsignal(number) for number in numbers]
     done = []
 
@@ -26,14 +26,14 @@ def test_it_is_held_until_both_are_done(numbers: tuple[signal.Signals, ...]) -> 
     assert [signal.getsignal(number) for number in numbers] == handlers
 
 
-def test_nothing_is_raised_where_nothing_came() -> None:
+def test_nothing_is_raised_without_an_interrupt() -> None:
     with interrupts_deferred():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_what_is_ignored_stays_so() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interrupts_deferred():
@@ -43,7 +43,7 @@ def test_what_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_goes_wrong_inside_is_told_first() -> None:
+def test_an_error_inside_has_precedence_over_the_interrupt() -> None:
     def fails() -> None:
         with interrupts_deferred():
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Logs stay bounded while processes write to them, and whoever reads or follows them misses nothing."""
+"""Logs stay bounded while processes write to them, and readers miss no line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_KEPT = 3
 
 
 class Process:
-    """Writes lines to its log as a child of the supervisor does: by a descriptor that it was given."""
+    """Writes lines to a log through an open descriptor, as a child of the supervisor does."""
 
     def __init__(self, log: Path) -> None:
         self._descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -28,8 +28,8 @@ class Process:
 
     def write(self, count: int) -> None:
         for _ in range(count):
-            said = {"timestamp": "2026-11-22T00:00:00Z", "level": "info", "event": str(self.num_written)}
-            os.write(self._descriptor, json.dumps(said).encode() + b"\n")
+            line = {"timestamp": "2026-11-22T00:00:00Z", "level": "info", "event": str(self.num_written)}
+            os.write(self._descriptor, json.dumps(line).encode() + b"\n")
             self.num_written += 1
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ def events(log: LogFile) -> list[int]:
     return [int(line.event) for line in log.read()]
 
 
-def test_logs_are_bounded_and_keep_the_latest(tmp_path: Path) -> None:
+def test_logs_are_bounded_and_keep_the_latest_lines(tmp_path: Path) -> None:
     rotation, log = LogRotation(tmp_path, MAX_BYTES, NUM_KEPT), tmp_path / "decode-0.log"
     with process(log) as one:
         for _ in range(100):
@@ -63,7 +63,7 @@ def test_logs_are_bounded_and_keep_the_latest(tmp_path: Path) -> None:
         assert len(kept) > 40
 
 
-def test_whoever_follows_a_log_over_its_rotations_misses_nothing(tmp_path: Path) -> None:
+def test_a_log_can_be_followed_across_rotations_without_missing_a_line(tmp_path: Path) -> None:
     rotation, log = LogRotation(tmp_path, MAX_BYTES, NUM_KEPT), tmp_path / "decode-0.log"
     found: list[int] = []
     follower = LogFile(log)
@@ -72,7 +72,7 @@ def test_whoever_follows_a_log_over_its_rotations_misses_nothing(tmp_path: Path)
             one.write(1 + number % 7)
             if number % 3 == 0:
                 rotation.rotate_large_logs()
-            # Also in the middle of a part, right behind a rotation, and after up to two of them.
+            # Reads happen within a part, right after a rotation, and after up to two rotations.
             if number % 5 == 0 or number % 7 == 0:
                 found += events(follower)
         found += events(follower)
@@ -80,9 +80,9 @@ def test_whoever_follows_a_log_over_its_rotations_misses_nothing(tmp_path: Path)
         assert events(follower) == []
 
 
-def test_a_log_that_can_not_be_kept_is_cut(tmp_path: Path) -> None:
+def test_a_log_that_can_not_be_copied_is_truncated(tmp_path: Path) -> None:
     log = tmp_path / "decode-0.log"
-    # No file can be made under this name: as on a full disk.
+    # A directory with this name makes the copy fail, as on a full disk.
     (tmp_path / "decode-0.log.new").mkdir()
     with process(log) as one:
         one.write(100)
@@ -91,7 +91,7 @@ def test_a_log_that_can_not_be_kept_is_cut(tmp_path: Path) -> None:
         assert events(LogFile(log)) == [100]
 
 
-def test_the_next_cluster_begins_without_the_old_parts(tmp_path: Path) -> None:
+def test_the_next_cluster_removes_the_rotated_logs(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
     for name in ("decode-0.log", "decode-0.log.1", "router-1.log.12", "redis.log.new", "mine.log.1", "notes"):
@@ -100,7 +100,7 @@ def test_the_next_cluster_begins_without_the_old_parts(tmp_path: Path) -> None:
     assert sorted(path.name for path in place.logs.iterdir()) == ["mine.log.1", "notes"]
 
 
-def test_a_process_goes_on_although_its_log_is_on_a_full_disk() -> None:
+def test_a_process_goes_on_when_its_log_is_on_a_full_disk() -> None:
     lines = """
 import logging
 from baton.observe.logs import configure_logging
@@ -112,5 +112,5 @@ print("alive")
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=full, check=False)
     assert done.stdout == b"alive\n"
-    # 120: Python itself could not write the last of its buffer when it ended.
+    # 120: Python could not flush its buffer at its end.
     assert done.returncode in (0, 120)

@@ -1,4 +1,4 @@
-"""A cluster's directory: private, held by one, and free when its holder is gone."""
+"""The run directory of a cluster: private, locked by one process, and free when that process has ended."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ STATE = ClusterState(
 )
 
 
-def test_the_default_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_run_directory_belongs_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_run_dir({"BATON_RUN_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
     assert default_run_dir({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/baton")
     assert default_run_dir({}).name == f"baton-{os.getuid()}"
 
 
-def test_it_is_private(tmp_path: Path) -> None:
+def test_the_run_directory_is_private(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "deep" / "run")
     assert not place.exists()
     place.create()
@@ -47,7 +47,7 @@ def test_it_is_private(tmp_path: Path) -> None:
     place.release()
 
 
-def test_a_place_that_others_can_write_or_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_others_can_write_or_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by others: chmod 700"):
@@ -62,7 +62,7 @@ def test_a_place_that_others_can_write_or_that_is_none_is_refused(tmp_path: Path
         RunDir(tmp_path / "file" / "run").create()
 
 
-def test_one_holder_at_a_time(tmp_path: Path) -> None:
+def test_only_one_cluster_can_hold_the_lock(tmp_path: Path) -> None:
     first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
     first.create()
     assert second.holder() is None
@@ -84,26 +84,26 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     second.release()
 
 
-def test_who_looks_for_a_holder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_holder_does_not_take_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
     place.lock()
     place.release()
-    looking = os.open(tmp_path / "run" / "lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
+    reader = os.open(tmp_path / "run" / "lock", os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
     waited = []
 
-    def look_no_more(seconds: float) -> None:
+    def stop_reading(seconds: float) -> None:
         waited.append(seconds)
-        os.close(looking)
+        os.close(reader)
 
-    monkeypatch.setattr("baton.cli.cluster.run_dir.time.sleep", look_no_more)
+    monkeypatch.setattr("baton.cli.cluster.run_dir.time.sleep", stop_reading)
     place.lock()
     assert len(waited) == 1
     place.release()
 
 
-def test_the_next_holder_is_told_of_too(tmp_path: Path) -> None:
+def test_a_second_holder_is_yielded_as_well(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
     place.lock()
@@ -115,10 +115,10 @@ def test_the_next_holder_is_told_of_too(tmp_path: Path) -> None:
     assert list(found) == []
 
 
-def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
     script = (
         "import signal, sys; from pathlib import Path; from baton.cli.cluster.run_dir import RunDir; "
-        "place = RunDir(Path(sys.argv[1])); place.create(); place.lock(); print('taken', flush=True); signal.pause()"
+        "place = RunDir(Path(sys.argv[1])); place.create(); place.lock(); print('locked', flush=True); signal.pause()"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -133,7 +133,7 @@ def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     place.release()
 
 
-def test_a_state_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_state_file_is_named_in_the_error(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     place.create()
     for content in ("{", "[]", "{}", '{"processes": [{}]}'):
@@ -142,6 +142,6 @@ def test_a_state_that_is_none_is_named(tmp_path: Path) -> None:
             place.read_state()
 
 
-def test_a_processs_start_time_names_it() -> None:
+def test_a_start_time_identifies_a_process() -> None:
     assert start_time(os.getpid()) == start_time(os.getpid()) > 0
     assert start_time(2**22 + 1) == 0

@@ -1,4 +1,4 @@
-"""A setting is written once: from it follow its flag, variable, key and documentation, and the way to its processes."""
+"""A setting is written once: its flag, variable, key, documentation and way to the processes are derived from it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[3]
 configuration: Any = runpy.run_path(str(ROOT / "scripts/configuration.py"))
 REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "redis://r"}
 TLS = ("tls_cert", "tls_key", "tls_ca")
-GIVEN_OUT = {"threads", "metrics_port", "grpc_port", "http_port"}
-"""Settings of which `baton up` gives each process its own value, made from the one that it has itself."""
+PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}
+"""Settings of which `baton up` gives each process a value of its own, derived from its own one."""
 SPECIAL: dict[str, Any] = {"advertise": "host:37", "watermark": 0.25, "preemption_mode": "auto"}
-"""Values for settings to which `another` finds none that is valid."""
+"""Values for settings for which `another` finds no valid one."""
 EVERY = [
     pytest.param(command, setting, id=f"{command} {setting.key}")
     for command, model in MODELS.items()
@@ -63,12 +63,12 @@ def another(setting: Setting) -> Any:
     return {"PATH": Path("/given/path"), "N": 37}.get(setting.value_name, "given")
 
 
-def givable(model: type[BaseModel]) -> dict[str, Setting]:
+def public_settings(model: type[BaseModel]) -> dict[str, Setting]:
     return {key: setting for key, setting in settings_of(model).items() if not setting.is_internal}
 
 
 def texts_with(model: type[BaseModel], setting: Setting) -> dict[str, str]:
-    """What must be given together with a value of this setting, and that."""
+    """A value of this setting, and the other settings that must be given with it, as text."""
     given = {key: text for key, text in REQUIRED.items() if key in model.model_fields}
     if setting.key in TLS:
         given |= dict.fromkeys(TLS, "/given/path")
@@ -112,8 +112,8 @@ def test_config_view_shows_every_setting_and_no_internal_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "view", command, "-o", "json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == set(givable(MODELS[command]))
-    assert {key for key in settings_of(NodeConfig) if key not in givable(NodeConfig)} == {"notify_fd"}
+    assert set(json.loads(capsys.readouterr().out)) == set(public_settings(MODELS[command]))
+    assert {key for key in settings_of(NodeConfig) if key not in public_settings(NodeConfig)} == {"notify_fd"}
 
 
 def test_what_baton_up_is_given_arrives_in_the_processes_that_have_such_a_setting(
@@ -134,8 +134,8 @@ def test_what_baton_up_is_given_arrives_in_the_processes_that_have_such_a_settin
                 process.setenv(name, text)
             config = configured(MODELS[command], flag_words(flags)).config
         group = RouterSettings if command == "router" else NodeSettings
-        assert {key: getattr(config, key) for key in settings_of(group) if key not in GIVEN_OUT} == {
-            key: given[key] for key in settings_of(group) if key not in GIVEN_OUT
+        assert {key: getattr(config, key) for key in settings_of(group) if key not in PER_PROCESS} == {
+            key: given[key] for key in settings_of(group) if key not in PER_PROCESS
         }
         assert {key_of(flag) for flag in flags} <= set(type(config).model_fields)
         assert child.environment[REGISTRY] == "redis://r"
@@ -187,7 +187,7 @@ def test_a_routers_settings_are_the_limits_of_its_dispatcher_and_its_placement()
 
 
 def test_a_nodes_scheduler_has_the_defaults_of_the_settings() -> None:
-    """A scheduler that is made without settings, as in tests and benchmarks, takes larger steps than a node's."""
+    """A scheduler that is made without settings, as in tests and benchmarks, has larger steps than that of a node."""
     node = NodeConfig.model_validate({"role": "decode", "node_id": "n", "registry": "r"})
     alone, settings = SchedulerConfig(65), settings_for(SchedulerConfig, node)
     assert {key for key, value in settings.items() if getattr(alone, key) != value} == {

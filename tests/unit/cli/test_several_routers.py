@@ -1,4 +1,4 @@
-"""Several routers of one cluster: their command lines, their ports, and what operators and clients hear of them."""
+"""Several routers of one cluster: their command lines and ports, and their addresses for operators and clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_router_has_a_name_and_a_port(port: int, ports: list[str]) -> None:
     assert [flag(list(child.command), "--grpc-port") for child in routers] == ports
 
 
-def test_there_must_be_ports_for_all() -> None:
+def test_there_must_be_a_port_for_each_router() -> None:
     assert up(2, 65534).routers == 2
     with pytest.raises(ValidationError, match="leaves no ports for 2 routers"):
         up(2, 65535)
@@ -41,7 +41,7 @@ def router(name: str, address: str) -> ProcessState:
     return ProcessState(name, "router", "Ready", 9, 0, 0, f"{name}.a", address, address and f"op-{address}", "log", "")
 
 
-def test_one_that_is_away_is_left_out_and_told() -> None:
+def test_a_router_that_does_not_run_is_left_out_and_reported() -> None:
     routers = (router("router-0", ""), router("router-1", "h:2"))
     state = ClusterState("c", "ready", 1, 0, 0.0, "m", "auto", "", "", routers)
     assert (state.grpc_addresses, state.operator_addresses) == (("h:2",), ("op-h:2",))

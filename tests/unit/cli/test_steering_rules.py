@@ -1,4 +1,4 @@
-"""What a router does for operators, over scripted nodes and hand-moved time; and what the commands make of it."""
+"""What a router does for operators, with scripted nodes and manual time, and how commands show it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.support.router_parts import MODEL, decode, prefill, record_of
 KEY = AttemptKey("r", 1, 5)
 
 
-class AskedNode:
-    """One end of a call to a node."""
+class RecordingNodeClient:
+    """A client of a node, which records the calls."""
 
     def __init__(self, rig: Rig, address: str) -> None:
         self._rig = rig
@@ -56,7 +56,7 @@ class AskedNode:
 
 
 class Rig:
-    """A router's steering and what it sees."""
+    """The steering of a router, and the view of the cluster on which it acts."""
 
     def __init__(self) -> None:
         self.store = FakeRegistryStore()
@@ -76,7 +76,7 @@ class Rig:
             Placer(),
             self.timers,
             self.events,
-            lambda address: AskedNode(self, address),
+            lambda address: RecordingNodeClient(self, address),
             MODEL,
         )
 
@@ -110,7 +110,7 @@ async def steering() -> AsyncIterator[Rig]:
         await rig.registry.close()
 
 
-async def test_a_cordon_is_kept_and_obeyed_by_every_router() -> None:
+async def test_a_cordon_is_kept_and_every_router_obeys_it() -> None:
     async with steering() as rig:
         other = Rig()
         other.registry = FakeRegistry(rig.store, "c")
@@ -118,7 +118,7 @@ async def test_a_cordon_is_kept_and_obeyed_by_every_router() -> None:
         assert rig.placeable() == {"p1", "d2"}
         assert rig.reasons()[-1] == "Cordoned"
         assert (await other.registry.desired()).cordoned == {"d1"}
-        # Whoever comes back under this name is cordoned, too.
+        # A new incarnation with this name is cordoned, too.
         rig.view.detached("d1.1", "gone", 0.0)
         rig.attach(prefill(), decode(run=2), decode("d2"))
         assert rig.placeable() == {"p1", "d2"}
@@ -128,12 +128,12 @@ async def test_a_cordon_is_kept_and_obeyed_by_every_router() -> None:
         await other.registry.close()
 
 
-async def test_a_node_forgets_its_cache_and_everybody_hears_of_it() -> None:
+async def test_a_cache_reset_is_an_event() -> None:
     async with steering() as rig:
         assert await rig.steering.reset_cache("d1") == 12
         assert rig.resets == [(decode().address, "d1.1")]
-        told = rig.events.after(0)[-1]
-        assert (told.reason, told.subject, told.incarnation, told.detail) == (
+        event = rig.events.after(0)[-1]
+        assert (event.reason, event.subject, event.incarnation, event.detail) == (
             "CacheReset",
             "d1",
             "d1.1",
@@ -143,13 +143,13 @@ async def test_a_node_forgets_its_cache_and_everybody_hears_of_it() -> None:
         before = rig.reasons()
         with pytest.raises(CacheInUse, match="d1: blocks are in use: 3 held by requests"):
             await rig.steering.reset_cache("d1")
-        assert rig.reasons() == before, "nothing became of it"
+        assert rig.reasons() == before, "a refused reset is not an event"
         with pytest.raises(NodeNotFound, match="no node is called d7"):
             await rig.steering.reset_cache("d7")
         assert rig.closed.qsize() == 2
 
 
-async def test_whoever_takes_the_last_one_away_is_warned() -> None:
+async def test_cordoning_the_last_node_of_a_role_gives_a_warning() -> None:
     async with steering() as rig:
         assert await rig.steering.cordon(["d1", "d2"]) == "no decode node is left for new requests"
         warning = await rig.steering.cordon(["p1"])
@@ -159,7 +159,7 @@ async def test_whoever_takes_the_last_one_away_is_warned() -> None:
         assert (await rig.steering.set_role("p1", "decode")).warning == "no prefill node is left for new requests"
 
 
-async def test_what_operators_get_wrong_changes_nothing() -> None:
+async def test_invalid_operations_change_nothing() -> None:
     async with steering() as rig:
         rig.steering.registered_routers({"router-1.x": "router-1"})
         with pytest.raises(NodeNotFound, match=r"no node is called d22 \(did you mean d2\?\)"):
@@ -178,7 +178,7 @@ async def test_what_operators_get_wrong_changes_nothing() -> None:
         assert not rig.store.desired("c").cordoned
 
 
-async def test_a_node_that_is_away_can_be_let_in_again() -> None:
+async def test_a_node_that_does_not_run_can_be_uncordoned() -> None:
     async with steering() as rig:
         await rig.steering.cordon(["d2"])
         rig.view.detached("d2.1", "gone", 0.0)
@@ -188,7 +188,7 @@ async def test_a_node_that_is_away_can_be_let_in_again() -> None:
         assert not rig.store.desired("c").cordoned
 
 
-async def test_a_node_is_asked_once_for_its_role_and_again_when_it_could_not_hear() -> None:
+async def test_a_node_is_asked_for_its_role_once_and_again_after_a_failed_call() -> None:
     async with steering() as rig:
         rig.refusal = ConfigError("not now")
         assert not (await rig.steering.set_role("d1", "prefill")).unchanged
@@ -204,13 +204,13 @@ async def test_a_node_is_asked_once_for_its_role_and_again_when_it_could_not_hea
         assert rig.reasons().count("RoleRefused") == 1
         (status,) = (s for s in rig.view.statuses(0.0, 0.0) if s.name == "d1")
         assert (status.desired_role, status.detail) == ("prefill", "becomes a prefill node when its work is done")
-        # It is to stay what it was, after all.
+        # The operator decides that the node keeps its role.
         await rig.steering.set_role("d1", "decode")
         assert await rig.asked.get() == (decode().address, "d1.1", Role.DECODE)
         assert (await rig.steering.set_role("d1", "decode")).unchanged
 
 
-async def test_a_drain_tells_what_is_left_until_nothing_is() -> None:
+async def test_a_drain_reports_the_remaining_work_until_none_is_left() -> None:
     async with steering() as rig:
         node = decode()
         rig.report(node, running=2, leased_blocks=3)
@@ -229,7 +229,7 @@ async def test_a_drain_tells_what_is_left_until_nothing_is() -> None:
         assert rig.drained.empty()
 
 
-async def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_so() -> None:
+async def test_a_drain_gives_up_on_reads_that_do_not_end_and_reports_it() -> None:
     async with steering() as rig:
         rig.report(decode(), quarantined_blocks=8)
         async with aclosing(rig.steering.drain("d1", False)) as progress:  # type: ignore[type-var]
@@ -248,7 +248,7 @@ async def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_so() -> None:
         assert rig.reasons().count("DrainGaveUp") == 1
 
 
-async def test_a_node_is_not_idle_before_other_routers_know() -> None:
+async def test_a_node_is_not_idle_before_other_routers_know_of_its_cordon() -> None:
     async with steering() as rig:
         rig.steering.registered_routers({"router-1.x": "router-1", "router-2.x": "router-2"})
         progress = rig.steering.drain("d1", False)
@@ -264,7 +264,7 @@ async def test_a_node_is_not_idle_before_other_routers_know() -> None:
         assert await waiting == DrainProgress(idle=True)
 
 
-async def test_a_node_that_is_to_end_ends_when_it_is_idle() -> None:
+async def test_a_node_that_is_to_stop_stops_when_it_is_idle() -> None:
     async with steering() as rig:
         progress = rig.steering.drain("d1", True)
         assert await anext(progress) == DrainProgress(idle=True)
@@ -279,8 +279,8 @@ async def test_a_node_that_is_to_end_ends_when_it_is_idle() -> None:
         assert rig.placeable() == {"p1", "d2"}
 
 
-async def test_a_drain_ends_when_the_node_is_let_in_again() -> None:
-    """It would wait for ever, or end a node that takes requests."""
+async def test_a_drain_ends_when_the_node_is_uncordoned() -> None:
+    """Otherwise it would wait for ever, or stop a node that takes requests."""
     async with steering() as rig:
         rig.report(decode(), running=2)
         progress = rig.steering.drain("d1", True)
@@ -297,14 +297,14 @@ async def test_a_drain_ends_when_the_node_is_let_in_again() -> None:
         assert rig.drained.empty()
 
 
-async def test_of_a_node_that_died_nothing_is_left() -> None:
+async def test_a_dead_node_has_no_remaining_work() -> None:
     async with steering() as rig:
         rig.view.detached("d1.1", "killed", 0.0)
         assert [each async for each in rig.steering.drain("d1", False)] == [DrainProgress(idle=True, stopped=True)]
 
 
 async def step(rig: Rig, progress: AsyncIterator[DrainProgress]) -> DrainProgress:
-    """What is told next, whatever time it takes."""
+    """The next progress report, after as much time as it takes."""
     coming = asyncio.ensure_future(anext(progress))
     while not coming.done():
         await settle()
@@ -318,7 +318,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-# What the commands make of it.
+# How commands show it.
 
 
 def node_status(**changes: object) -> NodeStatus:
@@ -346,17 +346,17 @@ def node_status(**changes: object) -> NodeStatus:
         ("role=prefill", {}, False),
     ],
 )
-def test_conditions(condition: str, changes: dict[str, object], holds: bool) -> None:
+def test_conditions_of_wait(condition: str, changes: dict[str, object], holds: bool) -> None:
     assert parse_condition(condition).holds(node_status(**changes)) is holds
 
 
 @pytest.mark.parametrize("text", ["", "redy", "role", "role=router", "ready=1"])
-def test_what_no_node_can_be(text: str) -> None:
+def test_an_unknown_condition_is_refused(text: str) -> None:
     with pytest.raises(ClientUsageError, match="there is no such condition"):
         parse_condition(text)
 
 
-def test_of_several_incarnations_the_one_that_serves_is_meant() -> None:
+def test_a_name_selects_the_incarnation_that_serves() -> None:
     lost, now, other = node_status(status="Lost"), node_status(incarnation="d1.b"), node_status(name="d2")
     assert nodes_by_name([lost, now, other], ["d1"]) == [now]
     assert nodes_by_name([now, lost, other], []) == [now, other]
@@ -374,7 +374,7 @@ def test_of_several_incarnations_the_one_that_serves_is_meant() -> None:
         (DrainProgress(idle=True), "nothing left"),
     ],
 )
-def test_what_is_left_in_words(progress: DrainProgress, words: str) -> None:
+def test_remaining_work_as_text(progress: DrainProgress, words: str) -> None:
     assert remaining_work(progress) == words
 
 

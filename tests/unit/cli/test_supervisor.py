@@ -1,4 +1,4 @@
-"""The supervisor with trivial processes: start, readiness, restarts, order of the end, nothing left."""
+"""The supervisor with trivial processes: start, readiness, restarts, the order in which they stop, no process left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHILD = Path(__file__).parents[2] / "support" / "supervised.py"
 
 
 class Bench:
-    """A run directory, a journal that the processes write, and a supervisor over them."""
+    """A run directory, a journal that the processes write to, and their supervisor."""
 
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir(path / "run")
@@ -69,7 +69,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.fixture(autouse=True)
-def signals_as_they_were() -> Iterator[None]:
+def signal_handlers_are_restored() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
@@ -96,7 +96,7 @@ async def test_logs_that_are_too_large_rotate(bench: Bench) -> None:
     await running
 
 
-async def test_start_ready_and_the_order_of_the_end(bench: Bench) -> None:
+async def test_processes_start_become_ready_and_stop_in_order(bench: Bench) -> None:
     names = {"prefill-0": "prefill", "decode-0": "decode", "router-0": "router"}
     running = asyncio.create_task(bench.run(*(bench.child(name, role=role) for name, role in names.items())))
     state = await bench.until(lambda s: s.phase == "ready")
@@ -114,7 +114,7 @@ async def test_start_ready_and_the_order_of_the_end(bench: Bench) -> None:
     assert all(is_gone(p.pid, p.start_time) for p in state.processes)
 
 
-async def test_flags_of_the_first_run_are_gone_in_the_second(bench: Bench) -> None:
+async def test_flags_of_the_first_run_are_not_given_to_the_second(bench: Bench) -> None:
     child = replace(bench.child("decode-0"), first_run={"--port": "99"})
     running = asyncio.create_task(bench.run(child))
     first = await bench.until(lambda s: s.phase == "ready")
@@ -125,7 +125,7 @@ async def test_flags_of_the_first_run_are_gone_in_the_second(bench: Bench) -> No
     await running
 
 
-async def test_a_process_that_dies_comes_back_as_a_new_incarnation(bench: Bench) -> None:
+async def test_a_process_that_dies_is_restarted_with_a_new_incarnation(bench: Bench) -> None:
     running = asyncio.create_task(bench.run(bench.child("decode-0"), bench.child("router-0", role="router")))
     first = await bench.until(lambda s: s.phase == "ready")
     os.kill(process(first, "decode-0").pid, signal.SIGKILL)
@@ -141,7 +141,7 @@ def all_ready(state: ClusterState) -> bool:
     return all(process.status == "Ready" for process in state.processes)
 
 
-async def test_a_router_that_dies_comes_back_on_the_port_that_clients_know(bench: Bench) -> None:
+async def test_a_router_that_dies_is_restarted_on_the_same_port(bench: Bench) -> None:
     running = asyncio.create_task(bench.run(bench.child("router-0", role="router")))
     first = await bench.until(lambda s: s.phase == "ready")
     os.kill(process(first, "router-0").pid, signal.SIGKILL)
@@ -151,7 +151,7 @@ async def test_a_router_that_dies_comes_back_on_the_port_that_clients_know(bench
     assert [line for line in bench.lines() if "started" in line] == ["router-0 started 7", "router-0 started 7 4321"]
 
 
-async def test_a_crash_loop_is_shown_and_the_rest_goes_on(bench: Bench) -> None:
+async def test_a_crash_loop_is_shown_and_the_other_processes_go_on(bench: Bench) -> None:
     running = asyncio.create_task(
         bench.run(bench.child("decode-0", "crash-later"), bench.child("router-0", role="router"))
     )
@@ -173,7 +173,7 @@ async def test_a_crash_loop_is_shown_and_the_rest_goes_on(bench: Bench) -> None:
         ("crash", "this is the end", ExitCode.FAILED),
     ],
 )
-async def test_a_start_that_fails_says_why_and_leaves_nothing(
+async def test_a_failed_start_reports_its_reason_and_leaves_no_process(
     bench: Bench, mode: str, complaint: str, code: ExitCode
 ) -> None:
     with pytest.raises(StartFailed, match=f"decode-0 did not start: {complaint}") as caught:
@@ -187,13 +187,13 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
     assert {p.status for p in states[-1].processes} == {"Stopped"}
 
 
-async def test_a_program_that_is_not_there_fails_the_start(bench: Bench) -> None:
+async def test_a_missing_program_fails_the_start(bench: Bench) -> None:
     nothing = ChildSpec("decode-0", "decode", ["/nowhere/baton"], {}, announces=True)
     with pytest.raises(StartFailed, match=r"/nowhere/baton: No such file"):
         await bench.run(nothing)
 
 
-async def test_a_process_that_is_never_ready_fails_the_start(bench: Bench) -> None:
+async def test_a_process_that_does_not_become_ready_fails_the_start(bench: Bench) -> None:
     silent = ChildSpec(
         "decode-0", "decode", [sys.executable, "-c", "import signal; signal.pause()"], {}, announces=True
     )
@@ -201,7 +201,7 @@ async def test_a_process_that_is_never_ready_fails_the_start(bench: Bench) -> No
         await bench.run(silent, timeout_s=0.2)
 
 
-async def test_the_second_signal_forces(bench: Bench) -> None:
+async def test_a_second_signal_kills_all_processes(bench: Bench) -> None:
     running = asyncio.create_task(bench.run(bench.child("decode-0", "stubborn")))
     state = await bench.until(lambda s: s.phase == "ready")
     os.kill(os.getpid(), signal.SIGINT)
@@ -232,8 +232,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("mode", ["serve", "deaf"])
-def test_processes_die_with_a_supervisor_that_is_killed(tmp_path: Path, mode: str) -> None:
-    """By the pipe alone, and by the kernel alone."""
+def test_processes_end_when_their_supervisor_is_killed(tmp_path: Path, mode: str) -> None:
+    """Once by the pipe alone (serve), and once by the kernel alone (deaf)."""
     root = str(Path(__file__).parents[3])
     supervisor = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, root, str(tmp_path), mode], stdout=subprocess.PIPE, cwd=root

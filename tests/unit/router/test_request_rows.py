@@ -66,7 +66,7 @@ async def test_who_waits_is_at_no_node_and_the_latest_comes_first() -> None:
 ROW = RequestRow("a", "Decoding", "r0", 1.25, "p0", "d0", 5, 2, 1, 31.0, None)
 
 
-def test_a_page_of_a_request() -> None:
+def test_the_details_of_a_request_as_text() -> None:
     assert request_lines(ROW) == [
         "Request:        a",
         "State:          Decoding",

@@ -1,1 +1,1 @@
-"""The command `baton`. Modules are imported when their command runs, so that `baton --help` costs next to nothing."""
+"""The command `baton`. Modules are imported when their command runs, so that `baton --help` starts fast."""

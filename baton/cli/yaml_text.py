@@ -25,7 +25,7 @@ class _Dumper(SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """As a literal block if it has several lines, and with escapes if it has other control characters."""
+    """Represent text of several lines as a literal block, and text with control characters in double quotes."""
     style = '"' if not text.replace("\n", "").isprintable() else "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

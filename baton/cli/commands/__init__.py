@@ -1,1 +1,1 @@
-"""One module a command, imported when it runs. What several commands share lives beside this folder."""
+"""One module for each command, imported when the command runs. Shared parts are beside this folder."""

@@ -154,12 +154,12 @@ def _baton(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The demo shows the defaults, whatever this user has set."""
+    """The environment without settings of this user, because the demo shows the defaults."""
     return {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
 
 
 def _send(runs: Sequence[DemoRequest], address: str, console: Console) -> None:
-    """All prompts at once, a thread and a stream each; shows the answers as they grow."""
+    """Send all prompts at once, each in a thread, and show the answers while they are generated."""
     news: queue.SimpleQueue[tuple[DemoRequest, GenerateEvent | str]] = queue.SimpleQueue()
     client = GenerationClient(address)
 
@@ -176,7 +176,7 @@ def _send(runs: Sequence[DemoRequest], address: str, console: Console) -> None:
             news.put((run, str(error)))
         else:
             if not ended:
-                news.put((run, "the stream ended early"))
+                news.put((run, "the stream ended before the end of the request"))
 
     threads = [threading.Thread(target=send, args=(run,), daemon=True) for run in runs]
     for thread in threads:

@@ -29,33 +29,33 @@ def down(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Stop the cluster: wait until running requests have ended, then stop all processes."""
-    place = run_dir_of(run_dir)
-    was_running = stop_cluster(place, timeout, force=force)
-    result = {"run_dir": str(place.path), "was_running": was_running, "running": False}
+    directory = run_dir_of(run_dir)
+    was_running = stop_cluster(directory, timeout, force=force)
+    result = {"run_dir": str(directory.path), "was_running": was_running, "running": False}
     if output is Format.JSON:
         print_json(result)
     elif output is Format.YAML:
         print_yaml(result)
     elif was_running:
-        print_text(f"stopped the cluster in {place.path}")
+        print_text(f"stopped the cluster in {directory.path}")
     else:
-        print_text(f"no cluster is running in {place.path}")
+        print_text(f"no cluster is running in {directory.path}")
 
 
-def stop_cluster(place: RunDir, timeout_s: float, *, force: bool) -> bool:
+def stop_cluster(directory: RunDir, timeout_s: float, *, force: bool) -> bool:
     """Stop a cluster and wait until it has ended. Returns whether one was running. Raises DeadlineExceeded."""
     was_running = False
     # Two different signals, since the kernel merges pending signals with the same number.
     numbers = (signal.SIGTERM, signal.SIGINT) if force else (signal.SIGTERM,)
     try:
-        for holder in place.holders(timeout_s) if place.exists() else ():
+        for holder in directory.holders(timeout_s) if directory.exists() else ():
             was_running = True
             for number in numbers:
                 with suppress(ProcessLookupError):
                     os.kill(holder, number)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"the cluster in {place.path} is still draining after {timeout_s:g} s: "
+            f"the cluster in {directory.path} is still draining after {timeout_s:g} s: "
             "repeat `baton down` to wait longer, or stop it at once with `baton down --force`"
         ) from None
     return was_running

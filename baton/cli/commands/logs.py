@@ -76,8 +76,8 @@ def logs(
     if level not in _LEVELS:
         raise typer.BadParameter(f"--level: {level!r} is not one of {', '.join(_LEVELS)}")
     begin = 0.0 if since is None else parse_since(since, time.time())
-    place = run_dir_of(run_dir)
-    files = _files(place, processes or ())
+    directory = run_dir_of(run_dir)
+    files = _files(directory, processes or ())
     width = max((len(process) for process in files), default=0)
     write = _writer(output, width, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
@@ -88,12 +88,12 @@ def logs(
         _print(wanted(merged(files.values())), tail, write)
         return
     # The watch begins before the files are read, so that no line is missed.
-    with DirectoryWatch(place.logs) as watch:
+    with DirectoryWatch(directory.logs) as watch:
         _print(wanted(merged(files.values())), tail, write)
         while True:
             watch.wait()
             if not processes:
-                files = {**_files(place, ()), **files}
+                files = {**_files(directory, ()), **files}
             _print(wanted(merged(files.values())), None, write)
 
 
@@ -138,12 +138,12 @@ def _value(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False) if not text or re.search(r"[\s\"=]", text) else text
 
 
-def _files(place: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
+def _files(directory: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
     """The log files by process. Raises Unreachable if there are no logs, and NodeNotFound for a process without one."""
-    found = {path.stem: path for path in sorted(_log_paths(place))}
+    found = {path.stem: path for path in sorted(_log_paths(directory))}
     if not found:
         raise Unreachable(
-            f"there are no logs in {place.path}: start a cluster with `baton up`, or name its directory with --run-dir"
+            f"there are no logs in {directory.path}: start a cluster with `baton up`, or name its directory with --run-dir"
         )
     for process in processes:
         if process not in found:
@@ -151,8 +151,8 @@ def _files(place: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
     return {process: LogFile(found[process]) for process in processes or found}
 
 
-def _log_paths(place: RunDir) -> Iterable[Path]:
-    return place.logs.glob("*.log") if place.exists() else ()
+def _log_paths(directory: RunDir) -> Iterable[Path]:
+    return directory.logs.glob("*.log") if directory.exists() else ()
 
 
 def _print(lines: Sequence[LogLine], tail: int | None, write: Callable[[LogLine], None]) -> None:

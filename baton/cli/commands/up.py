@@ -75,15 +75,15 @@ def _up(
 
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
     logs.configure_logging(level, environ=os.environ, form=form, process="supervisor")
-    place = run_dir_of(run_dir)
+    directory = run_dir_of(run_dir)
 
     def show(state: ClusterState) -> None:
-        _show(state, place, output, detached=detach)
+        _show(state, directory, output, detached=detach)
 
-    run_cluster(loaded.config, file, place, show, detach=detach)
+    run_cluster(loaded.config, file, directory, show, detach=detach)
 
 
-def _show(state: ClusterState, place: RunDir, output: Format, *, detached: bool) -> None:
+def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool) -> None:
     if output is Format.JSON:
         print_json(state.to_json())
     elif output is Format.YAML:
@@ -95,14 +95,15 @@ def _show(state: ClusterState, place: RunDir, output: Format, *, detached: bool)
         ]
         print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
         print_text()
-        for line in _lines_to_paste(state, place, detached=detached):
+        for line in _lines_to_paste(state, directory, detached=detached):
             print_text(line)
     sys.stdout.flush()
 
 
-def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> list[str]:
+def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool) -> list[str]:
     baton = shlex.quote(_baton())
-    where = "" if place.path == default_run_dir(os.environ).absolute() else f" --run-dir {shlex.quote(str(place.path))}"
+    is_default = directory.path == default_run_dir(os.environ).absolute()
+    where = "" if is_default else f" --run-dir {shlex.quote(str(directory.path))}"
     body = '{"text": "def fibonacci(n):", "samplingParams": {"maxTokens": 32}}'
     json_body = '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
     stop = f"{baton} down{where}" if detached else "Ctrl-C"
@@ -121,7 +122,7 @@ def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> li
         f"  {baton} get nodes{where}",
         f"  {curl} {scheme}://{state.http_address}/v1/completions -H 'content-type: application/json' -d '{json_body}'",
         f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",
-        f"Logs are in {place.logs}. {stop} stops it.",
+        f"Logs are in {directory.logs}. {stop} stops it.",
     ]
 
 

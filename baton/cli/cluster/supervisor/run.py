@@ -21,30 +21,30 @@ from baton.registry.embedded import EmbeddedRedis, embedded_redis
 
 
 def run_cluster(
-    config: UpConfig, file: Path | None, place: RunDir, on_ready: Callable[[ClusterState], None], *, detach: bool
+    config: UpConfig, file: Path | None, directory: RunDir, on_ready: Callable[[ClusterState], None], *, detach: bool
 ) -> None:
     """Lock the run directory and run the cluster to its end or, with `detach`, until it is ready.
 
     `file` is the configuration file, which the processes read, too. Raises ConfigError before anything is started, and
     StartFailed.
     """
-    place.create()
-    place.lock()
+    directory.create()
+    directory.lock()
     try:
         check_up(config)
-        redis = None if config.registry else embedded_redis(place.path)
+        redis = None if config.registry else embedded_redis(directory.path)
         plan = _plan(config, redis, file)
-        place.clear_logs()
+        directory.clear_logs()
     except BaseException:
-        place.release()
+        directory.release()
         raise
 
     def serve(report: Callable[[ClusterState], None]) -> None:
         notes = _PhaseNotes() if not detach and sys.stderr.isatty() else None
-        _serve(plan, place, redis, report, notes)
+        _serve(plan, directory, redis, report, notes)
 
     if detach:
-        on_ready(serve_detached(serve, place.log("supervisor")))
+        on_ready(serve_detached(serve, directory.log("supervisor")))
     else:
         serve(on_ready)
 
@@ -81,7 +81,7 @@ class _PhaseNotes:
 
 def _serve(
     plan: ClusterPlan,
-    place: RunDir,
+    directory: RunDir,
     redis: EmbeddedRedis | None,
     on_ready: Callable[[ClusterState], None],
     on_change: Callable[[ClusterState], None] | None,
@@ -89,15 +89,15 @@ def _serve(
     """Run the cluster to its end, then unlock the run directory."""
 
     async def run() -> None:
-        await ClusterSupervisor(plan, place, SystemClock(), on_change or _ignore).run(on_ready)
+        await ClusterSupervisor(plan, directory, SystemClock(), on_change or _ignore).run(on_ready)
 
-    place.write_owner()
+    directory.write_owner()
     try:
         asyncio.run(run())
     finally:
         if redis is not None:
             redis.remove_socket()
-        place.release()
+        directory.release()
 
 
 def _ignore(_state: ClusterState) -> None:

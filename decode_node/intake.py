@@ -57,7 +57,8 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.receiver.transfer import (
+from kv_transfer.receiver.transfer import TransferBook
+from kv_transfer.receiver.transfer_values import (
     Arrived,
     CancelRead,
     CutLink,
@@ -68,7 +69,6 @@ from kv_transfer.receiver.transfer import (
     ReopenLink,
     StartRead,
     TellSender,
-    TransferBook,
     TransferCounts,
     TransferEffect,
     TransferStats,

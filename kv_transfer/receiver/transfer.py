@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import lcm
 
 from baton.clock import Clock, SystemClock
@@ -40,7 +39,6 @@ from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,
     Begun,
-    Closing,
     ConfirmPart,
     ConfirmRead,
     Expect,
@@ -56,204 +54,25 @@ from kv_transfer.link.link_messages import (
 )
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
+from kv_transfer.receiver.transfer_records import Peer, Read, Transfer
+from kv_transfer.receiver.transfer_values import (
+    Arrived,
+    CancelRead,
+    CutLink,
+    Failed,
+    MayPlan,
+    OpenLink,
+    Plan,
+    ReopenLink,
+    StartRead,
+    TellSender,
+    TransferCounts,
+    TransferEffect,
+    TransferStats,
+)
 from kv_transfer.sampling import is_digested
 
 _UNPROMISED = (TransferState.PLANNED, TransferState.QUARANTINED)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be filled: the whole prompt's blocks in prompt order; those before `first_block` are valid already.
-
-    The null block stands where nothing is wanted: what a group of layers has left behind with its window.
-    """
-
-    attempt: AttemptKey
-    source: KVSource
-    num_prompt_tokens: int
-    block_ids: Sequence[int]
-    first_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStats:
-    """What one transfer moved and how long it took, in seconds on the receiver's clock."""
-
-    num_bytes: int
-    num_blocks: int
-    read_s: float
-    """Time that its reads took, added up; what passed between them belongs to the computation."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLink:
-    """Open a link to this sender; `peer_ready` or `peer_lost` answers."""
-
-    source: KVSource
-
-
-@dataclass(frozen=True, slots=True)
-class ReopenLink:
-    """Reads outlive their link, and may not move unless their sender knows of them: call `reopen` after a while."""
-
-    source: KVSource
-
-
-@dataclass(frozen=True, slots=True)
-class TellSender:
-    """Send a message on the link to this incarnation, if there still is one."""
-
-    incarnation: str
-    message: ReaderMessage
-
-
-@dataclass(frozen=True, slots=True)
-class StartRead:
-    """Read these blocks; `read_done` or `read_failed` answers with the id.
-
-    If it is done, `digested` answers for each local block of it that is in `to_digest`, or `not_digested`.
-    """
-
-    read_id: int
-    incarnation: str
-    ranges: Sequence[ReadRange]
-    to_digest: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRead:
-    """Nobody wants this read any more; `read_done` or `read_failed` still answers, when nothing of it writes."""
-
-    read_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class CutLink:
-    """This sender can't be read any more: end the link, so that the next transfer begins with a new one."""
-
-    incarnation: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MayPlan:
-    """The sender computes this attempt: blocks may be reserved for it."""
-
-    attempt: AttemptKey
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """The prompt's KV is here and proven."""
-
-    attempt: AttemptKey
-    closing: Closing
-    stats: TransferStats
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The prompt's KV will not come."""
-
-    attempt: AttemptKey
-    cause: TransferCause
-    story: str
-    num_valid_blocks: int = 0
-    """Leading blocks of the plan that hold the prompt's KV, proven (rule 8), those included that did before."""
-
-
-TransferEffect = (
-    OpenLink
-    | ReopenLink
-    | TellSender
-    | StartRead
-    | CancelRead
-    | CutLink
-    | MayPlan
-    | Arrived
-    | Failed
-    | Released
-    | Recorded
-)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferCounts:
-    """Transfers that are not over, and blocks that wait for reads to end."""
-
-    waiting_to_start: int
-    """Nothing was offered yet."""
-    in_progress: int
-    quarantined: int
-    quarantined_blocks: int
-
-    @property
-    def live(self) -> int:
-        return self.waiting_to_start + self.in_progress
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    first_block: int
-    """The first block of the prompt that it fills."""
-    num_blocks: int
-
-
-@dataclass(slots=True)
-class _Transfer:
-    plan: Plan
-    machine: Machine[TransferState, TransferEvent]
-    planned_at: float
-    next_block: int
-    """Prompt blocks before it are valid or offered."""
-    valid_end: int
-    """Prompt blocks before it are valid, by rule 8."""
-    asked_end: int
-    """The sender was asked for its word on the prompt blocks before it, all of which are read."""
-    reads: dict[int, _Read] = field(default_factory=dict)
-    """Reads in flight, by their ids."""
-    to_digest: dict[int, set[int]] = field(default_factory=dict)
-    """By read, the blocks whose digests are not known."""
-    digests: dict[int, int] = field(default_factory=dict)
-    """Of the blocks that were read."""
-    sender_digests: list[int] = field(default_factory=list)
-    """Digests of blocks from the plan's first on that the sender, by its own word, held through their reads."""
-    answer: ReadConfirmed | None = None
-    """The sender's word that it held its lease."""
-    closing: Closing | None = None
-    remote_blocks: set[int] = field(default_factory=set)
-    num_bytes: int = 0
-    num_blocks: int = 0
-    read_s: float = 0.0
-    cause: TransferCause | None = None
-    ended: bool = False
-
-    @property
-    def peer(self) -> str:
-        return self.plan.source.incarnation
-
-    @property
-    def num_reading(self) -> int:
-        """Blocks that reads in flight may write to."""
-        return sum(read.num_blocks for read in self.reads.values())
-
-    @property
-    def confirmed_end(self) -> int:
-        """The sender has given its word on the prompt blocks before it."""
-        return self.plan.first_block + len(self.sender_digests)
-
-    @property
-    def wanted_blocks(self) -> int:
-        """Blocks that are to be filled; in quarantine, those that may still be written to."""
-        if self.machine.state is TransferState.QUARANTINED:
-            return self.num_reading
-        return sum(block != NULL_BLOCK for block in self.plan.block_ids[self.plan.first_block :])
-
-
-@dataclass(slots=True)
-class _Peer:
-    num_blocks: int | None = None
-    """None while its link is being opened."""
 
 
 class TransferBook:
@@ -281,12 +100,12 @@ class TransferBook:
         self._asks_for_parts = keeps_valid_blocks and digest_every == 1
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
-        self._transfers: dict[AttemptKey, _Transfer] = {}
+        self._transfers: dict[AttemptKey, Transfer] = {}
         self._expected: dict[AttemptKey, KVSource] = {}
         """Attempts that have no blocks here yet."""
-        self._reads: dict[int, _Transfer] = {}
-        self._peers: dict[str, _Peer] = {}
-        self._digesting: dict[int, _Transfer] = {}
+        self._reads: dict[int, Transfer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._digesting: dict[int, Transfer] = {}
         self._last_read_id = 0
         self.failures: Counter[tuple[str, TransferCause]] = Counter()
         """Transfers that failed, by sender and cause."""
@@ -305,7 +124,7 @@ class TransferBook:
         expected = Recorded("expected", attempt)
         if source.incarnation in self._peers:
             return [*self._tell_peer(source.incarnation, Expect(attempt)), expected]
-        self._peers[source.incarnation] = _Peer()
+        self._peers[source.incarnation] = Peer()
         return [OpenLink(source), expected]
 
     def plan(self, plan: Plan) -> list[TransferEffect]:
@@ -315,7 +134,7 @@ class TransferBook:
         self._expected.pop(plan.attempt, None)
         machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
         first, now = plan.first_block, self._clock.monotonic()
-        transfer = _Transfer(plan, machine, now, next_block=first, valid_end=first, asked_end=first)
+        transfer = Transfer(plan, machine, now, next_block=first, valid_end=first, asked_end=first)
         self._transfers[plan.attempt] = transfer
         stuck = self._quarantined_blocks(transfer.peer)
         if stuck > self._max_quarantined_blocks:
@@ -323,7 +142,7 @@ class TransferBook:
             return self._fail(transfer, TransferCause.REFUSED, story)
         peer = self._peers.get(transfer.peer)
         if peer is None:
-            self._peers[transfer.peer] = _Peer()
+            self._peers[transfer.peer] = Peer()
             return [OpenLink(plan.source)]
         return self._subscribe(transfer) if peer.num_blocks is not None else []
 
@@ -353,7 +172,7 @@ class TransferBook:
 
     def peer_ready(self, incarnation: str, num_blocks: int) -> list[TransferEffect]:
         """The link is up and the sender's `num_blocks` blocks can be read."""
-        self._peers[incarnation] = _Peer(num_blocks)
+        self._peers[incarnation] = Peer(num_blocks)
         expected = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
         effects: list[TransferEffect] = [TellSender(incarnation, Expect(attempt)) for attempt in expected]
         for transfer in self._transfers_of(incarnation):
@@ -367,7 +186,7 @@ class TransferBook:
         """Some time after `ReopenLink`: whether a link is still wanted for nothing but reads that go on."""
         if source.incarnation in self._peers or not self._quarantined_blocks(source.incarnation):
             return []
-        self._peers[source.incarnation] = _Peer()
+        self._peers[source.incarnation] = Peer()
         return [OpenLink(source)]
 
     def peer_lost(self, incarnation: str, cause: TransferCause, story: str) -> list[TransferEffect]:
@@ -536,13 +355,13 @@ class TransferBook:
     def _fail_expected(self, attempt: AttemptKey, cause: TransferCause, story: str) -> list[TransferEffect]:
         return self._note_failure(self._expected.pop(attempt), attempt, cause, story)
 
-    def _subscribe(self, transfer: _Transfer) -> list[TransferEffect]:
+    def _subscribe(self, transfer: Transfer) -> list[TransferEffect]:
         transfer.machine.feed(TransferEvent.SUBSCRIBED)
         plan = transfer.plan
         subscribe = self._tell(transfer, Subscribe(plan.attempt, plan.first_block))
         return [*subscribe, Recorded("subscribed", plan.attempt, plan.first_block)]
 
-    def _offered(self, transfer: _Transfer, offer: Offer) -> list[TransferEffect]:
+    def _offered(self, transfer: Transfer, offer: Offer) -> list[TransferEffect]:
         end = offer.first_block + len(offer.block_ids)
         known = end <= transfer.next_block and offer.closing is None
         if known or transfer.closing is not None:
@@ -565,7 +384,7 @@ class TransferBook:
             effects += self._read(transfer, coalesce(local_blocks, remote_blocks), offer)
         return effects + self._confirm(transfer)
 
-    def _objection(self, transfer: _Transfer, offer: Offer, end: int) -> str | None:
+    def _objection(self, transfer: Transfer, offer: Offer, end: int) -> str | None:
         plan, pool = transfer.plan, self._peers[transfer.peer].num_blocks or 0
         total = len(plan.block_ids)
         if offer.first_block != transfer.next_block:
@@ -599,11 +418,11 @@ class TransferBook:
         unknown = [token for token in token_ids if not 0 <= token < self._vocab_size]
         return f"first token {unknown[0]} of a vocabulary of {self._vocab_size}" if unknown else None
 
-    def _read(self, transfer: _Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
+    def _read(self, transfer: Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
         self._last_read_id += 1
         read_id, num_blocks = self._last_read_id, sum(r.count for r in ranges)
         self._reads[read_id] = transfer
-        transfer.reads[read_id] = _Read(offer.first_block, num_blocks)
+        transfer.reads[read_id] = Read(offer.first_block, num_blocks)
         to_digest = self._blocks_to_digest(transfer, offer)
         if to_digest:
             transfer.to_digest[read_id] = set(to_digest)
@@ -611,20 +430,20 @@ class TransferBook:
         started = Recorded("read_started", transfer.plan.attempt, num_blocks)
         return [StartRead(read_id, transfer.peer, ranges, to_digest), started]
 
-    def _blocks_to_digest(self, transfer: _Transfer, offer: Offer) -> tuple[int, ...]:
+    def _blocks_to_digest(self, transfer: Transfer, offer: Offer) -> tuple[int, ...]:
         """Of the blocks that are read for an offer those that both sides look at."""
         attempt, every = transfer.plan.attempt, lcm(offer.digest_every, self._digest_every)
         places = range(offer.first_block, transfer.next_block)
         blocks = (transfer.plan.block_ids[place] for place in places if is_digested(attempt, place, every))
         return tuple(block for block in blocks if block != NULL_BLOCK)
 
-    def _confirm(self, transfer: _Transfer) -> list[TransferEffect]:
+    def _confirm(self, transfer: Transfer) -> list[TransferEffect]:
         if transfer.closing is None or transfer.reads:
             return []
         transfer.machine.feed(TransferEvent.ALL_READ)
         return self._tell(transfer, ConfirmRead(transfer.plan.attempt))
 
-    def _confirm_part(self, transfer: _Transfer) -> list[TransferEffect]:
+    def _confirm_part(self, transfer: Transfer) -> list[TransferEffect]:
         """Ask for the sender's word on the leading blocks, if more of them are read by now."""
         end = min((read.first_block for read in transfer.reads.values()), default=transfer.next_block)
         if not self._asks_for_parts or end <= transfer.asked_end:
@@ -632,14 +451,14 @@ class TransferBook:
         transfer.asked_end = end
         return self._tell(transfer, ConfirmPart(transfer.plan.attempt, end))
 
-    def _part_confirmed(self, transfer: _Transfer, part: PartConfirmed) -> list[TransferEffect]:
+    def _part_confirmed(self, transfer: Transfer, part: PartConfirmed) -> list[TransferEffect]:
         if part.first_block != transfer.confirmed_end or part.first_block + len(part.digests) > transfer.asked_end:
             self.counters["PartConfirmed_bad"] += 1
             return []
         transfer.sender_digests.extend(part.digests)
         return self._compare(transfer)
 
-    def _answered(self, transfer: _Transfer, answer: ReadConfirmed) -> list[TransferEffect]:
+    def _answered(self, transfer: Transfer, answer: ReadConfirmed) -> list[TransferEffect]:
         if not answer.held:
             return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
         transfer.answer = answer
@@ -651,7 +470,7 @@ class TransferBook:
         transfer.sender_digests = list(answer.digests) if len(answer.digests) == num_blocks else []
         return self._compare(transfer) + self._arrive(transfer)
 
-    def _compare(self, transfer: _Transfer) -> list[TransferEffect]:
+    def _compare(self, transfer: Transfer) -> list[TransferEffect]:
         """Find out how far the leading blocks are valid."""
         plan, before, end = transfer.plan, transfer.valid_end, transfer.confirmed_end
         if transfer.machine.state is TransferState.QUARANTINED:
@@ -665,7 +484,7 @@ class TransferBook:
         grown = transfer.valid_end > before and transfer.answer is None
         return [Recorded("prefix_verified", plan.attempt, transfer.valid_end)] if grown else []
 
-    def _arrive(self, transfer: _Transfer) -> list[TransferEffect]:
+    def _arrive(self, transfer: Transfer) -> list[TransferEffect]:
         """Say so when nothing is left to wait for, and nothing is in doubt."""
         if transfer.answer is None or transfer.to_digest or transfer.closing is None:
             return []
@@ -683,7 +502,7 @@ class TransferBook:
             Recorded("kv_arrived", attempt, transfer.num_bytes),
         ]
 
-    def _doubt(self, transfer: _Transfer, digests: Sequence[int]) -> str | None:
+    def _doubt(self, transfer: Transfer, digests: Sequence[int]) -> str | None:
         if not transfer.digests:
             return None
         sender, blocks = transfer.plan.source.node_id, transfer.plan.block_ids[transfer.plan.first_block :]
@@ -693,7 +512,7 @@ class TransferBook:
         wrong = [block for block, digest in pairs if transfer.digests.get(block, digest) != digest]
         return f"block {wrong[0]} is not what {sender} computed" if wrong else None
 
-    def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
+    def _fail(self, transfer: Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
         transfer.cause = cause
         plan = transfer.plan
         failed = self._note_failure(plan.source, plan.attempt, cause, story, transfer.valid_end)
@@ -707,7 +526,7 @@ class TransferBook:
         failed = Failed(attempt, cause, story, num_valid_blocks)
         return [Recorded("kv_failed", attempt, detail=cause.value), failed]
 
-    def _give_up(self, transfer: _Transfer, event: TransferEvent, event_reading: TransferEvent) -> list[TransferEffect]:
+    def _give_up(self, transfer: Transfer, event: TransferEvent, event_reading: TransferEvent) -> list[TransferEffect]:
         """End a transfer, or put it into quarantine, and tell the sender, who may have kept its blocks for it."""
         attempt, reading = transfer.plan.attempt, bool(transfer.reads)
         transfer.machine.feed(event_reading if reading else event)
@@ -718,7 +537,7 @@ class TransferBook:
         self._forget(transfer)
         return effects
 
-    def _flush(self, transfer: _Transfer) -> list[TransferEffect]:
+    def _flush(self, transfer: Transfer) -> list[TransferEffect]:
         if transfer.reads:
             return []
         cancelled = transfer.cause is TransferCause.CANCELLED
@@ -728,12 +547,12 @@ class TransferBook:
         effects = [*self._tell(transfer, Abandon(attempt, False)), Recorded("quarantine_released", attempt)]
         return [*effects, Released(attempt)] if transfer.ended else effects
 
-    def _forget(self, transfer: _Transfer) -> None:
+    def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.plan.attempt]
         for read_id in transfer.to_digest:
             del self._digesting[read_id]
 
-    def _tell(self, transfer: _Transfer, message: ReaderMessage) -> list[TransferEffect]:
+    def _tell(self, transfer: Transfer, message: ReaderMessage) -> list[TransferEffect]:
         return self._tell_peer(transfer.peer, message)
 
     def _tell_peer(self, incarnation: str, message: ReaderMessage) -> list[TransferEffect]:
@@ -741,7 +560,7 @@ class TransferBook:
         ready = peer is not None and peer.num_blocks is not None
         return [TellSender(incarnation, message)] if ready else []
 
-    def _transfers_of(self, incarnation: str) -> list[_Transfer]:
+    def _transfers_of(self, incarnation: str) -> list[Transfer]:
         return [transfer for transfer in self._transfers.values() if transfer.peer == incarnation]
 
     def _quarantined_blocks(self, incarnation: str) -> int:

@@ -47,7 +47,8 @@ from kv_transfer.link.link_messages import (
     ReadProgress,
     Subscribe,
 )
-from kv_transfer.receiver.transfer import (
+from kv_transfer.receiver.transfer import TransferBook
+from kv_transfer.receiver.transfer_values import (
     Arrived,
     CancelRead,
     CutLink,
@@ -58,7 +59,6 @@ from kv_transfer.receiver.transfer import (
     ReopenLink,
     StartRead,
     TellSender,
-    TransferBook,
 )
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import CutLink as CutReader

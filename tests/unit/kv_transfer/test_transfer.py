@@ -24,8 +24,9 @@ from kv_transfer.link.link_messages import (
     ReadConfirmed,
     SenderMessage,
 )
-from kv_transfer.receiver.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
+from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
+from kv_transfer.receiver.transfer_values import Arrived, Failed, Plan, StartRead, TransferEffect
 from tests.support.conversation import lines, names
 from tests.support.transitions import check_pair, every_pair, row
 

@@ -17,7 +17,8 @@ from kv_transfer.figures import failure_figures, lease_figures, read_figures, tr
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.receiver.read_histograms import ReadHistograms
-from kv_transfer.receiver.transfer import Plan, TransferBook
+from kv_transfer.receiver.transfer import TransferBook
+from kv_transfer.receiver.transfer_values import Plan
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import LeaseTimes
 

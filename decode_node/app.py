@@ -92,7 +92,7 @@ class DecodeRole:
         return [
             *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
             *failure_figures(self.intake.book.failures),
-            *read_figures(self.intake.book.reads),
+            *read_figures(self.intake.book.read_histograms),
             *handshake_figures(self.intake.handshakes),
             *transfer_figures(self.intake.report()),
         ]

@@ -65,12 +65,12 @@ from kv_transfer.receiver.transfer_values import (
     Failed,
     MayPlan,
     OpenLink,
-    Plan,
     ReopenLink,
     StartRead,
     TellSender,
     TransferCounts,
     TransferEffect,
+    TransferPlan,
     TransferStats,
 )
 
@@ -167,7 +167,7 @@ class Intake:
         if not self._stopped:
             self._carry_out(self._book.expect(attempt, source))
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: TransferPlan) -> None:
         """Blocks are reserved for an attempt: get its KV."""
         failpoint("plan", plan.attempt.request_id)
         self._may_plan.discard(plan.attempt)
@@ -361,7 +361,7 @@ class Intake:
             case BlocksDigested(read_id, digests):
                 self._carry_out(self._book.digested(read_id, digests))
             case NotDigested(read_id, story):
-                self._carry_out(self._book.not_digested(read_id, story))
+                self._carry_out(self._book.digests_failed(read_id, story))
 
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)
@@ -419,7 +419,7 @@ class IntakeConnector:
         if request.kv_source is None:
             raise ValueError(f"{request.request_id} names no KV source")
         num_local = request.num_submitted_tokens - num_external_tokens
-        plan = Plan(
+        plan = TransferPlan(
             attempt=AttemptKey.parse(request.request_id),
             source=request.kv_source,
             num_prompt_tokens=request.num_submitted_tokens,

@@ -117,6 +117,11 @@ class Offer:
     digest_every: int = 0
     """The answer to `ConfirmRead` brings digests of one block in so many (`sampling.is_digested`); 0: of none."""
 
+    @property
+    def end_block(self) -> int:
+        """The prompt block after the last one that is offered."""
+        return self.first_block + len(self.block_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadConfirmed:

@@ -1,1 +1,1 @@
-"""The decode node's half of a hand-off: transfers, which say what is read, what was proven, what is quarantined."""
+"""The decode node's half of a hand-off: transfers, which say what is read, what is proven and what is quarantined."""

@@ -1,24 +1,25 @@
-"""The receiver's side of a hand-off: which blocks are being filled, by what, and when they may be used. Pure.
+"""The receiver's side of a hand-off: which blocks are being filled, by which reads, and when they may be used. Pure: a
+clock goes in, effects come out. The states are in `transfer_machine`, the records in `transfer_records`.
 
-Rules that it keeps:
+The rules that it keeps:
 
 1. `Arrived` is said only after every block of the prompt was read, has the digest that the sender gave (where it gives
-   any), and the sender answered that it held its lease through all of the reads. Every doubt ends in `Failed`; there is
-   no third way.
-2. While a read is in flight its destination blocks are nobody's: a transfer that fails or is given up waits in
+   any), and the sender answered that it held its lease through all of the reads. If any of these is in doubt, the
+   transfer ends in `Failed`.
+2. While a read is in flight nobody uses the blocks that it writes to: a transfer that fails or is abandoned waits in
    QUARANTINED until its last read has ended. `Released` follows once, when the engine has ended the request, too.
-3. Numbers that a peer sent are checked against the peer's pool and against the plan before anything is read.
-4. Whoever gives up tells the sender in the same breath, and tells it again on a new link while its reads go on: a
-   sender that believes nobody reads lets its transfer agent sleep, and then the reads never end.
-5. A wait for an offer has no deadline of its own: the life of the link is its bound, and `peer_lost` its end. A wait
-   for bytes ends when none come (`read_stalled`), though both sides live; the blocks stay in quarantine (rule 2).
+3. Numbers that a sender sent are checked against the sender's pool and against the plan before anything is read.
+4. Whenever a transfer fails or is abandoned, its sender is told at once, and again on a new link while its reads go on:
+   a sender that believes that nobody reads lets its transfer agent sleep, and then the reads never end.
+5. Waiting for an offer has no deadline of its own: it ends at the latest with the link (`peer_lost`). Waiting for bytes
+   ends when none come (`read_stalled`), though both sides live; the blocks stay in quarantine (rule 2).
 6. Blocks are planned for an attempt only when its sender has said that it has begun (`MayPlan`). Otherwise a prompt
    that has its blocks there and none here, and one that has them here and none there, would wait for each other.
 7. Late, duplicate and unknown messages change nothing and are counted.
-8. `Failed` says how many leading blocks of the plan are valid all the same (`num_valid_blocks`). Of those that were to
-   be read a block counts if its read is done, so that nothing writes to it, if the sender said that it held its lease
-   through that read (`PartConfirmed` or `ReadConfirmed`), and if its own digest was compared and is the sender's. So
-   where only a sample of the blocks is compared, or none, hardly one counts. A read counts whole or not at all.
+8. `Failed` says how many leading blocks of the plan are valid all the same (`num_valid_blocks`). A block that was to be
+   read is valid if its read is done, so that nothing writes to it, if the sender said that it held its lease through
+   that read (`PartConfirmed` or `ReadConfirmed`), and if its own digest was compared and is the sender's. So where only
+   a sample of the blocks is compared, or none, hardly any is valid. The blocks of one read are confirmed together.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ from kv_transfer.link.link_messages import (
     SenderMessage,
     Subscribe,
 )
+from kv_transfer.receiver.offer_check import offer_objection
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
-from kv_transfer.receiver.transfer_records import Peer, Read, Transfer
+from kv_transfer.receiver.transfer_records import ReadInFlight, SenderLink, Transfer
 from kv_transfer.receiver.transfer_values import (
     Arrived,
     CancelRead,
@@ -62,17 +64,18 @@ from kv_transfer.receiver.transfer_values import (
     Failed,
     MayPlan,
     OpenLink,
-    Plan,
     ReopenLink,
     StartRead,
     TellSender,
     TransferCounts,
     TransferEffect,
+    TransferPlan,
     TransferStats,
 )
 from kv_transfer.sampling import is_digested
 
-_UNPROMISED = (TransferState.PLANNED, TransferState.QUARANTINED)
+_SENDER_OWES_NOTHING = (TransferState.PLANNED, TransferState.QUARANTINED)
+"""In these states the sender was not asked for blocks yet, or is not any more: a lost offer changes nothing."""
 
 
 class TransferBook:
@@ -87,77 +90,79 @@ class TransferBook:
         clock: Clock | None = None,
         vocab_size: int = 1 << 32,
     ) -> None:
-        """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there.
+        """`max_quarantined_blocks`: while more blocks wait for reads from one sender, no transfer from it begins.
 
-        `digest_every`: one block in how many is compared with its sender's digest, if that has one; 0: none. `clock`
-        tells how old a transfer is, and nothing else. `keeps_valid_blocks`: what a failed transfer brought is used, so
-        senders are asked for their word on it after each read. `vocab_size`: of this node's model, which gets the first
-        tokens.
+        `digest_every`: one block in so many is compared with the sender's digest, if there is one; 0: none is. `clock`:
+        for the age of transfers only. `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, so
+        senders are asked after each read to confirm it. `vocab_size`: of this node's model; the first token is below.
         """
         self._vocab_size = vocab_size
         self._digest_every = digest_every
-        # Without a digest of each block nothing would follow from a sender's word on a part.
-        self._asks_for_parts = keeps_valid_blocks and digest_every == 1
+        # Unless each block has a digest, hardly any is valid even if it is confirmed (rule 8).
+        self._confirms_parts = keeps_valid_blocks and digest_every == 1
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, Transfer] = {}
         self._expected: dict[AttemptKey, KVSource] = {}
-        """Attempts that have no blocks here yet."""
+        """The senders of attempts that wait for blocks."""
+        self._links: dict[str, SenderLink] = {}
+        """The link to each sender, by incarnation."""
         self._reads: dict[int, Transfer] = {}
-        self._peers: dict[str, Peer] = {}
+        """The transfer of each read in flight, by the read's id."""
         self._digesting: dict[int, Transfer] = {}
+        """The transfer of each read of which some digests are not known yet, by the read's id."""
         self._last_read_id = 0
         self.failures: Counter[tuple[str, TransferCause]] = Counter()
         """Transfers that failed, by sender and cause."""
-        self.reads: defaultdict[str, ReadHistograms] = defaultdict(ReadHistograms)
-        """What its reads took, by sender."""
+        self.read_histograms: defaultdict[str, ReadHistograms] = defaultdict(ReadHistograms)
+        """Durations and sizes of reads, by sender."""
         self._outcomes: Counter[tuple[str, str]] = Counter()
-        """How transfers ended, by sender."""
+        """Transfers that ended, by sender and outcome: "arrived", or the cause of the failure."""
         self.counters: Counter[str] = Counter()
         """Messages and events that changed nothing, by kind."""
 
     # What the engine did.
 
     def expect(self, attempt: AttemptKey, source: KVSource) -> list[TransferEffect]:
-        """An attempt has come, and waits for blocks. Answered by `MayPlan` or `Failed`."""
+        """A request whose prompt is computed elsewhere came, and waits for blocks; `MayPlan` or `Failed` answers."""
         self._expected[attempt] = source
         expected = Recorded("expected", attempt)
-        if source.incarnation in self._peers:
-            return [*self._tell_peer(source.incarnation, Expect(attempt)), expected]
-        self._peers[source.incarnation] = Peer()
+        if source.incarnation in self._links:
+            return [*self._tell_sender(source.incarnation, Expect(attempt)), expected]
+        self._links[source.incarnation] = SenderLink()
         return [OpenLink(source), expected]
 
-    def plan(self, plan: Plan) -> list[TransferEffect]:
+    def plan(self, plan: TransferPlan) -> list[TransferEffect]:
         """Blocks are reserved for an attempt. Raises ValueError for an attempt that is being transferred."""
         if plan.attempt in self._transfers:
             raise ValueError(f"{plan.attempt} is being transferred")
         self._expected.pop(plan.attempt, None)
         machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
         first, now = plan.first_block, self._clock.monotonic()
-        transfer = Transfer(plan, machine, now, next_block=first, valid_end=first, asked_end=first)
+        transfer = Transfer(plan, machine, now, next_block=first, valid_end=first, confirm_part_end=first)
         self._transfers[plan.attempt] = transfer
-        stuck = self._quarantined_blocks(transfer.peer)
-        if stuck > self._max_quarantined_blocks:
-            story = f"{stuck} blocks still wait for earlier reads from {transfer.peer}"
-            return self._fail(transfer, TransferCause.REFUSED, story)
-        peer = self._peers.get(transfer.peer)
-        if peer is None:
-            self._peers[transfer.peer] = Peer()
+        quarantined = self._quarantined_blocks(transfer.sender)
+        if quarantined > self._max_quarantined_blocks:
+            detail = f"{quarantined} blocks still wait for earlier reads from {transfer.sender}"
+            return self._fail(transfer, TransferCause.REFUSED, detail)
+        link = self._links.get(transfer.sender)
+        if link is None:
+            self._links[transfer.sender] = SenderLink()
             return [OpenLink(plan.source)]
-        return self._subscribe(transfer) if peer.num_blocks is not None else []
+        return self._subscribe(transfer) if link.num_blocks is not None else []
 
     def abandon(self, attempt: AttemptKey) -> list[TransferEffect]:
-        """Nobody wants it any more; the engine need not know yet. Unknown attempts are fine."""
+        """Nobody wants the attempt any more; the engine need not know yet. An unknown attempt changes nothing."""
         expected = self._expected.pop(attempt, None)
         if expected is not None:
             self._outcomes[expected.node_id, TransferCause.CANCELLED.value] += 1
-            return self._tell_peer(expected.incarnation, Abandon(attempt, False))
+            return self._tell_sender(expected.incarnation, Abandon(attempt, False))
         transfer = self._transfers.get(attempt)
-        if transfer is None or transfer.machine.state is TransferState.QUARANTINED:
+        if transfer is None or transfer.is_quarantined:
             return []
         transfer.cause = TransferCause.CANCELLED
         self._outcomes[transfer.plan.source.node_id, transfer.cause.value] += 1
-        return self._give_up(transfer, TransferEvent.ABANDON, TransferEvent.ABANDON_READING)
+        return self._end_or_quarantine(transfer, TransferEvent.ABANDON, TransferEvent.ABANDON_READING)
 
     def ended(self, attempt: AttemptKey) -> list[TransferEffect]:
         """The engine has ended the request and keeps its blocks until `Released`, which follows exactly once."""
@@ -165,43 +170,43 @@ class TransferBook:
         quarantined = self._transfers.get(attempt)
         if quarantined is None:
             return [*effects, Released(attempt)]
-        quarantined.ended = True
+        quarantined.request_ended = True
         return effects
 
-    # What peers did.
+    # What senders and their links did.
 
     def peer_ready(self, incarnation: str, num_blocks: int) -> list[TransferEffect]:
         """The link is up and the sender's `num_blocks` blocks can be read."""
-        self._peers[incarnation] = Peer(num_blocks)
+        self._links[incarnation] = SenderLink(num_blocks)
         expected = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
         effects: list[TransferEffect] = [TellSender(incarnation, Expect(attempt)) for attempt in expected]
         for transfer in self._transfers_of(incarnation):
-            if transfer.machine.state is TransferState.PLANNED:
+            if transfer.state is TransferState.PLANNED:
                 effects += self._subscribe(transfer)
-            elif transfer.machine.state is TransferState.QUARANTINED:
+            elif transfer.is_quarantined:
                 effects += self._tell(transfer, Abandon(transfer.plan.attempt, True))
         return effects
 
     def reopen(self, source: KVSource) -> list[TransferEffect]:
-        """Some time after `ReopenLink`: whether a link is still wanted for nothing but reads that go on."""
-        if source.incarnation in self._peers or not self._quarantined_blocks(source.incarnation):
+        """Some time after `ReopenLink`: open a link if reads from this sender go on and there is no link to it."""
+        if source.incarnation in self._links or not self._quarantined_blocks(source.incarnation):
             return []
-        self._peers[source.incarnation] = Peer()
+        self._links[source.incarnation] = SenderLink()
         return [OpenLink(source)]
 
-    def peer_lost(self, incarnation: str, cause: TransferCause, story: str) -> list[TransferEffect]:
-        """The link could not be opened, or it ended: whatever it carried has failed."""
-        self._peers.pop(incarnation, None)
+    def peer_lost(self, incarnation: str, cause: TransferCause, detail: str) -> list[TransferEffect]:
+        """The link could not be opened, or it ended: every transfer that still needs its sender has failed."""
+        self._links.pop(incarnation, None)
         effects: list[TransferEffect] = []
         for attempt, source in list(self._expected.items()):
             if source.incarnation == incarnation:
-                effects += self._fail_expected(attempt, cause, story)
+                effects += self._fail_expected(attempt, cause, detail)
         for transfer in self._transfers_of(incarnation):
-            # One whose sender has kept its word only waits for what is computed here.
-            if transfer.machine.state is not TransferState.QUARANTINED and transfer.answer is None:
-                effects += self._fail(transfer, cause, story)
-        left = self._transfers_of(incarnation)
-        return [*effects, ReopenLink(left[0].plan.source)] if left else effects
+            # A transfer that its sender has confirmed waits for digests that are computed here, and for nothing else.
+            if not transfer.is_quarantined and transfer.read_confirmed is None:
+                effects += self._fail(transfer, cause, detail)
+        remaining = self._transfers_of(incarnation)
+        return [*effects, ReopenLink(remaining[0].plan.source)] if remaining else effects
 
     def received(self, incarnation: str, message: SenderMessage) -> list[TransferEffect]:
         """A message came on the link to this incarnation."""
@@ -210,21 +215,21 @@ class TransferBook:
         kind = type(message).__name__
         source = self._expected.get(message.attempt)
         if source is not None and source.incarnation == incarnation:
-            return self._expected_received(message)
+            return self._received_before_plan(message)
         transfer = self._transfers.get(message.attempt)
-        if transfer is None or transfer.peer != incarnation:
+        if transfer is None or transfer.sender != incarnation:
             self.counters[f"{kind}_unknown"] += 1
             return []
-        state = transfer.machine.state
+        state = transfer.state
         match message:
             case Offer() if state in (TransferState.RESERVED, TransferState.READING):
-                return self._offered(transfer, message)
+                return self._offer_received(transfer, message)
             case PartConfirmed() if state in (TransferState.READING, TransferState.CONFIRMING):
                 return self._part_confirmed(transfer, message)
-            case ReadConfirmed() if state is TransferState.CONFIRMING and transfer.answer is None:
-                return self._answered(transfer, message)
-            case OfferLost(_, story, cause) if transfer.answer is None and state not in _UNPROMISED:
-                return self._fail(transfer, cause, story)
+            case ReadConfirmed() if state is TransferState.CONFIRMING and transfer.read_confirmed is None:
+                return self._read_confirmed(transfer, message)
+            case OfferLost(_, detail, cause) if transfer.read_confirmed is None and state not in _SENDER_OWES_NOTHING:
+                return self._fail(transfer, cause, detail)
             case _:
                 self.counters[f"{kind}_in_{state.name.lower()}"] += 1
                 return []
@@ -234,7 +239,11 @@ class TransferBook:
     def read_done(
         self, read_id: int, num_bytes: int, read_s: float = 0.0, post_s: float = 0.0, num_ranges: int = 0
     ) -> list[TransferEffect]:
-        """All bytes of a read are here, and nothing of it writes any more."""
+        """All bytes of a read are here, and none of it writes any more.
+
+        `read_s` and `post_s`: seconds that the read took, and those of them that were spent on posting it.
+        `num_ranges`: how many ranges were posted for it.
+        """
         transfer = self._reads.pop(read_id, None)
         if transfer is None:
             self.counters["read_done_unknown"] += 1
@@ -242,78 +251,79 @@ class TransferBook:
         transfer.num_blocks += transfer.reads.pop(read_id).num_blocks
         transfer.num_bytes += num_bytes
         transfer.read_s += read_s
-        self.reads[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
+        self.read_histograms[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
         transfer.machine.feed(TransferEvent.READ_DONE)
         effects: list[TransferEffect] = [Recorded("read_done", transfer.plan.attempt, num_bytes)]
-        if transfer.machine.state is TransferState.QUARANTINED:
-            return effects + self._flush(transfer)
-        # Who asks for the sender's word has read all there is: that needs no message of its own.
-        progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
-        return effects + (self._confirm(transfer) or [*self._tell(transfer, progress), *self._confirm_part(transfer)])
+        if transfer.is_quarantined:
+            return effects + self._end_quarantine(transfer)
+        # ConfirmRead tells the sender that everything is read, so it needs no ReadProgress beside it.
+        if confirm := self._ask_to_confirm(transfer):
+            return effects + confirm
+        progress = self._tell(transfer, ReadProgress(transfer.plan.attempt, transfer.num_blocks))
+        return effects + progress + self._ask_to_confirm_part(transfer)
 
     def digested(self, read_id: int, digests: Mapping[int, int]) -> list[TransferEffect]:
-        """The digests of some blocks of a read, which are here."""
+        """The digests of some blocks of a read are known: `digests`, by local block."""
         transfer = self._digesting.get(read_id)
         if transfer is None:
             self.counters["digested_unknown"] += 1
             return []
         transfer.digests.update(digests)
         transfer.to_digest[read_id] -= digests.keys()
-        effects = self._compare(transfer)
+        effects = self._extend_valid(transfer)
         if transfer.to_digest[read_id]:
             return effects
         del transfer.to_digest[read_id], self._digesting[read_id]
-        return effects + self._arrive(transfer)
+        return effects + self._arrive_if_proven(transfer)
 
-    def not_digested(self, read_id: int, story: str) -> list[TransferEffect]:
-        """The digests of a read's blocks can't be computed: nobody can tell whether they are right."""
+    def digests_failed(self, read_id: int, detail: str) -> list[TransferEffect]:
+        """The digests of a read's blocks could not be computed, so nobody can tell whether the blocks are right."""
         transfer = self._digesting.get(read_id)
         if transfer is None:
             self.counters["digested_unknown"] += 1
             return []
-        if transfer.machine.state is TransferState.QUARANTINED:
+        if transfer.is_quarantined:
             return []
-        return self._fail(transfer, TransferCause.DIGEST_MISMATCH, story)
+        return self._fail(transfer, TransferCause.DIGEST_MISMATCH, detail)
 
-    def read_failed(self, read_id: int, cause: TransferCause, story: str) -> list[TransferEffect]:
-        """A read brought nothing usable, and nothing of it writes any more."""
+    def read_failed(self, read_id: int, cause: TransferCause, detail: str) -> list[TransferEffect]:
+        """A read brought nothing usable, and none of it writes any more."""
         transfer = self._reads.pop(read_id, None)
         if transfer is None:
             self.counters["read_failed_unknown"] += 1
             return []
         del transfer.reads[read_id]
-        quarantined = transfer.machine.state is TransferState.QUARANTINED
-        effects = self._flush(transfer) if quarantined else self._fail(transfer, cause, story)
-        if cause is TransferCause.PEER_GONE and transfer.peer in self._peers:
-            effects.append(CutLink(transfer.peer, story))
+        was_quarantined = transfer.is_quarantined
+        effects = self._end_quarantine(transfer) if was_quarantined else self._fail(transfer, cause, detail)
+        if cause is TransferCause.PEER_GONE and transfer.sender in self._links:
+            effects.append(CutLink(transfer.sender, detail))
         return effects
 
-    def read_stalled(self, read_id: int, story: str) -> list[TransferEffect]:
-        """Nothing of a read arrives any more, and it may still write: `read_done` or `read_failed` follows, if ever."""
+    def read_stalled(self, read_id: int, detail: str) -> list[TransferEffect]:
+        """No more bytes of a read arrive, but it may still write; if it ends, `read_done` or `read_failed` follows."""
         transfer = self._reads.get(read_id)
-        if transfer is None or transfer.machine.state is TransferState.QUARANTINED:
+        if transfer is None or transfer.is_quarantined:
             self.counters["read_stalled_unwanted"] += 1
             return []
-        return self._fail(transfer, TransferCause.STALLED, story)
+        return self._fail(transfer, TransferCause.STALLED, detail)
 
     # What others may know.
 
     @property
     def awaits_digests(self) -> bool:
-        """Whether a prompt would arrive, or more of it be valid, if only the digests of its blocks were known."""
-        transfers = self._digesting.values()
-        return any(transfer.answer is not None or transfer.valid_end < transfer.confirmed_end for transfer in transfers)
+        """Whether a prompt would arrive, or more of its blocks be valid, if the digests of its blocks were known."""
+        return any(t.read_confirmed is not None or t.valid_end < t.confirmed_end for t in self._digesting.values())
 
     def state(self, attempt: AttemptKey) -> TransferState | None:
         """The state of a transfer that is not over."""
         transfer = self._transfers.get(attempt)
-        return transfer.machine.state if transfer else None
+        return transfer.state if transfer else None
 
     def counts(self) -> TransferCounts:
         """For the node's load report and metrics."""
         transfers = self._transfers.values()
-        quarantined = [t for t in transfers if t.machine.state is TransferState.QUARANTINED]
-        waiting = sum(t.machine.state in (TransferState.PLANNED, TransferState.RESERVED) for t in transfers)
+        quarantined = [t for t in transfers if t.is_quarantined]
+        waiting = sum(t.state in (TransferState.PLANNED, TransferState.RESERVED) for t in transfers)
         in_progress = len(transfers) - waiting - len(quarantined)
         blocks = sum(t.num_reading for t in quarantined)
         return TransferCounts(waiting, in_progress, len(quarantined), blocks)
@@ -325,35 +335,35 @@ class TransferBook:
             OpenHandoff(
                 attempt=transfer.plan.attempt,
                 side=HandoffSide.READER,
-                state=transfer.machine.state.name,
+                state=transfer.state.name,
                 peer=transfer.plan.source.node_id,
-                peer_incarnation=transfer.peer,
-                num_blocks=transfer.wanted_blocks,
+                peer_incarnation=transfer.sender,
+                num_blocks=transfer.num_wanted_blocks,
                 age_s=now - transfer.planned_at,
             )
             for transfer in self._transfers.values()
         ]
 
     def ended_handoffs(self) -> list[EndedHandoffs]:
-        """How many ended how, by sender; those in quarantine have ended."""
-        return [EndedHandoffs(peer, outcome, count) for (peer, outcome), count in sorted(self._outcomes.items())]
+        """Number of transfers that ended, by sender and outcome; those in quarantine have ended."""
+        return [EndedHandoffs(sender, outcome, count) for (sender, outcome), count in sorted(self._outcomes.items())]
 
-    # Steps.
+    # From the offer to the last read.
 
-    def _expected_received(
+    def _received_before_plan(
         self, message: Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost
     ) -> list[TransferEffect]:
         match message:
             case Begun(attempt):
                 return [MayPlan(attempt)]
-            case OfferLost(attempt, story, cause):
-                return self._fail_expected(attempt, cause, story)
+            case OfferLost(attempt, detail, cause):
+                return self._fail_expected(attempt, cause, detail)
             case _:
                 self.counters[f"{type(message).__name__}_expected"] += 1
                 return []
 
-    def _fail_expected(self, attempt: AttemptKey, cause: TransferCause, story: str) -> list[TransferEffect]:
-        return self._note_failure(self._expected.pop(attempt), attempt, cause, story)
+    def _fail_expected(self, attempt: AttemptKey, cause: TransferCause, detail: str) -> list[TransferEffect]:
+        return self._report_failure(self._expected.pop(attempt), attempt, cause, detail)
 
     def _subscribe(self, transfer: Transfer) -> list[TransferEffect]:
         transfer.machine.feed(TransferEvent.SUBSCRIBED)
@@ -361,119 +371,88 @@ class TransferBook:
         subscribe = self._tell(transfer, Subscribe(plan.attempt, plan.first_block))
         return [*subscribe, Recorded("subscribed", plan.attempt, plan.first_block)]
 
-    def _offered(self, transfer: Transfer, offer: Offer) -> list[TransferEffect]:
-        end = offer.first_block + len(offer.block_ids)
-        known = end <= transfer.next_block and offer.closing is None
-        if known or transfer.closing is not None:
+    def _offer_received(self, transfer: Transfer, offer: Offer) -> list[TransferEffect]:
+        end = offer.end_block
+        is_known = end <= transfer.next_block and offer.closing is None
+        if is_known or transfer.closing is not None:
             self.counters["Offer_duplicate"] += 1
             return []
-        objection = self._objection(transfer, offer, end)
+        sender_blocks = self._links[transfer.sender].num_blocks or 0
+        objection = offer_objection(transfer, offer, sender_blocks, self._vocab_size)
         if objection is not None:
             self.counters["Offer_bad"] += 1
             return self._fail(transfer, TransferCause.REFUSED, objection)
         attempt = transfer.plan.attempt
         transfer.machine.feed(TransferEvent.OFFER)
         effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
-        ours = transfer.plan.block_ids[offer.first_block : end]
-        wanted = [pair for pair in zip(ours, offer.block_ids, strict=True) if pair[0] != NULL_BLOCK]
+        pairs = zip(transfer.plan.block_ids[offer.first_block : end], offer.block_ids, strict=True)
+        wanted = [(local, remote) for local, remote in pairs if local != NULL_BLOCK]
         transfer.next_block = end
         transfer.closing = offer.closing
         transfer.remote_blocks.update(remote for _, remote in wanted)
         if wanted:
             local_blocks, remote_blocks = zip(*wanted, strict=True)
-            effects += self._read(transfer, coalesce(local_blocks, remote_blocks), offer)
-        return effects + self._confirm(transfer)
+            effects += self._start_read(transfer, coalesce(local_blocks, remote_blocks), offer)
+        return effects + self._ask_to_confirm(transfer)
 
-    def _objection(self, transfer: Transfer, offer: Offer, end: int) -> str | None:
-        plan, pool = transfer.plan, self._peers[transfer.peer].num_blocks or 0
-        total = len(plan.block_ids)
-        if offer.first_block != transfer.next_block:
-            return f"offer from block {offer.first_block} on, expected {transfer.next_block}"
-        if end > total:
-            return f"offer up to block {end} of a prompt of {total}"
-        outside = [b for b in offer.block_ids if not 0 <= b < pool]
-        if outside:
-            return f"block {outside[0]} offered out of a pool of {pool}"
-        wanted = plan.block_ids[offer.first_block : end]
-        pairs = zip(wanted, offer.block_ids, strict=True)
-        if any(remote == NULL_BLOCK and local != NULL_BLOCK for local, remote in pairs):
-            return "a block that is wanted is not offered"
-        there = [b for b in offer.block_ids if b != NULL_BLOCK]
-        fresh = set(there)
-        if len(fresh) < len(there) or fresh & transfer.remote_blocks:
-            return "the same block offered twice"
-        closing = offer.closing
-        if closing is None:
-            return None
-        if closing.num_prompt_tokens != plan.num_prompt_tokens or end != total:
-            return (
-                f"prompt of {closing.num_prompt_tokens} tokens in {end} blocks offered, "
-                f"expected {plan.num_prompt_tokens} in {total}"
-            )
-        return self._token_objection(closing.first_token_ids)
-
-    def _token_objection(self, token_ids: Sequence[int]) -> str | None:
-        if not token_ids:
-            return "no first token"
-        unknown = [token for token in token_ids if not 0 <= token < self._vocab_size]
-        return f"first token {unknown[0]} of a vocabulary of {self._vocab_size}" if unknown else None
-
-    def _read(self, transfer: Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
+    def _start_read(self, transfer: Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
         self._last_read_id += 1
         read_id, num_blocks = self._last_read_id, sum(r.count for r in ranges)
         self._reads[read_id] = transfer
-        transfer.reads[read_id] = Read(offer.first_block, num_blocks)
+        transfer.reads[read_id] = ReadInFlight(offer.first_block, num_blocks)
         to_digest = self._blocks_to_digest(transfer, offer)
         if to_digest:
             transfer.to_digest[read_id] = set(to_digest)
             self._digesting[read_id] = transfer
         started = Recorded("read_started", transfer.plan.attempt, num_blocks)
-        return [StartRead(read_id, transfer.peer, ranges, to_digest), started]
+        return [StartRead(read_id, transfer.sender, ranges, to_digest), started]
 
     def _blocks_to_digest(self, transfer: Transfer, offer: Offer) -> tuple[int, ...]:
-        """Of the blocks that are read for an offer those that both sides look at."""
+        """The local blocks of an offer that have a digest on both sides."""
         attempt, every = transfer.plan.attempt, lcm(offer.digest_every, self._digest_every)
-        places = range(offer.first_block, transfer.next_block)
-        blocks = (transfer.plan.block_ids[place] for place in places if is_digested(attempt, place, every))
+        indices = range(offer.first_block, transfer.next_block)
+        blocks = (transfer.plan.block_ids[index] for index in indices if is_digested(attempt, index, every))
         return tuple(block for block in blocks if block != NULL_BLOCK)
 
-    def _confirm(self, transfer: Transfer) -> list[TransferEffect]:
+    # The sender's confirmations, and what is valid by them.
+
+    def _ask_to_confirm(self, transfer: Transfer) -> list[TransferEffect]:
+        """Ask the sender whether it held its lease, if everything is read."""
         if transfer.closing is None or transfer.reads:
             return []
         transfer.machine.feed(TransferEvent.ALL_READ)
         return self._tell(transfer, ConfirmRead(transfer.plan.attempt))
 
-    def _confirm_part(self, transfer: Transfer) -> list[TransferEffect]:
-        """Ask for the sender's word on the leading blocks, if more of them are read by now."""
+    def _ask_to_confirm_part(self, transfer: Transfer) -> list[TransferEffect]:
+        """Ask the sender to confirm the leading blocks, if more of them are read than it was asked about."""
         end = min((read.first_block for read in transfer.reads.values()), default=transfer.next_block)
-        if not self._asks_for_parts or end <= transfer.asked_end:
+        if not self._confirms_parts or end <= transfer.confirm_part_end:
             return []
-        transfer.asked_end = end
+        transfer.confirm_part_end = end
         return self._tell(transfer, ConfirmPart(transfer.plan.attempt, end))
 
     def _part_confirmed(self, transfer: Transfer, part: PartConfirmed) -> list[TransferEffect]:
-        if part.first_block != transfer.confirmed_end or part.first_block + len(part.digests) > transfer.asked_end:
+        end = part.first_block + len(part.digests)
+        if part.first_block != transfer.confirmed_end or end > transfer.confirm_part_end:
             self.counters["PartConfirmed_bad"] += 1
             return []
         transfer.sender_digests.extend(part.digests)
-        return self._compare(transfer)
+        return self._extend_valid(transfer)
 
-    def _answered(self, transfer: Transfer, answer: ReadConfirmed) -> list[TransferEffect]:
+    def _read_confirmed(self, transfer: Transfer, answer: ReadConfirmed) -> list[TransferEffect]:
         if not answer.held:
             return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
-        transfer.answer = answer
-        # It is about all blocks. What was said of some before is in it again, or was not meant.
-        num_blocks, transfer.valid_end = (
-            len(transfer.plan.block_ids) - transfer.plan.first_block,
-            transfer.plan.first_block,
-        )
+        transfer.read_confirmed = answer
+        # The answer covers all blocks, and replaces what the sender said of parts of them before.
+        first_block, num_blocks = transfer.plan.first_block, len(transfer.plan.block_ids) - transfer.plan.first_block
+        transfer.valid_end = first_block
         transfer.sender_digests = list(answer.digests) if len(answer.digests) == num_blocks else []
-        return self._compare(transfer) + self._arrive(transfer)
+        return self._extend_valid(transfer) + self._arrive_if_proven(transfer)
 
-    def _compare(self, transfer: Transfer) -> list[TransferEffect]:
-        """Find out how far the leading blocks are valid."""
+    def _extend_valid(self, transfer: Transfer) -> list[TransferEffect]:
+        """Count those leading blocks as valid whose digests are known on both sides and equal (rule 8)."""
         plan, before, end = transfer.plan, transfer.valid_end, transfer.confirmed_end
-        if transfer.machine.state is TransferState.QUARANTINED:
+        if transfer.is_quarantined:
             return []
         while transfer.valid_end < end:
             block = plan.block_ids[transfer.valid_end]
@@ -481,16 +460,16 @@ class TransferBook:
             if block != NULL_BLOCK and transfer.digests.get(block) != digest:
                 break
             transfer.valid_end += 1
-        grown = transfer.valid_end > before and transfer.answer is None
+        grown = transfer.valid_end > before and transfer.read_confirmed is None
         return [Recorded("prefix_verified", plan.attempt, transfer.valid_end)] if grown else []
 
-    def _arrive(self, transfer: Transfer) -> list[TransferEffect]:
-        """Say so when nothing is left to wait for, and nothing is in doubt."""
-        if transfer.answer is None or transfer.to_digest or transfer.closing is None:
+    def _arrive_if_proven(self, transfer: Transfer) -> list[TransferEffect]:
+        """End the transfer if everything is confirmed and all digests are known: in `Arrived` if those are equal."""
+        if transfer.read_confirmed is None or transfer.to_digest or transfer.closing is None:
             return []
-        doubt = self._doubt(transfer, transfer.answer.digests)
-        if doubt is not None:
-            return self._fail(transfer, TransferCause.DIGEST_MISMATCH, doubt)
+        mismatch = self._digest_mismatch(transfer, transfer.read_confirmed.digests)
+        if mismatch is not None:
+            return self._fail(transfer, TransferCause.DIGEST_MISMATCH, mismatch)
         transfer.machine.feed(TransferEvent.HELD)
         attempt = transfer.plan.attempt
         self._forget(transfer)
@@ -502,32 +481,37 @@ class TransferBook:
             Recorded("kv_arrived", attempt, transfer.num_bytes),
         ]
 
-    def _doubt(self, transfer: Transfer, digests: Sequence[int]) -> str | None:
+    def _digest_mismatch(self, transfer: Transfer, digests: Sequence[int]) -> str | None:
+        """Why the sender's digests do not prove the blocks; None if they do, or if nothing is compared."""
         if not transfer.digests:
             return None
         sender, blocks = transfer.plan.source.node_id, transfer.plan.block_ids[transfer.plan.first_block :]
         if len(digests) != len(blocks):
-            return f"{sender} says {len(digests)} digests of {len(blocks)} blocks"
+            return f"{sender} sent {len(digests)} digests of {len(blocks)} blocks"
         pairs = zip(blocks, digests, strict=True)
         wrong = [block for block, digest in pairs if transfer.digests.get(block, digest) != digest]
         return f"block {wrong[0]} is not what {sender} computed" if wrong else None
 
-    def _fail(self, transfer: Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
+    # How a transfer ends.
+
+    def _fail(self, transfer: Transfer, cause: TransferCause, detail: str) -> list[TransferEffect]:
         transfer.cause = cause
         plan = transfer.plan
-        failed = self._note_failure(plan.source, plan.attempt, cause, story, transfer.valid_end)
-        return failed + self._give_up(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
+        failed = self._report_failure(plan.source, plan.attempt, cause, detail, transfer.valid_end)
+        return failed + self._end_or_quarantine(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
 
-    def _note_failure(
-        self, source: KVSource, attempt: AttemptKey, cause: TransferCause, story: str, num_valid_blocks: int = 0
+    def _report_failure(
+        self, source: KVSource, attempt: AttemptKey, cause: TransferCause, detail: str, num_valid_blocks: int = 0
     ) -> list[TransferEffect]:
         self.failures[source.node_id, cause] += 1
         self._outcomes[source.node_id, cause.value] += 1
-        failed = Failed(attempt, cause, story, num_valid_blocks)
+        failed = Failed(attempt, cause, detail, num_valid_blocks)
         return [Recorded("kv_failed", attempt, detail=cause.value), failed]
 
-    def _give_up(self, transfer: Transfer, event: TransferEvent, event_reading: TransferEvent) -> list[TransferEffect]:
-        """End a transfer, or put it into quarantine, and tell the sender, who may have kept its blocks for it."""
+    def _end_or_quarantine(
+        self, transfer: Transfer, event: TransferEvent, event_reading: TransferEvent
+    ) -> list[TransferEffect]:
+        """End a transfer, or quarantine it while reads are in flight, and tell the sender, which may hold a lease."""
         attempt, reading = transfer.plan.attempt, bool(transfer.reads)
         transfer.machine.feed(event_reading if reading else event)
         effects = self._tell(transfer, Abandon(attempt, reading))
@@ -537,7 +521,8 @@ class TransferBook:
         self._forget(transfer)
         return effects
 
-    def _flush(self, transfer: Transfer) -> list[TransferEffect]:
+    def _end_quarantine(self, transfer: Transfer) -> list[TransferEffect]:
+        """End a quarantined transfer if its last read has ended."""
         if transfer.reads:
             return []
         cancelled = transfer.cause is TransferCause.CANCELLED
@@ -545,27 +530,25 @@ class TransferBook:
         attempt = transfer.plan.attempt
         self._forget(transfer)
         effects = [*self._tell(transfer, Abandon(attempt, False)), Recorded("quarantine_released", attempt)]
-        return [*effects, Released(attempt)] if transfer.ended else effects
+        return [*effects, Released(attempt)] if transfer.request_ended else effects
 
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.plan.attempt]
         for read_id in transfer.to_digest:
             del self._digesting[read_id]
 
-    def _tell(self, transfer: Transfer, message: ReaderMessage) -> list[TransferEffect]:
-        return self._tell_peer(transfer.peer, message)
+    # Looking up and telling senders.
 
-    def _tell_peer(self, incarnation: str, message: ReaderMessage) -> list[TransferEffect]:
-        peer = self._peers.get(incarnation)
-        ready = peer is not None and peer.num_blocks is not None
-        return [TellSender(incarnation, message)] if ready else []
+    def _tell(self, transfer: Transfer, message: ReaderMessage) -> list[TransferEffect]:
+        return self._tell_sender(transfer.sender, message)
+
+    def _tell_sender(self, incarnation: str, message: ReaderMessage) -> list[TransferEffect]:
+        link = self._links.get(incarnation)
+        is_up = link is not None and link.num_blocks is not None
+        return [TellSender(incarnation, message)] if is_up else []
 
     def _transfers_of(self, incarnation: str) -> list[Transfer]:
-        return [transfer for transfer in self._transfers.values() if transfer.peer == incarnation]
+        return [transfer for transfer in self._transfers.values() if transfer.sender == incarnation]
 
     def _quarantined_blocks(self, incarnation: str) -> int:
-        return sum(
-            transfer.num_reading
-            for transfer in self._transfers_of(incarnation)
-            if transfer.machine.state is TransferState.QUARANTINED
-        )
+        return sum(transfer.num_reading for transfer in self._transfers_of(incarnation) if transfer.is_quarantined)

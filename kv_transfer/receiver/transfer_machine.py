@@ -1,4 +1,4 @@
-"""The states of a transfer, on the receiver, and what leads from one to another."""
+"""The states of a transfer on its receiver, and what leads from one to another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class TransferState(enum.Enum):
-    """How far a prompt's KV has come."""
+    """The states of a transfer: how far a prompt's KV has come."""
 
     PLANNED = enum.auto()
     """The sender is known; the link to it is being opened."""
@@ -17,26 +17,40 @@ class TransferState(enum.Enum):
     CONFIRMING = enum.auto()
     """Everything is read; the sender was asked whether it held its lease."""
     QUARANTINED = enum.auto()
-    """It is over, but reads may still write."""
+    """The transfer is over, but reads may still write to its blocks."""
     ARRIVED = enum.auto()
+    """The KV is here and proven."""
     FAILED = enum.auto()
+    """The KV will not come, and no read writes any more."""
     ABANDONED = enum.auto()
+    """Nobody wanted the KV any more, and no read writes any more."""
 
 
 class TransferEvent(enum.Enum):
-    """What can happen to a transfer. `..._READING`: while reads are in flight."""
+    """What can happen to a transfer, and who reports it."""
 
     SUBSCRIBED = enum.auto()
+    """Reported by the book: the sender was asked for the blocks."""
     OFFER = enum.auto()
+    """Reported by the sender: some blocks are computed."""
     READ_DONE = enum.auto()
+    """Reported by the mover: all bytes of one read are here."""
     ALL_READ = enum.auto()
+    """Reported by the book: everything was offered, and all reads are done."""
     HELD = enum.auto()
+    """Reported by the sender: it held its lease through all reads."""
     FAIL = enum.auto()
+    """Reported by the sender, the link, the mover or the book: the KV will not come, and no read is in flight."""
     FAIL_READING = enum.auto()
+    """Reported like FAIL, while reads are in flight."""
     ABANDON = enum.auto()
+    """Reported by the engine or the router: nobody wants the KV any more, and no read is in flight."""
     ABANDON_READING = enum.auto()
+    """Reported like ABANDON, while reads are in flight."""
     READS_ENDED_FAILED = enum.auto()
+    """Reported by the mover: the last read of a transfer that failed has ended."""
     READS_ENDED_ABANDONED = enum.auto()
+    """Reported by the mover: the last read of a transfer that was abandoned has ended."""
 
 
 TRANSFER_TABLE: dict[tuple[TransferState, TransferEvent], TransferState] = {

@@ -9,48 +9,64 @@ from baton.machine import Machine
 from baton.messages.kv_cache import NULL_BLOCK
 from kv_transfer.link.link_messages import Closing, ReadConfirmed
 from kv_transfer.receiver.transfer_machine import TransferEvent, TransferState
-from kv_transfer.receiver.transfer_values import Plan
+from kv_transfer.receiver.transfer_values import TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadInFlight:
+    """One read that may still write to its local blocks."""
+
     first_block: int
-    """The first block of the prompt that it fills."""
+    """The first prompt block that it fills."""
     num_blocks: int
 
 
 @dataclass(slots=True)
 class Transfer:
-    plan: Plan
+    """The receiver's record of one attempt, from its plan until its final state."""
+
+    plan: TransferPlan
     machine: Machine[TransferState, TransferEvent]
     planned_at: float
     next_block: int
-    """Prompt blocks before it are valid or offered."""
+    """The prompt blocks before this one were offered, or were here already."""
     valid_end: int
-    """Prompt blocks before it are valid, by rule 8."""
-    asked_end: int
-    """The sender was asked for its word on the prompt blocks before it, all of which are read."""
-    reads: dict[int, Read] = field(default_factory=dict)
-    """Reads in flight, by their ids."""
+    """The prompt blocks before this one are valid, by rule 8 of `transfer`."""
+    confirm_part_end: int
+    """The prompt blocks before this one are read, and the sender was asked to confirm them."""
+    reads: dict[int, ReadInFlight] = field(default_factory=dict)
+    """Reads in flight, by id."""
     to_digest: dict[int, set[int]] = field(default_factory=dict)
-    """By read, the blocks whose digests are not known."""
+    """For each read, by id, the blocks whose digests are not known yet."""
     digests: dict[int, int] = field(default_factory=dict)
-    """Of the blocks that were read."""
+    """Digests of the local blocks that were read, by block."""
     sender_digests: list[int] = field(default_factory=list)
-    """Digests of blocks from the plan's first on that the sender, by its own word, held through their reads."""
-    answer: ReadConfirmed | None = None
-    """The sender's word that it held its lease."""
+    """The sender's digests of the blocks that it has confirmed, from the plan's first block on."""
+    read_confirmed: ReadConfirmed | None = None
+    """The sender's answer that it held its lease through all reads; None before."""
     closing: Closing | None = None
     remote_blocks: set[int] = field(default_factory=set)
+    """The sender's blocks that were read or are being read."""
     num_bytes: int = 0
     num_blocks: int = 0
     read_s: float = 0.0
     cause: TransferCause | None = None
-    ended: bool = False
+    """Why the transfer failed; CANCELLED if it was abandoned."""
+    request_ended: bool = False
+    """The engine has ended the request, and keeps the blocks until they are released."""
 
     @property
-    def peer(self) -> str:
+    def state(self) -> TransferState:
+        return self.machine.state
+
+    @property
+    def sender(self) -> str:
+        """The incarnation of the sender's process."""
         return self.plan.source.incarnation
+
+    @property
+    def is_quarantined(self) -> bool:
+        return self.machine.state is TransferState.QUARANTINED
 
     @property
     def num_reading(self) -> int:
@@ -59,18 +75,20 @@ class Transfer:
 
     @property
     def confirmed_end(self) -> int:
-        """The sender has given its word on the prompt blocks before it."""
+        """The sender has confirmed the prompt blocks before this one."""
         return self.plan.first_block + len(self.sender_digests)
 
     @property
-    def wanted_blocks(self) -> int:
+    def num_wanted_blocks(self) -> int:
         """Blocks that are to be filled; in quarantine, those that may still be written to."""
-        if self.machine.state is TransferState.QUARANTINED:
+        if self.is_quarantined:
             return self.num_reading
         return sum(block != NULL_BLOCK for block in self.plan.block_ids[self.plan.first_block :])
 
 
 @dataclass(slots=True)
-class Peer:
+class SenderLink:
+    """The link to one sender, from the effect that opens it until its end."""
+
     num_blocks: int | None = None
-    """None while its link is being opened."""
+    """Size of the sender's pool in blocks; None while the link is being opened."""

@@ -14,27 +14,28 @@ from kv_transfer.link.link_messages import Closing, ReaderMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is to be filled: the whole prompt's blocks in prompt order; those before `first_block` are valid already.
-
-    The null block stands where nothing is wanted: what a group of layers has left behind with its window.
-    """
+class TransferPlan:
+    """The blocks that a transfer is to fill."""
 
     attempt: AttemptKey
     source: KVSource
     num_prompt_tokens: int
     block_ids: Sequence[int]
+    """This node's blocks for the whole prompt, in prompt order. The null block stands where no KV is wanted, because a
+    group of layers has left it behind with its window."""
     first_block: int
+    """The prompt blocks before this one hold their KV already."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What one transfer moved and how long it took, in seconds on the receiver's clock."""
+    """How much one transfer moved and how long its reads took."""
 
     num_bytes: int
     num_blocks: int
     read_s: float
-    """Time that its reads took, added up; what passed between them belongs to the computation."""
+    """Durations of the reads, added up, in seconds on the receiver's clock. The time between two reads, in which the
+    sender computes, is not part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class ReopenLink:
-    """Reads outlive their link, and may not move unless their sender knows of them: call `reopen` after a while."""
+    """Call `reopen` after a while: reads are still in flight, but their link has ended, and they may only make progress
+    while their sender knows of them."""
 
     source: KVSource
 
@@ -63,7 +65,7 @@ class TellSender:
 class StartRead:
     """Read these blocks; `read_done` or `read_failed` answers with the id.
 
-    If it is done, `digested` answers for each local block of it that is in `to_digest`, or `not_digested`.
+    After `read_done`, or before it, `digested` answers for each local block in `to_digest`, or `digests_failed` does.
     """
 
     read_id: int
@@ -74,14 +76,14 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class CancelRead:
-    """Nobody wants this read any more; `read_done` or `read_failed` still answers, when nothing of it writes."""
+    """Start no more of this read; `read_done` or `read_failed` answers once none of it writes any more."""
 
     read_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class CutLink:
-    """This sender can't be read any more: end the link, so that the next transfer begins with a new one."""
+    """End the link to this sender, which can't be read any more, so that the next transfer opens a new one."""
 
     incarnation: str
     reason: str
@@ -89,7 +91,7 @@ class CutLink:
 
 @dataclass(frozen=True, slots=True)
 class MayPlan:
-    """The sender computes this attempt: blocks may be reserved for it."""
+    """Blocks may be reserved for this attempt, since the sender has begun to compute it."""
 
     attempt: AttemptKey
 
@@ -109,9 +111,10 @@ class Failed:
 
     attempt: AttemptKey
     cause: TransferCause
-    story: str
+    detail: str
     num_valid_blocks: int = 0
-    """Leading blocks of the plan that hold the prompt's KV, proven (rule 8), those included that did before."""
+    """How many leading blocks of the plan hold proven KV all the same (rule 8 of `transfer`), those before the plan's
+    `first_block` included."""
 
 
 TransferEffect = (
@@ -131,14 +134,15 @@ TransferEffect = (
 
 @dataclass(frozen=True, slots=True)
 class TransferCounts:
-    """Transfers that are not over, and blocks that wait for reads to end."""
+    """Number of transfers that are not over, by progress, and of blocks that wait for reads to end."""
 
     waiting_to_start: int
-    """Nothing was offered yet."""
+    """Transfers of which no block was offered yet."""
     in_progress: int
     quarantined: int
     quarantined_blocks: int
 
     @property
     def live(self) -> int:
+        """Transfers that may still arrive."""
         return self.waiting_to_start + self.in_progress

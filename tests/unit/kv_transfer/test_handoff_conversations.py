@@ -55,10 +55,10 @@ from kv_transfer.receiver.transfer_values import (
     Failed,
     MayPlan,
     OpenLink,
-    Plan,
     ReopenLink,
     StartRead,
     TellSender,
+    TransferPlan,
 )
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import CutLink as CutReader
@@ -99,7 +99,7 @@ class Pair:
                 self._sender(self._leases.begun(ATTEMPT))
             case ["plan", *blocks, "from", first]:
                 self._num_tokens = 4 * len(blocks)
-                plan = Plan(ATTEMPT, SOURCE, self._num_tokens, _numbers(blocks), int(first))
+                plan = TransferPlan(ATTEMPT, SOURCE, self._num_tokens, _numbers(blocks), int(first))
                 self._receiver(self._transfers.plan(plan))
             case ["ended", "sender"]:
                 self._sender(self._leases.ended(ATTEMPT))

@@ -26,14 +26,14 @@ from kv_transfer.link.link_messages import (
 )
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
-from kv_transfer.receiver.transfer_values import Arrived, Failed, Plan, StartRead, TransferEffect
+from kv_transfer.receiver.transfer_values import Arrived, Failed, StartRead, TransferEffect, TransferPlan
 from tests.support.conversation import lines, names
 from tests.support.transitions import check_pair, every_pair, row
 
 A = AttemptKey("a", 1)
 B = AttemptKey("b", 1)
 SOURCE = KVSource("p0", "p0.x", "host:1")
-PLAN = Plan(A, SOURCE, 18, (40, 41, 42, 43, 10), 0)
+PLAN = TransferPlan(A, SOURCE, 18, (40, 41, 42, 43, 10), 0)
 CLOSING = Closing(18, (7,), False)
 S, E = TransferState, TransferEvent
 
@@ -109,7 +109,7 @@ def test_counts_tell_how_far_transfers_are(book: TransferBook) -> None:
     assert counted() == (0, 1, 0), "it is being confirmed"
     book.received("p0.x", ReadConfirmed(A, True))
     assert counted() == (0, 0, 0)
-    book.plan(Plan(B, SOURCE, 4, (1,), 0))
+    book.plan(TransferPlan(B, SOURCE, 4, (1,), 0))
     book.received("p0.x", Offer(B, 0, (5,), 1000))
     book.received("p0.x", OfferLost(B, "aborted"))
     assert counted() == (0, 0, 1)
@@ -131,16 +131,16 @@ def _confirming(book: TransferBook) -> None:
 
 def test_a_second_plan_for_a_peer_uses_the_same_link(book: TransferBook) -> None:
     book.plan(PLAN)
-    second = Plan(B, SOURCE, 4, (1,), 0)
+    second = TransferPlan(B, SOURCE, 4, (1,), 0)
     assert lines(book.plan(second)) == []
     assert len(lines(book.peer_ready("p0.x", 100))) == 2
-    third = Plan(AttemptKey("c", 1), SOURCE, 4, (2,), 0)
+    third = TransferPlan(AttemptKey("c", 1), SOURCE, 4, (2,), 0)
     assert lines(book.plan(third)) == ["TellSender p0.x (Subscribe c#1 0)"]
 
 
 def test_cached_blocks_are_neither_asked_for_nor_read(book: TransferBook) -> None:
     book.peer_ready("p0.x", 100)
-    assert lines(book.plan(Plan(A, SOURCE, 18, PLAN.block_ids, 3))) == ["TellSender p0.x (Subscribe a#1 3)"]
+    assert lines(book.plan(TransferPlan(A, SOURCE, 18, PLAN.block_ids, 3))) == ["TellSender p0.x (Subscribe a#1 3)"]
     assert lines(book.received("p0.x", Offer(A, 3, (5, 6), 1000, CLOSING))) == [
         "StartRead 1 p0.x [(ReadRange 43 5 1), (ReadRange 10 6 1)] []"
     ]
@@ -216,7 +216,7 @@ def test_the_release_waits_for_the_engine(book: TransferBook) -> None:
 
 def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: TransferBook) -> None:
     _reading(book, CLOSING)
-    other = Plan(B, KVSource("p1", "p1.x", "host:2"), 4, (1,), 0)
+    other = TransferPlan(B, KVSource("p1", "p1.x", "host:2"), 4, (1,), 0)
     book.plan(other)
     assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == [
         "Failed a#1 PEER_GONE cut 0",
@@ -246,7 +246,7 @@ def test_a_link_that_can_not_be_opened_fails_its_plans_and_the_next_tries_again(
     book.plan(PLAN)
     failed = lines(book.peer_lost("p0.x", TransferCause.LAYOUT_MISMATCH, "differ"))
     assert failed == ["Failed a#1 LAYOUT_MISMATCH differ 0"]
-    assert lines(book.plan(Plan(B, SOURCE, 4, (1,), 0))) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.plan(TransferPlan(B, SOURCE, 4, (1,), 0))) == ["OpenLink (KVSource p0 p0.x host:1)"]
 
 
 def test_a_failed_read_fails_the_transfer_and_a_gone_peer_its_link(book: TransferBook) -> None:
@@ -319,7 +319,7 @@ def test_messages_from_another_incarnation_change_nothing(book: TransferBook) ->
 
 def test_an_earlier_attempt_changes_nothing(book: TransferBook) -> None:
     book.peer_ready("p0.x", 100)
-    book.plan(Plan(AttemptKey("a", 2), SOURCE, 18, PLAN.block_ids, 0))
+    book.plan(TransferPlan(AttemptKey("a", 2), SOURCE, 18, PLAN.block_ids, 0))
     assert book.received("p0.x", Offer(A, 0, (5,), 1000)) == []
     assert book.state(AttemptKey("a", 2)) is S.RESERVED
 
@@ -341,13 +341,13 @@ def test_late_and_duplicate_messages_change_nothing(book: TransferBook) -> None:
 def test_a_peer_with_too_much_in_quarantine_gets_nothing_more(book: TransferBook) -> None:
     _reading(book)
     book.ended(A)
-    effects = lines(book.plan(Plan(B, SOURCE, 4, (1,), 0)))
+    effects = lines(book.plan(TransferPlan(B, SOURCE, 4, (1,), 0)))
     assert effects == [
         "Failed b#1 REFUSED 5 blocks still wait for earlier reads from p0.x 0",
         "TellSender p0.x (Abandon b#1 False)",
     ], "the sender may keep its blocks for it"
     book.read_done(1, 320)
-    assert lines(book.plan(Plan(B, SOURCE, 4, (1,), 0))) == ["TellSender p0.x (Subscribe b#1 0)"]
+    assert lines(book.plan(TransferPlan(B, SOURCE, 4, (1,), 0))) == ["TellSender p0.x (Subscribe b#1 0)"]
 
 
 def test_a_plan_for_a_live_attempt_is_a_fault_of_the_caller(book: TransferBook) -> None:
@@ -466,7 +466,7 @@ def test_whatever_a_sender_says_reads_stay_within_the_plan_and_the_pool(seed: in
 
 
 def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) -> None:
-    book.plan(Plan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
+    book.plan(TransferPlan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
     book.peer_ready("p0.x", 100)
     # The second is offered and not wanted, the fourth neither.
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000))) == [
@@ -480,7 +480,7 @@ def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) ->
 
 
 def test_chunks_of_which_nothing_is_wanted_read_nothing(book: TransferBook) -> None:
-    book.plan(Plan(A, SOURCE, 18, (0, 0, 0, 0, 43), 0))
+    book.plan(TransferPlan(A, SOURCE, 18, (0, 0, 0, 0, 43), 0))
     book.peer_ready("p0.x", 100)
     assert lines(book.received("p0.x", Offer(A, 0, (0, 0), 1000))) == []
     assert lines(book.received("p0.x", Offer(A, 2, (0, 0, 9), 1000, CLOSING))) == [
@@ -489,7 +489,7 @@ def test_chunks_of_which_nothing_is_wanted_read_nothing(book: TransferBook) -> N
 
 
 def test_what_is_wanted_must_be_offered(book: TransferBook) -> None:
-    book.plan(Plan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
+    book.plan(TransferPlan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
     book.peer_ready("p0.x", 100)
     effects = book.received("p0.x", Offer(A, 0, (5, 0, 0), 1000))
     assert Failed(A, TransferCause.REFUSED, "a block that is wanted is not offered") in effects
@@ -545,7 +545,7 @@ def test_a_block_that_is_not_what_was_computed_fails_its_prompt(
 def test_digests_of_other_than_all_blocks_prove_nothing(book: TransferBook, said: tuple[int, ...]) -> None:
     with_digests(book)
     book.digested(2, LAST)
-    assert Failed(A, TransferCause.DIGEST_MISMATCH, f"p0 says {len(said)} digests of 5 blocks") in book.received(
+    assert Failed(A, TransferCause.DIGEST_MISMATCH, f"p0 sent {len(said)} digests of 5 blocks") in book.received(
         "p0.x", ReadConfirmed(A, True, said)
     )
 
@@ -638,7 +638,7 @@ def test_a_lease_that_was_lost_later_was_held_through_the_parts(keeping: Transfe
 
 def test_the_sender_is_asked_about_leading_blocks_alone() -> None:
     book = TransferBook(keeps_valid_blocks=True)
-    book.plan(Plan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
+    book.plan(TransferPlan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
     book.peer_ready("p0.x", 100)
     book.received("p0.x", Offer(A, 1, (0, 7), 1000, None, 1))
     book.received("p0.x", Offer(A, 3, (0, 9), 1000, None, 1))
@@ -676,7 +676,7 @@ def test_digests_that_nobody_waits_for_change_nothing(book: TransferBook) -> Non
 
 
 def test_digests_begin_where_the_plan_does_and_leave_out_what_is_not_wanted(book: TransferBook) -> None:
-    book.plan(Plan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
+    book.plan(TransferPlan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
     book.peer_ready("p0.x", 100)
     book.received("p0.x", Offer(A, 1, (6, 7, 0, 9), 1000, CLOSING, 1))
     book.read_done(1, 192)
@@ -699,14 +699,14 @@ def test_a_transfer_whose_digests_can_not_be_computed_has_failed(book: TransferB
     book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, 1))
     book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING, 1))
     book.read_done(1, 128)
-    assert lines(book.not_digested(1, "no memory")) == [
+    assert lines(book.digests_failed(1, "no memory")) == [
         "Failed a#1 DIGEST_MISMATCH no memory 0",
         "TellSender p0.x (Abandon a#1 True)",
         "CancelRead 2",
     ]
-    assert lines(book.not_digested(1, "no memory")) == []
+    assert lines(book.digests_failed(1, "no memory")) == []
     book.read_done(2, 192)
-    assert lines(book.not_digested(2, "no memory")) == []
+    assert lines(book.digests_failed(2, "no memory")) == []
     assert book.counters["digested_unknown"] == 1
 
 

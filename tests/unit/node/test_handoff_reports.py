@@ -18,7 +18,7 @@ from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLos
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer import TransferBook
-from kv_transfer.receiver.transfer_values import Plan
+from kv_transfer.receiver.transfer_values import TransferPlan
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import LeaseTimes
 
@@ -63,7 +63,7 @@ def test_a_confirmed_lease_is_not_listed_any_more(clock: FakeClock) -> None:
 
 def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: FakeClock) -> None:
     book = TransferBook(clock=clock)
-    book.plan(Plan(A, SOURCE, 10, (40, 41, NULL_BLOCK, 43), 1))
+    book.plan(TransferPlan(A, SOURCE, 10, (40, 41, NULL_BLOCK, 43), 1))
     clock.advance(3)
     planned = OpenHandoff(A, HandoffSide.READER, "PLANNED", "p0", "p0.x", 2, 3.0)
     assert book.open_handoffs() == [planned]
@@ -84,7 +84,7 @@ def test_ends_are_counted_by_sender_and_outcome(clock: FakeClock) -> None:
     book = TransferBook(clock=clock)
     other = KVSource("p1", "p1.x", "host:2")
     for attempt, source in ((A, SOURCE), (B, SOURCE), (C, other)):
-        book.plan(Plan(attempt, source, 10, (40, 41, 42), 0))
+        book.plan(TransferPlan(attempt, source, 10, (40, 41, 42), 0))
         book.peer_ready(source.incarnation, 100)
     book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000, CLOSING))
     book.read_done(1, 192)

@@ -26,10 +26,8 @@ import functools
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Executor
 
 from baton.background import current_watch
 from baton.clock import Clock
@@ -47,16 +45,17 @@ from kv_transfer.backends.base import (
     check_ranges,
     let_go,
 )
+from kv_transfer.mover.digest_queue import DigestQueue
 from kv_transfer.mover.mover_events import (
-    BlocksDigested,
     Connected,
     ConnectFailed,
     MoverEvent,
-    NotDigested,
     ReadDone,
     ReadFailed,
     ReadStalled,
 )
+from kv_transfer.mover.mover_records import ActiveRead, ConnectedPeer
+from kv_transfer.mover.pacing import pause
 from kv_transfer.mover.stuck_reads import StuckReads
 from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
 
@@ -68,10 +67,8 @@ __all__ = [
     "ReadDone",
     "ReadFailed",
     "ReadStalled",
-    "pause",
 ]
 
-LEASE_PUMP_S = 0.001
 STUCK_AFTER_S = 1.0
 STALL_S = 10.0
 """A piece of the longest kind (`WindowLimits`) takes so long at 2 MB/s, which is of no use for KV."""
@@ -83,57 +80,10 @@ _END_WITHIN_S = 10.0
 TURN_LOOK_S = 1.0
 HUNG_LOOKS = 60
 """In a row in which the thread was in one and the same turn. Looks, not seconds: a process may be stopped."""
-SHORTEST_PAUSE_S = 20e-6
-LONGEST_PAUSE_S = 0.001
-_PAUSE_SHARE = 0.01
 
 _NOT_RUNNING = TransferFailed(TransferCause.CANCELLED, "the mover is not running")
 
 _log = logging.getLogger(__name__)
-
-
-def pause(quiet_s: float | None, open_leases: int) -> float | None:
-    """Seconds that the mover waits for a command before it looks again; None: until one comes.
-
-    `quiet_s` is the time since anything of the reads in flight was posted or finished, None without any. A pause is 1 %
-    of it, so that polling delays no completion by more than that share of the time it took (or the shortest pause).
-    """
-    if quiet_s is not None:
-        return min(max(quiet_s * _PAUSE_SHARE, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
-    return LEASE_PUMP_S if open_leases else None
-
-
-@dataclass(slots=True)
-class _Read:
-    read_id: int
-    incarnation: str
-    blocks_left: int
-    num_bytes: int
-    called_at: float
-    moved_at: float
-    to_digest: frozenset[int]
-    progress_at: float
-    """As `_Peer.progress_at`."""
-    is_stalled: bool = False
-    """Its owner was told so."""
-    post_s: float = 0.0
-    num_ranges: int = 0
-    pieces: int = 0
-    failure: TransferFailed | None = None
-
-
-@dataclass(slots=True)
-class _Peer:
-    memory: PeerMemory
-    progress_at: float
-    """When something of it was posted or arrived, in seconds for which the mover has looked at reads (`_looked_s`)."""
-    pieces: int = 0
-    closing: TransferFailed | None = None
-    """Why no read is taken any more; the peer is dropped when its last piece has ended."""
-
-    @property
-    def lost(self) -> bool:
-        return self.closing is not None and self.closing.cause is TransferCause.PEER_GONE
 
 
 class Mover:
@@ -183,14 +133,11 @@ class Mover:
         self._backend: TransferBackend
         self._window: FairWindow
         self._stuck: StuckReads
-        self._peers: dict[str, _Peer] = {}
-        self._reads: dict[int, _Read] = {}
+        self._peers: dict[str, ConnectedPeer] = {}
+        self._reads: dict[int, ActiveRead] = {}
         self._in_flight: dict[ReadHandle, Piece] = {}
         self._open_leases = 0
-        self._digests = digests
-        self._helper = helper or ThreadPoolExecutor(1, "baton-digests")
-        self._to_digest: deque[tuple[int, Sequence[int]]] = deque()
-        """Reads and blocks of theirs."""
+        self._digest_queue = DigestQueue(digests, deliver, self._watch, helper)
         self._num_turns = 0
         self._in_turn = False
         """Whether the mover works on commands or reads, and does not wait for any."""
@@ -261,7 +208,7 @@ class Mover:
         self._thread.join(STOP_WITHIN_S + _END_WITHIN_S)
         if self._thread.is_alive():
             _log.error("the mover did not end: a call into the transfer agent does not return")
-        self._helper.shutdown(wait=not self._thread.is_alive())
+        self._digest_queue.close(wait=not self._thread.is_alive())
 
     async def watch_turns(self) -> None:
         """Raises EngineFault when the thread hangs in a turn; runs until cancelled otherwise. On a loop."""
@@ -312,7 +259,7 @@ class Mover:
             self._moved = True
             self._post(piece)
         self._poll()
-        self._digest()
+        self._digest_queue.compute(lambda: self._has_to_move)
         if self._stuck:
             self._free_stuck()
         if self._open_leases:
@@ -343,7 +290,7 @@ class Mover:
         until_poll_s = pause(quiet_s, self._open_leases)
         return until_probe_s if until_poll_s is None else until_poll_s
 
-    def _note_move(self, read: _Read, peer: _Peer) -> None:
+    def _note_move(self, read: ActiveRead, peer: ConnectedPeer) -> None:
         self._moved_at = read.moved_at = self._clock.monotonic()
         read.progress_at = peer.progress_at = self._looked_s
 
@@ -352,7 +299,7 @@ class Mover:
         try:
             if known is None:
                 self._backend.connect(peer)
-                self._peers[peer.incarnation] = _Peer(peer, self._looked_s)
+                self._peers[peer.incarnation] = ConnectedPeer(peer, self._looked_s)
             elif known.memory != peer:
                 raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} changed its memory")
             elif known.lost:
@@ -382,7 +329,7 @@ class Mover:
             return
         num_blocks = sum(r.count for r in ranges)
         num_bytes = num_blocks * self._backend.memory.block_bytes
-        self._reads[read_id] = _Read(
+        self._reads[read_id] = ActiveRead(
             read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest), self._looked_s
         )
         self._moved = True
@@ -429,7 +376,7 @@ class Mover:
                 self._settle(read)
         self._drop_idle(peer)
 
-    def _drop_idle(self, peer: _Peer) -> None:
+    def _drop_idle(self, peer: ConnectedPeer) -> None:
         if peer.closing is not None and not peer.pieces:
             del self._peers[peer.memory.incarnation]
             self._backend.disconnect(peer.memory.incarnation)
@@ -503,45 +450,19 @@ class Mover:
                     read, f"nothing arrived for {self._stall_s:g} s, {read.blocks_left} blocks are missing"
                 )
 
-    def _tell_stalled(self, read: _Read, story: str) -> None:
+    def _tell_stalled(self, read: ActiveRead, story: str) -> None:
         if not read.is_stalled:
             read.is_stalled = True
             self._deliver(ReadStalled(read.read_id, f"{read.incarnation}: {story}"))
 
-    def _note_blocks(self, read: _Read, piece: Piece) -> None:
+    def _note_blocks(self, read: ActiveRead, piece: Piece) -> None:
         blocks = [block for r in piece.ranges for block in range(r.local_block, r.local_block + r.count)]
         if wanted := [block for block in blocks if block in read.to_digest]:
-            self._to_digest.append((read.read_id, wanted))
-
-    def _digest(self) -> None:
-        while self._to_digest:
-            read_id, blocks = self._to_digest.popleft()
-            if self._has_to_move:
-                self._helper.submit(self._digest_beside, read_id, blocks)
-            else:
-                self._digest_blocks(read_id, blocks)
+            self._digest_queue.add(read.read_id, wanted)
 
     @property
     def _has_to_move(self) -> bool:
         return bool(self._in_flight) or self._window.queued_reads > 0 or not self._inbox.empty()
-
-    def _digest_beside(self, read_id: int, blocks: Sequence[int]) -> None:
-        """In the helper's thread, whose executor would keep a fault to itself."""
-        try:
-            self._digest_blocks(read_id, blocks)
-        except BaseException as error:
-            self._watch.failed("digests", error)
-
-    def _digest_blocks(self, read_id: int, blocks: Sequence[int]) -> None:
-        try:
-            if self._digests is None:
-                raise ValueError("nothing here computes any")
-            digests = dict(zip(blocks, self._digests(blocks), strict=True))
-        except Exception as error:
-            _log.exception("no digests of a read's blocks")
-            self._deliver(NotDigested(read_id, f"no digests here: {error!r}"))
-        else:
-            self._deliver(BlocksDigested(read_id, digests))
 
     def _free_stuck(self) -> None:
         for piece, error in self._stuck.over(self._clock.monotonic()):
@@ -550,7 +471,7 @@ class Mover:
             self._lose(read, peer, error)
             self._count_stuck(self._clock.monotonic())
 
-    def _retire(self, piece: Piece, read: _Read, peer: _Peer) -> None:
+    def _retire(self, piece: Piece, read: ActiveRead, peer: ConnectedPeer) -> None:
         """Nothing of the piece writes any more."""
         self._moved = True
         self._window.finished(piece)
@@ -558,7 +479,7 @@ class Mover:
         peer.pieces -= 1
         self.reads_in_flight -= not read.pieces
 
-    def _lose(self, read: _Read, peer: _Peer, error: TransferFailed) -> None:
+    def _lose(self, read: ActiveRead, peer: ConnectedPeer, error: TransferFailed) -> None:
         """One piece of the read will never come; with the peer gone, nothing of it will."""
         self._window.withdraw(read.read_id, read.incarnation)
         read.failure = read.failure or error
@@ -566,7 +487,7 @@ class Mover:
         if isinstance(error, PeerGone):
             self._close_peer(read.incarnation, error)
 
-    def _settle(self, read: _Read) -> None:
+    def _settle(self, read: ActiveRead) -> None:
         """Answer a read of which nothing is in flight or to come."""
         if read.pieces or (read.failure is None and read.blocks_left):
             return

@@ -394,7 +394,7 @@ def test_digests_that_can_not_be_computed_fail_their_transfer_and_nobody_waits(n
                 assert half._digests is not None
                 half._digests._digests = fail
             else:
-                half.mover._digests = fail
+                half.mover._digest_queue._digests = fail
             finished = await ask(cluster, prompt_of(30))
             assert finished.path.attempts == 2
             await idle(cluster)

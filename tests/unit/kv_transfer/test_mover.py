@@ -20,9 +20,6 @@ from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransfe
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.mover.mover import (
-    LEASE_PUMP_S,
-    LONGEST_PAUSE_S,
-    SHORTEST_PAUSE_S,
     STOP_WITHIN_S,
     STUCK_AFTER_S,
     Connected,
@@ -32,9 +29,9 @@ from kv_transfer.mover.mover import (
     ReadDone,
     ReadFailed,
     ReadStalled,
-    pause,
 )
 from kv_transfer.mover.mover_events import BlocksDigested, NotDigested
+from kv_transfer.mover.pacing import LEASE_PUMP_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S, pause
 from kv_transfer.mover.stuck_reads import LONGEST_PROBE_S
 from kv_transfer.mover.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
@@ -724,7 +721,7 @@ def test_so_do_digests_that_are_lost_in_the_thread_that_computes_them(
             raise ZeroDivisionError("listener")
         digesting.events.put(event)
 
-    digesting.mover._deliver = deliver
+    digesting.mover._digest_queue._deliver = deliver
     digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
     until(lambda: digesting.mover.reads_in_flight == 1)
     digesting.mover.read(2, "sender", [ReadRange(3, 0, 1)], (3,))

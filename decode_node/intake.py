@@ -51,8 +51,8 @@ from kv_transfer.mover.mover_events import (
     Connected,
     ConnectFailed,
     DigestEvent,
+    DigestsFailed,
     MoverEvent,
-    NotDigested,
     ReadDone,
     ReadFailed,
     ReadStalled,
@@ -360,7 +360,7 @@ class Intake:
         match event:
             case BlocksDigested(read_id, digests):
                 self._carry_out(self._book.digested(read_id, digests))
-            case NotDigested(read_id, story):
+            case DigestsFailed(read_id, story):
                 self._carry_out(self._book.digests_failed(read_id, story))
 
     def _report(self, effect: Arrived | Failed | Released) -> None:

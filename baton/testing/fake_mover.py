@@ -9,13 +9,13 @@ class FakeMover(Mover):
     """Takes turns when it is told to, in the caller's thread, which is also the one that it answers from."""
 
     def start(self) -> None:
-        self._begin()
+        self._make_agent()
 
     def stop(self) -> None:
         """Cancel what is queued and end; reads still in flight get no answer and stay counted."""
         if self._accepting:
             self._accepting = False
-            self._end()
+            self._shut_down()
 
     def turn(self) -> None:
         """What the thread would do next; nothing where it would sleep."""

@@ -221,7 +221,7 @@ class TransferBackend(Protocol):
     def release(self, handle: ReadHandle) -> None:
         """Forget a read that is DONE or raised PeerGone; raises ReadsInFlight (and forgets nothing) for any other.
 
-        Whatever else it raises concerns this one read, which is forgotten all the same (see `let_go`).
+        Whatever else it raises concerns this one read, which is forgotten all the same (see `release_read`).
         """
         ...
 
@@ -238,7 +238,7 @@ class TransferBackend(Protocol):
         ...
 
 
-def let_go(backend: TransferBackend, handle: ReadHandle) -> TransferFailed | None:
+def release_read(backend: TransferBackend, handle: ReadHandle) -> TransferFailed | None:
     """Release a read that is over; returns why that failed, if it did.
 
     Such a failure leaves it in doubt what the read brought, and says nothing of any other read. Raises ReadsInFlight.

@@ -1,1 +1,1 @@
-"""The thread that reads: it starts one-sided reads, watches them, digests what came, and gives up on stuck ones."""
+"""The thread that reads: it posts one-sided reads, polls them, computes digests, and follows reads that are stuck."""

@@ -1,4 +1,4 @@
-"""Digests of what was read, computed by the mover's thread or by a helper's."""
+"""Digests of the blocks that were read, computed by the mover's thread or by a helper's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from baton.background import BackgroundWatch
 from baton.runner.blocks.block_digests import BlockDigests
-from kv_transfer.mover.mover_events import BlocksDigested, DigestEvent, NotDigested
+from kv_transfer.mover.mover_events import BlocksDigested, DigestEvent, DigestsFailed
 
 _log = logging.getLogger(__name__)
 
 
 class DigestQueue:
-    """Blocks that were read and whose digests are not computed yet."""
+    """Blocks that were read and whose digests are not computed yet. Belongs to the mover's thread."""
 
     def __init__(
         self,
@@ -24,44 +24,47 @@ class DigestQueue:
         watch: BackgroundWatch,
         helper: Executor | None,
     ) -> None:
+        """`digests` computes digests of this node's blocks; None: there is no way to. `watch` is told of faults in the
+        thread of `helper`; None: an executor with one thread is made.
+        """
         self._digests = digests
         self._deliver = deliver
         self._watch = watch
         self._helper = helper or ThreadPoolExecutor(1, "baton-digests")
-        self._to_digest: deque[tuple[int, Sequence[int]]] = deque()
-        """Reads and blocks of theirs."""
+        self._blocks: deque[tuple[int, Sequence[int]]] = deque()
+        """Pairs of a read's id and local blocks that it has filled."""
 
     def add(self, read_id: int, blocks: Sequence[int]) -> None:
-        """Blocks of a read are here."""
-        self._to_digest.append((read_id, blocks))
+        """Queue blocks that a read has filled."""
+        self._blocks.append((read_id, blocks))
 
     def compute(self, is_busy: Callable[[], bool]) -> None:
-        """`is_busy`: whether the mover has something to move, so that the helper computes."""
-        while self._to_digest:
-            read_id, blocks = self._to_digest.popleft()
+        """Compute the digests of all queued blocks and deliver them; in the helper's thread whenever `is_busy`."""
+        while self._blocks:
+            read_id, blocks = self._blocks.popleft()
             if is_busy():
-                self._helper.submit(self._digest_beside, read_id, blocks)
+                self._helper.submit(self._compute_in_helper, read_id, blocks)
             else:
-                self._digest_blocks(read_id, blocks)
+                self._compute_now(read_id, blocks)
 
     def close(self, *, wait: bool) -> None:
-        """End the helper."""
+        """Shut the helper down; `wait`: until its thread has ended."""
         self._helper.shutdown(wait=wait)
 
-    def _digest_beside(self, read_id: int, blocks: Sequence[int]) -> None:
-        """In the helper's thread, whose executor would keep a fault to itself."""
+    def _compute_in_helper(self, read_id: int, blocks: Sequence[int]) -> None:
+        # An executor keeps an exception in a future that nobody looks at, so the watch is told here.
         try:
-            self._digest_blocks(read_id, blocks)
+            self._compute_now(read_id, blocks)
         except BaseException as error:
             self._watch.failed("digests", error)
 
-    def _digest_blocks(self, read_id: int, blocks: Sequence[int]) -> None:
+    def _compute_now(self, read_id: int, blocks: Sequence[int]) -> None:
         try:
             if self._digests is None:
-                raise ValueError("nothing here computes any")
+                raise ValueError("this mover computes no digests")
             digests = dict(zip(blocks, self._digests(blocks), strict=True))
         except Exception as error:
-            _log.exception("no digests of a read's blocks")
-            self._deliver(NotDigested(read_id, f"no digests here: {error!r}"))
+            _log.exception("could not compute the digests of the blocks that read %d brought: it fails", read_id)
+            self._deliver(DigestsFailed(read_id, f"the reader could not compute digests: {error!r}"))
         else:
             self._deliver(BlocksDigested(read_id, digests))

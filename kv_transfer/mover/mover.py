@@ -1,22 +1,23 @@
-"""The thread that owns a node's transfer agent: it posts, polls and pumps, and nobody else touches the agent.
+"""The thread that owns a node's transfer agent: it posts reads, polls and pumps. No other thread touches the agent.
 
 The rules it keeps:
 
-1. Every read is answered once, by ReadDone or ReadFailed, and the answer means that nothing of it writes any more. A
-   peer that neither answers nor dies (SIGSTOP) leaves its reads in flight: they stay polled and counted, and their
-   blocks stay the owner's to quarantine. So do those of a read that failed and may still write, until its peer is gone.
-   Of such reads the owner hears ReadStalled once: of one of which no piece has arrived for `stall_s`, or, while it is
-   queued behind others of its peer, none of theirs. Only time in which this thread looked counts.
+1. Every read is answered once, by ReadDone or ReadFailed, and the answer means that none of it writes any more. A peer
+   that neither answers nor dies (SIGSTOP) leaves its reads in flight: they stay polled and counted, and their blocks
+   stay with their owner, which quarantines them. The same holds for a read that failed and may still write, until its
+   peer is gone. Such a read is reported once by ReadStalled: when no piece of it has arrived for `stall_s`, or, while
+   it is queued behind others of its peer, no piece of any of them. Only time in which this thread polled counts.
 2. A handle is released only when its read is over; a peer is dropped only when its reads are.
-3. No CPU without work: the thread sleeps on its inbox when no read is in flight and no lease is out, looks every
-   millisecond while a lease is out (peers' reads need it), and all the time while a read is in flight, with pauses
-   that grow the longer nothing has arrived. It never spins: NIXL polls with the interpreter's lock held, and a thread
-   that only polls would make the one that computes wait 5 ms for every single operation.
-4. A fault of the thread, or of the one that computes digests, ends the process (`baton/background.py`): nothing would
-   move any more, and nobody be told. So does a call into the agent that does not return (`watch_turns`). What concerns
-   one read alone is that read's failure.
-5. Digests of what was read are computed here, while the bytes are in the cache and after others were told of them:
-   that costs no wake-up. While there is something to move a helper computes them, so that no byte waits for a digest.
+3. No CPU time without work: the thread sleeps on its inbox when no read is in flight and no lease is open. It pumps
+   every millisecond while a lease is open (peers' reads need it). While a read is in flight it polls, with pauses that
+   grow the longer nothing has arrived. It never spins: NIXL polls with the interpreter's lock held, and a thread that
+   only polls would make the one that computes wait 5 ms for every single operation.
+4. A fault of the thread, or of the one that computes digests, ends the process (`baton/background.py`), because nothing
+   would be read any more and nobody would be told. A call into the agent that does not return does so, too
+   (`watch_turns`). A fault that concerns one read alone is that read's failure.
+5. Digests of what was read are computed here, while the bytes are in the processor's cache, and after ReadDone was
+   delivered: that wakes no further thread. While there is something to move, a helper thread computes them instead, so
+   that no byte waits for a digest.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kv_transfer.backends.base import (
     ReadStuck,
     TransferBackend,
     check_ranges,
-    let_go,
+    release_read,
 )
 from kv_transfer.mover.digest_queue import DigestQueue
 from kv_transfer.mover.mover_events import (
@@ -59,27 +60,21 @@ from kv_transfer.mover.pacing import pause
 from kv_transfer.mover.stuck_reads import StuckReads
 from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
 
-__all__ = [
-    "ConnectFailed",
-    "Connected",
-    "Mover",
-    "MoverEvent",
-    "ReadDone",
-    "ReadFailed",
-    "ReadStalled",
-]
-
 STUCK_AFTER_S = 1.0
+"""A read in flight that has made no progress for so long is counted as stuck."""
 STALL_S = 10.0
-"""A piece of the longest kind (`WindowLimits`) takes so long at 2 MB/s, which is of no use for KV."""
-_LONGEST_LOOK_S = 0.5
-"""No more counts of the time between two looks at what is in flight: the thread was held up, or its process stopped."""
+"""A read that has made no progress for so long is reported as stalled. The longest piece (`WindowLimits`) takes that
+long at 2 MB/s, which is of no use for KV."""
+_LONGEST_POLL_GAP_S = 0.5
+"""The most that counts of the time between two polls: more means that the thread was delayed or its process stopped."""
 STOP_WITHIN_S = 2.0
+"""How long `stop` waits for reads in flight."""
 _END_WITHIN_S = 10.0
-"""From then on to the end of the thread: longer takes only a call into the agent that does not return."""
-TURN_LOOK_S = 1.0
-HUNG_LOOKS = 60
-"""In a row in which the thread was in one and the same turn. Looks, not seconds: a process may be stopped."""
+"""How long the thread may then take to end; it takes longer only in a call into the agent that does not return."""
+HANG_CHECK_INTERVAL_S = 1.0
+MAX_HANG_CHECKS = 60
+"""A thread that so many checks in a row found in the same turn hangs. Checks and not seconds are counted, because the
+process may be stopped."""
 
 _NOT_RUNNING = TransferFailed(TransferCause.CANCELLED, "the mover is not running")
 
@@ -87,10 +82,12 @@ _log = logging.getLogger(__name__)
 
 
 class Mover:
-    """Moves blocks in one thread. Methods may be called from any thread, return at once, and answer by `deliver`.
+    """Reads blocks of peers in one thread. Methods may be called from any thread, return at once, and answer by
+    `deliver`.
 
-    `backend_factory` is called in the mover's thread; `deliver` too, and must return at once: what it raises is a fault
-    of the mover, since somebody waits for what was lost. What is said of digests it may hear from another thread.
+    `backend_factory` and `deliver` are called in the mover's thread; `deliver` must return at once. An exception that
+    it raises is a fault of the mover, since somebody waits for the event that was lost. Events about digests may be
+    delivered from another thread.
     """
 
     def __init__(
@@ -103,22 +100,23 @@ class Mover:
         helper: Executor | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """`digests`: of this node's blocks. `helper` computes them in times of plenty; default: a thread of its own.
-
-        `stall_s`: how long a read may make no progress before its owner hears that it is stalled.
+        """`digests` computes digests of this node's blocks; None: there are none. `helper` runs it while the mover
+        has something to move; default: a thread of its own. `stall_s`: how long a read may make no progress before
+        it is reported as stalled.
         """
         self.agent_metadata = b""
         self.bytes_arrived = 0
-        """Of all reads. With `arrived_at`, on the mover's clock, it tells whether anything moves."""
+        """Bytes that all reads have brought."""
         self.arrived_at: float | None = None
+        """When the last of them arrived, on the mover's clock; None before."""
         self.reads_in_flight = 0
-        """Reads that may still write to their local blocks, queued ones not counted."""
-        self.stuck = 0
-        """Those of them that have made no progress for STUCK_AFTER_S, or failed in a way that may still write."""
+        """Number of reads that may still write to their local blocks; those that are only queued are not counted."""
+        self.stuck_reads = 0
+        """Number of those that have made no progress for STUCK_AFTER_S, or that failed and may still write."""
         self.fault: BaseException | None = None
-        """What ended the thread, should it ever end by itself; reads in flight then stay counted."""
+        """The exception that ended the thread, if it ended by itself; reads in flight then stay counted."""
         self._watch = current_watch.get()
-        """Of whoever makes the mover: it hears of that fault."""
+        """The fault is reported to the watch of whoever made the mover."""
         self._backend_factory = backend_factory
         self._deliver = deliver
         self._clock = clock
@@ -140,38 +138,40 @@ class Mover:
         self._digest_queue = DigestQueue(digests, deliver, self._watch, helper)
         self._num_turns = 0
         self._in_turn = False
-        """Whether the mover works on commands or reads, and does not wait for any."""
+        """Whether the thread works on commands or reads, and does not wait for a command."""
         self._moved = False
-        """Something was posted or finished in this turn: more may be possible at once."""
+        """Something was posted or finished in the last turn, so the next one may find more to do at once."""
         self._moved_at = 0.0
         self._counted_at = 0.0
         self._stall_s = stall_s
-        self._looked_s = 0.0
-        """For how long reads in flight were looked at."""
-        self._looked_at = 0.0
+        self._polled_s = 0.0
+        """Seconds in which reads in flight were polled, added up."""
+        self._polled_at = 0.0
         self._stop_by: float | None = None
 
     # Called from any thread.
 
     def start(self) -> None:
-        """Make the agent; returns when it is up, raises its error."""
+        """Make the agent and return when it is up; raises what making it raised."""
         self._thread.start()
         self._up.wait()
         if self._start_error is not None:
             raise self._start_error
 
     def connect(self, peer: PeerMemory) -> None:
-        """Answered by Connected or ConnectFailed. Connecting again with equal values is fine."""
-        if not self._tell(functools.partial(self._connect, peer)):
+        """Make a peer's blocks readable; answered by Connected or ConnectFailed. Connecting again with equal values
+        changes nothing.
+        """
+        if not self._enqueue(functools.partial(self._connect, peer)):
             self._deliver(ConnectFailed(peer.incarnation, _NOT_RUNNING))
 
     def read(
         self, read_id: int, incarnation: str, ranges: Sequence[ReadRange], to_digest: Collection[int] = ()
     ) -> None:
-        """Answered by one ReadDone or ReadFailed, whenever nothing of it writes any more.
+        """Read blocks of a peer; answered by one ReadDone or ReadFailed once none of it writes any more.
 
-        If it is done, BlocksDigested has come or comes for each of its local blocks that are in `to_digest`, once, or
-        NotDigested. Raises ValueError for a read id that is in use.
+        Beside ReadDone, each of its local blocks that are in `to_digest` is in one BlocksDigested, or DigestsFailed
+        comes. Raises ValueError for a read id that is in use.
         """
         with self._gate:
             if read_id in self._read_ids:
@@ -179,26 +179,26 @@ class Mover:
             self._read_ids.add(read_id)
         called_at = self._clock.monotonic()
         command = functools.partial(self._read, read_id, incarnation, tuple(ranges), called_at, to_digest)
-        if not self._tell(command):
-            self._refuse(read_id, _NOT_RUNNING)
+        if not self._enqueue(command):
+            self._answer_failed(read_id, _NOT_RUNNING)
 
     def cancel(self, read_id: int) -> None:
-        """Post no more of a read; what is in flight ends first, then it is answered. Unknown ones are fine."""
-        self._tell(functools.partial(self._cancel, read_id))
+        """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
+        self._enqueue(functools.partial(self._cancel, read_id))
 
     def disconnect(self, incarnation: str) -> None:
-        """Drop a peer. Its reads fail with CANCELLED as soon as nothing of them is in flight; unknown ones are fine."""
-        self._tell(functools.partial(self._disconnect, incarnation))
+        """Drop a peer. Its reads fail with CANCELLED when what is in flight has ended. Unknown peers are fine."""
+        self._enqueue(functools.partial(self._disconnect, incarnation))
 
     def set_open_leases(self, num_leases: int) -> None:
-        """Sender side: how many leases are out. Peers' reads make progress while there is one."""
-        self._tell(functools.partial(self._set_open_leases, num_leases))
+        """Set the number of leases that may be read, on a sender. Peers' reads make progress while there is one."""
+        self._enqueue(functools.partial(self._set_open_leases, num_leases))
 
     def stop(self) -> None:
-        """Cancel what is queued, wait up to STOP_WITHIN_S for reads in flight, end the thread.
+        """Cancel what is queued, wait up to STOP_WITHIN_S for reads in flight, and end the thread.
 
-        Reads still in flight then get no answer and stay counted; the agent and the memory live on with this object,
-        until the process ends. Calls after this one are answered at once, from the calling thread.
+        Reads that are still in flight then get no answer and stay counted; the agent and the memory live until the
+        process ends. Calls after this one are answered at once, from the calling thread.
         """
         with self._gate:
             if not self._accepting:
@@ -207,19 +207,19 @@ class Mover:
             self._inbox.put(self._begin_stop)
         self._thread.join(STOP_WITHIN_S + _END_WITHIN_S)
         if self._thread.is_alive():
-            _log.error("the mover did not end: a call into the transfer agent does not return")
+            _log.error("the mover's thread did not end: a call into the transfer agent does not return")
         self._digest_queue.close(wait=not self._thread.is_alive())
 
     async def watch_turns(self) -> None:
-        """Raises EngineFault when the thread hangs in a turn; runs until cancelled otherwise. On a loop."""
-        seen, looks = 0, 0
-        while looks < HUNG_LOOKS:
-            await asyncio.sleep(TURN_LOOK_S)
-            looks = looks + 1 if self._in_turn and self._num_turns == seen else 0
-            seen = self._num_turns
+        """Check, on an event loop until cancelled, that the thread goes on; raises EngineFault when it hangs."""
+        last_turn, num_unchanged = 0, 0
+        while num_unchanged < MAX_HANG_CHECKS:
+            await asyncio.sleep(HANG_CHECK_INTERVAL_S)
+            num_unchanged = num_unchanged + 1 if self._in_turn and self._num_turns == last_turn else 0
+            last_turn = self._num_turns
         raise EngineFault("a call into the transfer agent does not return")
 
-    def _tell(self, command: Callable[[], None]) -> bool:
+    def _enqueue(self, command: Callable[[], None]) -> bool:
         with self._gate:
             if self._accepting:
                 self._inbox.put(command)
@@ -229,7 +229,7 @@ class Mover:
 
     def _run(self) -> None:
         try:
-            self._begin()
+            self._make_agent()
         except Exception as error:
             self._start_error = error
             return
@@ -241,9 +241,9 @@ class Mover:
         except BaseException as error:
             self.fault = error
             self._watch.failed("mover", error)
-        self._end()
+        self._shut_down()
 
-    def _begin(self) -> None:
+    def _make_agent(self) -> None:
         self._backend = self._backend_factory()
         self.agent_metadata = self._backend.agent_metadata()
         self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
@@ -251,17 +251,17 @@ class Mover:
         self._accepting = True
 
     def _turn(self) -> bool:
-        """Take commands, post one piece, look at all; says whether to go on."""
-        self._take_commands()
+        """Run the commands in the inbox, post one piece, poll all pieces; returns whether to go on."""
+        self._run_commands()
         self._in_turn = True
-        piece = self._window.take()
+        piece = self._window.pop_next()
         if piece is not None:
             self._moved = True
             self._post(piece)
         self._poll()
         self._digest_queue.compute(lambda: self._has_to_move)
         if self._stuck:
-            self._free_stuck()
+            self._end_stuck_reads()
         if self._open_leases:
             self._backend.pump()
         self._in_turn = False
@@ -270,7 +270,7 @@ class Mover:
             return True
         return bool(self._in_flight) and self._clock.monotonic() < self._stop_by
 
-    def _take_commands(self) -> None:
+    def _run_commands(self) -> None:
         try:
             if self._moved:
                 self._moved = False
@@ -290,27 +290,27 @@ class Mover:
         until_poll_s = pause(quiet_s, self._open_leases)
         return until_probe_s if until_poll_s is None else until_poll_s
 
-    def _note_move(self, read: ActiveRead, peer: ConnectedPeer) -> None:
+    def _note_progress(self, read: ActiveRead, peer: ConnectedPeer) -> None:
         self._moved_at = read.moved_at = self._clock.monotonic()
-        read.progress_at = peer.progress_at = self._looked_s
+        read.progress_at = peer.progress_at = self._polled_s
 
     def _connect(self, peer: PeerMemory) -> None:
         known = self._peers.get(peer.incarnation)
         try:
             if known is None:
                 self._backend.connect(peer)
-                self._peers[peer.incarnation] = ConnectedPeer(peer, self._looked_s)
+                self._peers[peer.incarnation] = ConnectedPeer(peer, self._polled_s)
             elif known.memory != peer:
                 raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} changed its memory")
-            elif known.lost:
+            elif known.is_gone:
                 raise PeerGone(str(known.closing))
             else:
                 known.closing = None
         except TransferFailed as error:
             self._deliver(ConnectFailed(peer.incarnation, error))
         except Exception as error:
-            # What a peer published must not end the mover, whatever it does to the backend.
-            _log.exception("%s can't be connected", peer.incarnation)
+            # Values that a peer published must not end the mover, whatever they do to the backend.
+            _log.exception("could not connect to the memory of %s: its hand-offs will fail", peer.incarnation)
             self._deliver(ConnectFailed(peer.incarnation, TransferFailed(TransferCause.REFUSED, repr(error))))
         else:
             self._deliver(Connected(peer.incarnation))
@@ -323,19 +323,19 @@ class Mover:
         called_at: float,
         to_digest: Collection[int],
     ) -> None:
-        refusal = self._refusal(incarnation, ranges)
-        if refusal is not None:
-            self._refuse(read_id, refusal)
+        objection = self._objection(incarnation, ranges)
+        if objection is not None:
+            self._answer_failed(read_id, objection)
             return
         num_blocks = sum(r.count for r in ranges)
         num_bytes = num_blocks * self._backend.memory.block_bytes
         self._reads[read_id] = ActiveRead(
-            read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest), self._looked_s
+            read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest), self._polled_s
         )
         self._moved = True
         self._window.submit(read_id, incarnation, ranges)
 
-    def _refusal(self, incarnation: str, ranges: tuple[ReadRange, ...]) -> TransferFailed | None:
+    def _objection(self, incarnation: str, ranges: tuple[ReadRange, ...]) -> TransferFailed | None:
         peer = self._peers.get(incarnation)
         if peer is None:
             return PeerGone(f"{incarnation} is not connected")
@@ -351,7 +351,7 @@ class Mover:
         read = self._reads.get(read_id)
         if read is not None and self._window.withdraw(read_id, read.incarnation):
             read.failure = read.failure or TransferFailed(TransferCause.CANCELLED, "cancelled by its owner")
-            self._settle(read)
+            self._answer_if_over(read)
 
     def _disconnect(self, incarnation: str) -> None:
         self._close_peer(incarnation, TransferFailed(TransferCause.CANCELLED, f"{incarnation} was disconnected"))
@@ -368,12 +368,12 @@ class Mover:
         peer = self._peers.get(incarnation)
         if peer is None:
             return
-        if not peer.lost:
+        if not peer.is_gone:
             peer.closing = why
         for read in [r for r in self._reads.values() if r.incarnation == incarnation]:
             if self._window.withdraw(read.read_id, incarnation):
                 read.failure = read.failure or why
-                self._settle(read)
+                self._answer_if_over(read)
         self._drop_idle(peer)
 
     def _drop_idle(self, peer: ConnectedPeer) -> None:
@@ -385,15 +385,15 @@ class Mover:
         read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
         before = self._clock.monotonic()
         if not self._in_flight:
-            # There was nothing to look at.
-            self._looked_at = before
+            # Nothing was polled until now.
+            self._polled_at = before
         try:
             handle = self._backend.post_read(piece.incarnation, piece.ranges)
         except TransferFailed as error:
             self._window.finished(piece)
-            self._lose(read, peer, error)
+            self._piece_failed(read, error)
             return
-        self._note_move(read, peer)
+        self._note_progress(read, peer)
         read.post_s += self._moved_at - before
         read.num_ranges += len(piece.ranges)
         self.reads_in_flight += not read.pieces
@@ -406,56 +406,56 @@ class Mover:
         if not self._in_flight:
             return
         now = self._clock.monotonic()
-        self._looked_s += min(now - self._looked_at, _LONGEST_LOOK_S)
-        self._looked_at = now
+        self._polled_s += min(now - self._polled_at, _LONGEST_POLL_GAP_S)
+        self._polled_at = now
         for handle, piece in list(self._in_flight.items()):
             read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
             try:
                 if self._backend.poll(handle) is ReadState.IN_PROGRESS:
                     continue
             except PeerGone as error:
-                let_go(self._backend, handle)
-                self._retire(self._in_flight.pop(handle), read, peer)
-                self._lose(read, peer, error)
+                release_read(self._backend, handle)
+                self._piece_ended(self._in_flight.pop(handle), read, peer)
+                self._piece_failed(read, error)
             except ReadStuck as error:
                 self._stuck.add(handle, self._in_flight.pop(handle), now)
                 read.failure = error
-                self._tell_stalled(read, str(error))
+                self._report_stalled(read, str(error))
                 self._close_peer(piece.incarnation, error)
             else:
-                failure = let_go(self._backend, handle)
-                self._retire(self._in_flight.pop(handle), read, peer)
-                self._note_move(read, peer)
+                failure = release_read(self._backend, handle)
+                self._piece_ended(self._in_flight.pop(handle), read, peer)
+                self._note_progress(read, peer)
                 if failure is not None:
-                    self._lose(read, peer, failure)
+                    self._piece_failed(read, failure)
                 else:
                     read.blocks_left -= piece.num_blocks
                     self.bytes_arrived += piece.num_blocks * self._backend.memory.block_bytes
                     self.arrived_at = now
-                    self._note_blocks(read, piece)
-                    self._settle(read)
+                    self._queue_digests(read, piece)
+                    self._answer_if_over(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
             self._count_stuck(now)
-            self._look_for_stalled()
+            self._report_stalled_reads()
 
-    def _look_for_stalled(self) -> None:
+    def _report_stalled_reads(self) -> None:
         for read in list(self._reads.values()):
             peer = self._peers.get(read.incarnation)
-            # What is queued waits for its turn as long as those before it get on.
+            # A queued read waits for those before it, and is not stalled while they make progress.
             is_queued = peer is not None and not read.pieces
             progress_at = max(read.progress_at, peer.progress_at) if peer and is_queued else read.progress_at
-            if self._looked_s - progress_at >= self._stall_s:
-                self._tell_stalled(
+            if self._polled_s - progress_at >= self._stall_s:
+                self._report_stalled(
                     read, f"nothing arrived for {self._stall_s:g} s, {read.blocks_left} blocks are missing"
                 )
 
-    def _tell_stalled(self, read: ActiveRead, story: str) -> None:
+    def _report_stalled(self, read: ActiveRead, detail: str) -> None:
         if not read.is_stalled:
             read.is_stalled = True
-            self._deliver(ReadStalled(read.read_id, f"{read.incarnation}: {story}"))
+            self._deliver(ReadStalled(read.read_id, f"{read.incarnation}: {detail}"))
 
-    def _note_blocks(self, read: ActiveRead, piece: Piece) -> None:
+    def _queue_digests(self, read: ActiveRead, piece: Piece) -> None:
         blocks = [block for r in piece.ranges for block in range(r.local_block, r.local_block + r.count)]
         if wanted := [block for block in blocks if block in read.to_digest]:
             self._digest_queue.add(read.read_id, wanted)
@@ -464,36 +464,36 @@ class Mover:
     def _has_to_move(self) -> bool:
         return bool(self._in_flight) or self._window.queued_reads > 0 or not self._inbox.empty()
 
-    def _free_stuck(self) -> None:
-        for piece, error in self._stuck.over(self._clock.monotonic()):
+    def _end_stuck_reads(self) -> None:
+        for piece, error in self._stuck.pop_ended(self._clock.monotonic()):
             read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
-            self._retire(piece, read, peer)
-            self._lose(read, peer, error)
+            self._piece_ended(piece, read, peer)
+            self._piece_failed(read, error)
             self._count_stuck(self._clock.monotonic())
 
-    def _retire(self, piece: Piece, read: ActiveRead, peer: ConnectedPeer) -> None:
-        """Nothing of the piece writes any more."""
+    def _piece_ended(self, piece: Piece, read: ActiveRead, peer: ConnectedPeer) -> None:
+        """None of the piece writes any more."""
         self._moved = True
         self._window.finished(piece)
         read.pieces -= 1
         peer.pieces -= 1
         self.reads_in_flight -= not read.pieces
 
-    def _lose(self, read: ActiveRead, peer: ConnectedPeer, error: TransferFailed) -> None:
-        """One piece of the read will never come; with the peer gone, nothing of it will."""
+    def _piece_failed(self, read: ActiveRead, error: TransferFailed) -> None:
+        """One piece of the read will never come; if its peer is gone, the others won't either."""
         self._window.withdraw(read.read_id, read.incarnation)
         read.failure = read.failure or error
-        self._settle(read)
+        self._answer_if_over(read)
         if isinstance(error, PeerGone):
             self._close_peer(read.incarnation, error)
 
-    def _settle(self, read: ActiveRead) -> None:
-        """Answer a read of which nothing is in flight or to come."""
+    def _answer_if_over(self, read: ActiveRead) -> None:
+        """Answer a read if none of its pieces is in flight, and none is to be posted."""
         if read.pieces or (read.failure is None and read.blocks_left):
             return
         del self._reads[read.read_id]
         if read.failure is not None:
-            self._refuse(read.read_id, read.failure)
+            self._answer_failed(read.read_id, read.failure)
             return
         total_s = self._clock.monotonic() - read.called_at
         self._forget_id(read.read_id)
@@ -501,19 +501,19 @@ class Mover:
 
     def _count_stuck(self, now: float) -> None:
         in_flight = [read for read in self._reads.values() if read.pieces]
-        self.stuck = sum(isinstance(r.failure, ReadStuck) or now - r.moved_at >= STUCK_AFTER_S for r in in_flight)
+        self.stuck_reads = sum(isinstance(r.failure, ReadStuck) or now - r.moved_at >= STUCK_AFTER_S for r in in_flight)
         self._counted_at = now
 
     def _forget_id(self, read_id: int) -> None:
         with self._gate:
             self._read_ids.discard(read_id)
 
-    def _refuse(self, read_id: int, why: TransferFailed) -> None:
+    def _answer_failed(self, read_id: int, why: TransferFailed) -> None:
         self._forget_id(read_id)
         self._deliver(ReadFailed(read_id, why.cause, str(why)))
 
-    def _end(self) -> None:
-        """Nothing comes after this: answer what never began, and leave alone what may still write."""
+    def _shut_down(self) -> None:
+        """End the thread's work: answer reads that are not in flight, and leave alone those that may still write."""
         with self._gate:
             self._accepting = False
         try:
@@ -523,5 +523,5 @@ class Mover:
             if not self._in_flight and not self._stuck:
                 self._backend.close()
         except Exception as error:
-            _log.exception("the mover could not end in order")
+            _log.exception("the mover could not shut down in order")
             self.fault = self.fault or error

@@ -1,4 +1,4 @@
-"""What the mover answers. Delivered from its thread."""
+"""The events by which the mover answers."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ class ReadDone:
     total_s: float
     """Seconds from the call of `read` on."""
     num_ranges: int
-    """Ranges that were posted (a long read is posted in pieces)."""
+    """Number of ranges that were posted; a long read is posted in pieces, which may cut a range."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """A read brought nothing usable, and nothing of it writes to its local blocks any more."""
+    """A read brought nothing usable, and none of it writes to its local blocks any more."""
 
     read_id: int
     cause: TransferCause
-    story: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStalled:
-    """Nothing of a read has arrived for too long. It may still write: ReadDone or ReadFailed answers it, if ever."""
+    """No piece of a read has arrived for too long. It may still write; if it ends, ReadDone or ReadFailed follows."""
 
     read_id: int
-    story: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksDigested:
-    """Of some blocks of a read, as they were when it had filled them; may come before or after ReadDone."""
+    """Digests of some blocks of a read, as they were when it had filled them. Comes before or after ReadDone."""
 
     read_id: int
     digests: Mapping[int, int]
-    """By local block."""
+    """The digests, by local block."""
 
 
 @dataclass(frozen=True, slots=True)
-class NotDigested:
-    """The digests of a read's blocks can't be computed."""
+class DigestsFailed:
+    """The digests of a read's blocks could not be computed."""
 
     read_id: int
-    story: str
+    detail: str
 
 
-DigestEvent = BlocksDigested | NotDigested
+DigestEvent = BlocksDigested | DigestsFailed
 MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | ReadStalled | DigestEvent

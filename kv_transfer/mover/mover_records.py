@@ -10,32 +10,42 @@ from kv_transfer.backends.base import PeerMemory
 
 @dataclass(slots=True)
 class ActiveRead:
+    """A read that is queued or in flight."""
+
     read_id: int
     incarnation: str
     blocks_left: int
+    """Blocks that have not arrived."""
     num_bytes: int
     called_at: float
+    """When `Mover.read` was called, on the mover's clock."""
     moved_at: float
+    """When a piece of it was posted or arrived, on the mover's clock."""
     to_digest: frozenset[int]
+    """The local blocks whose digests are wanted."""
     progress_at: float
-    """As `ConnectedPeer.progress_at`."""
+    """When a piece of it was posted or arrived, in seconds for which the mover has polled reads in flight."""
     is_stalled: bool = False
-    """Its owner was told so."""
+    """ReadStalled was delivered."""
     post_s: float = 0.0
     num_ranges: int = 0
     pieces: int = 0
+    """Pieces in flight."""
     failure: TransferFailed | None = None
 
 
 @dataclass(slots=True)
 class ConnectedPeer:
+    """A peer whose memory is connected."""
+
     memory: PeerMemory
     progress_at: float
-    """When something of it was posted or arrived, in seconds for which the mover has looked at reads (`_looked_s`)."""
+    """When a piece of any of its reads was posted or arrived; the same time as `ActiveRead.progress_at`."""
     pieces: int = 0
+    """Pieces in flight."""
     closing: TransferFailed | None = None
-    """Why no read is taken any more; the peer is dropped when its last piece has ended."""
+    """Why no further read is accepted; None: reads are. The peer is dropped when its last piece has ended."""
 
     @property
-    def lost(self) -> bool:
+    def is_gone(self) -> bool:
         return self.closing is not None and self.closing.cause is TransferCause.PEER_GONE

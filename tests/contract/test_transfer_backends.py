@@ -35,7 +35,8 @@ from kv_transfer.backends.base import (
     coalesce,
 )
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.mover.mover import Connected, Mover, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.mover_events import Connected, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.mover.window import WindowLimits
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
 
@@ -483,7 +484,7 @@ def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
     stopped.freeze()
     name = attach(mover, events, stopped)
     mover.read(1, name, [ReadRange(0, 0, 16)])
-    until(lambda: mover.reads_in_flight == 1 and mover.stuck == 1)
+    until(lambda: mover.reads_in_flight == 1 and mover.stuck_reads == 1)
     mover.read(2, name, [ReadRange(70, 5, 2)])
     mover.disconnect(name)
     queued = events.get(timeout=WITHIN_S)

@@ -203,8 +203,8 @@ class _Mover(FakeMover):
     def _has_to_move(self) -> bool:
         return self._is_busy()
 
-    def _tell(self, command: Callable[[], None]) -> bool:
-        taken = super()._tell(command)
+    def _enqueue(self, command: Callable[[], None]) -> bool:
+        taken = super()._enqueue(command)
         self._machine.wake("mover", self._go_on, 0.0)
         return taken
 

@@ -22,17 +22,20 @@ from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle
 from kv_transfer.mover.mover import (
     STOP_WITHIN_S,
     STUCK_AFTER_S,
+    Mover,
+)
+from kv_transfer.mover.mover_events import (
+    BlocksDigested,
     Connected,
     ConnectFailed,
-    Mover,
+    DigestsFailed,
     MoverEvent,
     ReadDone,
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.mover_events import BlocksDigested, NotDigested
 from kv_transfer.mover.pacing import LEASE_PUMP_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S, pause
-from kv_transfer.mover.stuck_reads import LONGEST_PROBE_S
+from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
 from kv_transfer.mover.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually
@@ -219,7 +222,7 @@ def test_a_read_is_answered_with_what_it_took(bench: Bench) -> None:
     assert 0 <= done.post_s <= done.total_s
     assert [bench.block(i) for i in (0, 2, 10, 13)] == [pattern(i, 1, BLOCK_BYTES) for i in (9, 11, 3, 6)]
     assert bench.backend.posted == [(ReadRange(0, 9, 3), ReadRange(10, 3, 1)), (ReadRange(11, 4, 3),)]
-    assert (bench.mover.reads_in_flight, bench.mover.stuck) == (0, 0)
+    assert (bench.mover.reads_in_flight, bench.mover.stuck_reads) == (0, 0)
 
 
 def test_a_short_read_does_not_wait_for_a_long_one(bench: Bench) -> None:
@@ -370,12 +373,12 @@ class StuckBench(Bench):
         until(lambda: len(self.backend.posted) == 1)
         self.backend.break_reads = True
         assert self.next() == ReadStalled(1, "sender: KV transfer failed: peer_gone (broken)")
-        until(lambda: self.mover.stuck == 1)
+        until(lambda: self.mover.stuck_reads == 1)
 
     def probe(self) -> None:
         """Let it ask once more."""
         num_posted = len(self.backend.posted)
-        self.manual.advance(LONGEST_PROBE_S)
+        self.manual.advance(MAX_PROBE_INTERVAL_S)
         until(lambda: len(self.backend.posted) > num_posted)
 
 
@@ -391,7 +394,7 @@ def test_a_read_that_may_still_write_is_not_answered_while_its_peer_lives() -> N
     assert bench.mover.reads_in_flight == 1
     bench.mover.stop()
     bench.assert_silent()
-    assert (bench.mover.reads_in_flight, bench.mover.stuck) == (1, 1)
+    assert (bench.mover.reads_in_flight, bench.mover.stuck_reads) == (1, 1)
     assert not bench.backend.closed
 
 
@@ -405,10 +408,10 @@ def test_a_read_that_may_still_write_is_over_when_its_peer_is_gone(probed: str) 
     bench.assert_silent()
     bench.backend.break_reads = False
     bench.fabric.kill("sender")
-    bench.manual.advance(LONGEST_PROBE_S)
+    bench.manual.advance(MAX_PROBE_INTERVAL_S)
     assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
     bench.mover.stop()
-    assert (bench.mover.reads_in_flight, bench.mover.stuck) == (0, 0)
+    assert (bench.mover.reads_in_flight, bench.mover.stuck_reads) == (0, 0)
     assert bench.backend.closed
 
 
@@ -446,13 +449,13 @@ def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Be
     bench = faulty(Faults(stall=1.0))
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
-    until(lambda: bench.mover.stuck == 1)
+    until(lambda: bench.mover.stuck_reads == 1)
     bench.mover.disconnect("sender")
     assert bench.block(3) == bytes(BLOCK_BYTES)
     bench.faulty.resume_stalled()
     assert isinstance(bench.next(), ReadDone)
     assert bench.block(3) == pattern(3, 1, BLOCK_BYTES)
-    until(lambda: bench.mover.stuck == 0)
+    until(lambda: bench.mover.stuck_reads == 0)
 
 
 def test_stuck_is_a_matter_of_the_clock() -> None:
@@ -465,9 +468,9 @@ def test_stuck_is_a_matter_of_the_clock() -> None:
     mover.read(1, "sender", [ReadRange(0, 0, 1)])
     until(lambda: mover.reads_in_flight == 1)
     bench.round_trip(peer)
-    assert mover.stuck == 0
+    assert mover.stuck_reads == 0
     clock.advance(STUCK_AFTER_S)
-    until(lambda: mover.stuck == 1)
+    until(lambda: mover.stuck_reads == 1)
     bench.fabric.thaw("sender")
     done = bench.next()
     assert isinstance(done, ReadDone)
@@ -656,7 +659,7 @@ def test_digests_that_can_not_be_computed_are_said_to_be_none_and_end_nothing(
     peer = digesting.attach("sender")
     digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)], (3, 4))
     assert isinstance(digesting.next(), ReadDone)
-    assert digesting.next() == NotDigested(1, "no digests here: MemoryError('no digests today')")
+    assert digesting.next() == DigestsFailed(1, "the reader could not compute digests: MemoryError('no digests today')")
     digesting.round_trip(peer)
 
 

@@ -1,4 +1,4 @@
-"""What two nodes must agree on before one may read the other's blocks, and who they are to each other."""
+"""What two nodes must agree on before one may read the other's blocks, and how they introduce themselves."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from baton.engine.runner import KVLayout, ModelInfo
 
 PROTOCOL_VERSION = 4
-"""Of the link's conversation; nodes of different versions refuse each other."""
+"""Version of the link's protocol; nodes of different versions refuse each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutFingerprint:
-    """Model, numerics, shape of a block and the way it is moved. Only equal fingerprints exchange blocks.
+    """Model, numerics, shape of a block, and how blocks are moved. Only nodes with equal fingerprints exchange blocks.
 
-    Equal layouts are not enough for the bit-exact promise: KV of other weights or other kernels has the same shape.
+    The shape alone is not enough: KV of other weights or other kernels has the same shape, and not the same bits.
     """
 
     model_fingerprint: str
@@ -22,7 +22,7 @@ class LayoutFingerprint:
     dtype: str
     block_size: int
     geometry: str
-    """Heads and widths of every layer, as `KVLayout.geometry` spells them."""
+    """Heads and widths of every layer, as `KVLayout.geometry` writes them."""
     block_bytes: int
     backend: str
 
@@ -45,20 +45,22 @@ class LayoutFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class LinkIdentity:
-    """One incarnation of a node as its links introduce it."""
+    """How one incarnation of a node introduces itself on its links."""
 
     cluster: str
     node_id: str
     incarnation: str
     layout: LayoutFingerprint
     address: str = ""
-    """Where it listens."""
+    """Where the node listens, as HOST:PORT."""
     protocol: int = PROTOCOL_VERSION
-    """Of the link's conversation."""
+    """Version of the link's protocol."""
 
 
-def refusal(ours: LayoutFingerprint, theirs: LayoutFingerprint, here: str = "here", there: str = "there") -> str | None:
-    """None when blocks may be exchanged; else one line that names what differs and prints both sides by name."""
+def layout_mismatch(
+    ours: LayoutFingerprint, theirs: LayoutFingerprint, here: str = "here", there: str = "there"
+) -> str | None:
+    """One line that names what differs and shows both sides, named `here` and `there`; None if nothing differs."""
     different = [f.name for f in fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)]
     if not different:
         return None

@@ -1,1 +1,1 @@
-"""The connection between two nodes: its messages and their codec, both ends, and whether the peer is alive."""
+"""The connection between two nodes: its messages and their codec, both ends, and the check whether the peer lives."""

@@ -1,11 +1,12 @@
-"""What both ends of a link do alike once they have greeted each other: send, listen, live.
+"""What both ends of a link do alike after the handshake: send, receive, and watch whether the other end lives.
 
-Any message is a sign of life. An end that hears nothing for three of its own heartbeats takes the other for lost; it
-counts beats instead of reading a clock, so that a process that was stopped itself listens once more before it judges.
+Any message is a sign of life. An end that receives nothing for three of its own heartbeat intervals takes the other end
+for lost. It counts its own heartbeats instead of reading a clock, so that a process that was itself stopped receives
+once more before it judges.
 
-Heartbeats come from a loop, and a loop can be held up: by its own work, or by a thread that keeps the interpreter. So
-before an end judges it asks whether the other's process runs at all, in a way that needs neither. If it does, that
-counts as a heartbeat, for a while.
+Heartbeats come from an event loop, which can be held up by its own work or by a thread that keeps the interpreter. So
+before an end judges, it asks whether the other process runs at all, in a way that needs neither loop nor interpreter.
+If it does, that counts as a heartbeat, a limited number of times.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from kv_transfer.link.link_messages import Heartbeat
 
 HEARTBEAT_S = 1.0
 MISSED_HEARTBEATS = 3
-PATIENCE = 10
-"""So often in a row a silent peer is spared because its process runs: a loop that hangs for good is lost, too."""
+MAX_SPARED = 10
+"""How often in a row a silent peer is spared because its process runs: a loop that hangs for good must be lost, too."""
 HANDSHAKE_S = 5.0
+"""How long either end waits for the other's first message."""
 CAUSE_KEY = "baton-transfer-cause"
-"""Trailing metadata of a refusal: a `TransferCause`, so that the reader need not parse the sentence."""
+"""Key of the trailing metadata that has a refusal's `TransferCause`, so that the reader need not parse the text."""
 _MAX_OUTBOX = 8192
 
 Out = TypeVar("Out")
@@ -33,7 +35,7 @@ In = TypeVar("In")
 
 
 class LinkStream(Generic[Out, In]):
-    """One greeted link. `send` and `cut` never wait; `run` lasts as long as the link."""
+    """One link after its handshake. `send` and `cut` never wait; `run` lasts as long as the link."""
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class LinkStream(Generic[Out, In]):
     ) -> None:
         """`read` returns None at the stream's end; `received` is called for each message in order.
 
-        `is_running`: whether the peer's process runs, whatever its loop does; answers within a heartbeat.
+        `is_running` tells whether the peer's process runs, even if its event loop is busy; it answers within a
+        heartbeat interval.
         """
         self._read = read
         self._write = write
@@ -54,79 +57,81 @@ class LinkStream(Generic[Out, In]):
         self._outbox: asyncio.Queue[Out | Heartbeat] = asyncio.Queue(_MAX_OUTBOX)
         self._cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._is_running = is_running
-        self._asked: asyncio.Future[bool] | None = None
-        self._missed = 0
-        self._patience = PATIENCE
+        self._running_check: asyncio.Future[bool] | None = None
+        self._num_missed = 0
+        """Own heartbeats since the last message of the peer."""
+        self._spares_left = MAX_SPARED
 
     def send(self, message: Out | Heartbeat) -> None:
-        """Queue a message; a peer that does not take them is cut off."""
+        """Queue a message; the link is cut if the peer has not taken thousands of them."""
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
-            self.cut("the peer does not read")
+            self.cut("the peer does not take its messages")
 
     def cut(self, reason: str) -> None:
-        """End the link; `run` returns the reason."""
+        """End the link; `run` returns the reason. Only the first call counts."""
         if not self._cut.done():
             self._cut.set_result(reason)
 
     async def run(self) -> str:
-        """Carry messages until the link ends; returns why. Leaves no task behind, cancelled or not."""
+        """Send and receive until the link ends; returns why it did. Leaves no task behind, even if it is cancelled."""
         jobs: list[asyncio.Future[str]] = [
-            asyncio.ensure_future(self._listen()),
-            asyncio.ensure_future(self._speak()),
-            asyncio.ensure_future(self._beat()),
+            asyncio.ensure_future(self._receive_messages()),
+            asyncio.ensure_future(self._send_messages()),
+            asyncio.ensure_future(self._send_heartbeats()),
             self._cut,
         ]
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            return next(_reason(job) for job in jobs if job in done)
+            return next(_end_reason(job) for job in jobs if job in done)
         finally:
-            left: list[asyncio.Future[Any]] = [*jobs, *([self._asked] if self._asked is not None else [])]
-            for job in left:
+            check = self._running_check
+            started: list[asyncio.Future[Any]] = [*jobs, *([check] if check is not None else [])]
+            for job in started:
                 job.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*started, return_exceptions=True)
 
-    async def _listen(self) -> str:
+    async def _receive_messages(self) -> str:
         while (message := await self._read()) is not None:
-            self._missed, self._patience = 0, PATIENCE
+            self._num_missed, self._spares_left = 0, MAX_SPARED
             self._received(message)
         return "the peer closed the link"
 
-    async def _speak(self) -> str:
+    async def _send_messages(self) -> str:
         while True:
             await self._write(await self._outbox.get())
 
-    async def _beat(self) -> str:
+    async def _send_heartbeats(self) -> str:
         for seq in itertools.count(1):
             self.send(Heartbeat(seq))
             await asyncio.sleep(self._heartbeat_s)
-            self._missed += 1
-            if self._missed == MISSED_HEARTBEATS - 1:
-                if self._asked is not None:
-                    # It has said something since it was asked the last time.
-                    self._asked.cancel()
-                self._asked = asyncio.ensure_future(self._is_running())
-            elif self._missed >= MISSED_HEARTBEATS and not await self._is_only_busy():
+            self._num_missed += 1
+            if self._num_missed == MISSED_HEARTBEATS - 1:
+                if self._running_check is not None:
+                    # The peer has sent something since that check was begun.
+                    self._running_check.cancel()
+                self._running_check = asyncio.ensure_future(self._is_running())
+            elif self._num_missed >= MISSED_HEARTBEATS and not await self._is_only_busy():
                 break
         return f"no heartbeat for {MISSED_HEARTBEATS * self._heartbeat_s:g} s"
 
     async def _is_only_busy(self) -> bool:
-        """Whether a peer that has missed its heartbeats is spared; it has been asked a heartbeat ago."""
-        asked, self._asked = self._asked, None
-        is_running = asked is not None and await asked
-        if self._missed < MISSED_HEARTBEATS:
-            # It has said something meanwhile.
+        """Whether a peer that has missed its heartbeats is spared, by the check that was begun one heartbeat ago."""
+        check, self._running_check = self._running_check, None
+        is_running = check is not None and await check
+        if self._num_missed < MISSED_HEARTBEATS:
+            # The peer has sent something meanwhile.
             return True
-        self._patience -= 1
-        if not is_running or self._patience < 0:
+        self._spares_left -= 1
+        if not is_running or self._spares_left < 0:
             return False
-        self._missed = 0
+        self._num_missed = 0
         self._received(Heartbeat(0))
         return True
 
 
-def _reason(job: asyncio.Future[str]) -> str:
+def _end_reason(job: asyncio.Future[str]) -> str:
     if job.cancelled():
         return "the stream was cancelled"
     error = job.exception()

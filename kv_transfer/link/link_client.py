@@ -15,7 +15,7 @@ from baton.errors import TransferCause, TransferFailed
 from baton.messages.node import KVSource
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from baton.wire.credentials import PLAIN
-from kv_transfer.layout import LinkIdentity, refusal
+from kv_transfer.layout import LinkIdentity, layout_mismatch
 from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
 from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
@@ -26,19 +26,23 @@ _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenRespo
 
 
 class LinkClientHandler(Protocol):
-    """Whoever the link is for; called on the loop, in order."""
+    """The owner of the link. Its methods are called on the event loop, in order."""
 
-    def link_up(self, welcome: LinkWelcome) -> None: ...
+    def link_up(self, welcome: LinkWelcome) -> None:
+        """The handshake is done, and the link carries messages from now on."""
+        ...
 
-    def link_received(self, incarnation: str, message: SenderMessage) -> None: ...
+    def link_received(self, incarnation: str, message: SenderMessage) -> None:
+        """The sender of this incarnation sent a message."""
+        ...
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
-        """The link could not be opened, or it ended. Comes exactly once, unless `close` ended it."""
+        """The link could not be opened, or it ended. Called exactly once, unless `close` ended the link."""
         ...
 
 
 class LinkClient:
-    """One link, opened at once and never reopened: whoever needs it again makes a new one."""
+    """One link, which is opened at once and never reopened: to open it again, make a new one."""
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class LinkClient:
         make_channel: Callable[[str], grpc.aio.Channel] = PLAIN.channel,
         is_running: IsRunning = is_running,
     ) -> None:
+        """`is_running` tells whether the sender's process runs; see `LinkStream`."""
         self._identity = identity
         self._source = source
         self._handler = handler
@@ -60,19 +65,19 @@ class LinkClient:
         self._stream: LinkStream[ReaderMessage, SenderMessage] | None = None
         self._cut_by: TransferFailed | None = None
         self.counters: Counter[str] = Counter()
-        """Messages skipped, by kind."""
-        # It fails only if the handler can't take in that the link has ended: then its transfers would wait for ever.
+        """Messages that were skipped, by kind."""
+        # The task fails only if `link_down` raises. The transfers on this link would then wait for ever.
         self._task = current_watch.get().start(
-            self._live, "link", source.incarnation, on_fault=OnFault.END_PROCESS, may_end=True
+            self._run, "link", source.incarnation, on_fault=OnFault.END_PROCESS, may_end=True
         )
 
     @property
     def source(self) -> KVSource:
-        """Whom it leads to."""
+        """The sender that the link leads to."""
         return self._source
 
     def send(self, message: ReaderMessage) -> None:
-        """Send, once the link is up; before and after nothing is sent."""
+        """Send a message; it is dropped while the link is not up."""
         if self._stream is not None:
             self._stream.send(message)
 
@@ -83,18 +88,18 @@ class LinkClient:
             self._stream.cut(str(error))
 
     async def close(self) -> None:
-        """End the link without another word to the handler."""
+        """End the link without calling the handler any more."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         channel: grpc.aio.Channel | None = None
         try:
             channel = self._make_channel(self._source.address)
-            error = await self._converse(channel)
+            error = await self._open_and_carry(channel)
         except Exception as fault:
-            # Whatever it was, the transfers on this link must hear that it is over.
-            _log.exception("link to %s", self._source.incarnation)
+            # Whatever the fault is, the transfers on this link must hear that it is over.
+            _log.exception("link to %s failed unexpectedly: its transfers fail", self._source.incarnation)
             error = TransferFailed(TransferCause.PEER_GONE, f"link to {self._source.incarnation}: {fault!r}")
         finally:
             self._stream = None
@@ -102,12 +107,12 @@ class LinkClient:
                 await channel.close(None)
         self._handler.link_down(self._source.incarnation, error)
 
-    async def _converse(self, channel: grpc.aio.Channel) -> TransferFailed:
-        """Greet and carry messages until the link ends; returns why."""
+    async def _open_and_carry(self, channel: grpc.aio.Channel) -> TransferFailed:
+        """Shake hands and carry messages until the link ends; returns why it did."""
         peer = self._source.incarnation
         call: _Call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
         try:
-            welcome = await self._greet(call)
+            welcome = await self._shake_hands(call)
             heartbeat_s = min(self._heartbeat_s, max(0.001, welcome.heartbeat_ms / 1000))
             self._stream = LinkStream(
                 read=lambda: self._read(call),
@@ -122,8 +127,8 @@ class LinkClient:
         except TransferFailed as error:
             return error
 
-    async def _greet(self, call: _Call) -> LinkWelcome:
-        """Hello and welcome; raises TransferFailed when the sender can't be used."""
+    async def _shake_hands(self, call: _Call) -> LinkWelcome:
+        """Send our hello and receive the welcome; raises TransferFailed when the sender can't be used."""
         ours, source = self._identity, self._source
         hello = LinkHello(
             ours.protocol,
@@ -139,18 +144,20 @@ class LinkClient:
                 await call.write(write_hello(hello))
                 first = await call.read()
         except TimeoutError:
-            raise TransferFailed(TransferCause.PEER_GONE, f"{source.incarnation} did not greet in time") from None
+            detail = f"{source.incarnation} did not answer the hello of this node within {self._handshake_s:g} s"
+            raise TransferFailed(TransferCause.PEER_GONE, detail) from None
         except grpc.aio.AioRpcError as error:
-            raise _refused(error, source) from error
+            raise _open_failure(error, source) from error
         except asyncio.InvalidStateError as error:
             raise TransferFailed(TransferCause.PEER_GONE, f"{source.incarnation}: {error}") from error
         welcome = read_welcome(first) if isinstance(first, kv_link_pb2.OpenResponse) else None
         if welcome is None or welcome.incarnation != source.incarnation:
-            name = welcome.incarnation if welcome else "nobody"
-            raise TransferFailed(TransferCause.PEER_GONE, f"{name} answers instead of {source.incarnation}")
-        different = refusal(ours.layout, welcome.layout, ours.node_id, source.node_id)
-        if different is not None:
-            raise TransferFailed(TransferCause.LAYOUT_MISMATCH, different)
+            name = welcome.incarnation if welcome else "something that is no prefill node"
+            detail = f"{name} answers at {source.address} instead of {source.incarnation}"
+            raise TransferFailed(TransferCause.PEER_GONE, detail)
+        mismatch = layout_mismatch(ours.layout, welcome.layout, ours.node_id, source.node_id)
+        if mismatch is not None:
+            raise TransferFailed(TransferCause.LAYOUT_MISMATCH, mismatch)
         return welcome
 
     async def _read(self, call: _Call) -> SenderMessage | None:
@@ -162,7 +169,7 @@ class LinkClient:
         return None
 
 
-def _refused(error: grpc.aio.AioRpcError, source: KVSource) -> TransferFailed:
+def _open_failure(error: grpc.aio.AioRpcError, source: KVSource) -> TransferFailed:
     metadata: Any = error.trailing_metadata() or ()
     sent = {value for key, value in metadata if key == CAUSE_KEY}
     known = [cause for cause in TransferCause if cause.value in sent]

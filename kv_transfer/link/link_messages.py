@@ -1,4 +1,4 @@
-"""What the two ends of a link say to each other, as plain values. `link_codec` turns them into Protocol Buffers."""
+"""The messages of a link, as plain values. The codec beside it turns them into Protocol Buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kv_transfer.layout import LayoutFingerprint
 
 @dataclass(frozen=True, slots=True)
 class LinkHello:
-    """The reader's first message: who it is, and which incarnation it means."""
+    """The reader's first message: who it is, and which incarnation of the sender it wants to reach."""
 
     protocol_version: int
     cluster: str
@@ -22,12 +22,12 @@ class LinkHello:
     peer_incarnation: str
     layout: LayoutFingerprint
     address: str = ""
-    """Where its process listens; empty: it does not say."""
+    """Where the reader's process listens, as HOST:PORT; empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkWelcome:
-    """The sender's first message: who it is and where its blocks lie."""
+    """The sender's first message: who it is, and where its blocks are in memory."""
 
     node_id: str
     incarnation: str
@@ -42,14 +42,14 @@ class LinkWelcome:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Reader: I am to take this attempt in, and reserve blocks when you say that it has `Begun`."""
+    """Reader: I will decode this attempt, and reserve blocks for it when you say that it has `Begun`."""
 
     attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Reader: tell me the blocks of this attempt, from prompt block `first_block` on."""
+    """Reader: offer me the blocks of this attempt, from prompt block `first_block` on."""
 
     attempt: AttemptKey
     first_block: int
@@ -57,7 +57,7 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """Reader: so many blocks, from the subscription's first on, have been read."""
+    """Reader: I have read so many blocks, from the subscription's first on."""
 
     attempt: AttemptKey
     blocks_read: int
@@ -65,14 +65,14 @@ class ReadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmRead:
-    """Reader: all reads are done; was the lease held through them?"""
+    """Reader: all my reads are done; did you hold the lease through them?"""
 
     attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class ConfirmPart:
-    """Reader: I have read the prompt's blocks before `end_block`; was the lease held, and what are their digests?"""
+    """Reader: I have read the prompt blocks before `end_block`; did you hold the lease, and what are their digests?"""
 
     attempt: AttemptKey
     end_block: int
@@ -80,7 +80,7 @@ class ConfirmPart:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Reader: I no longer want it. With `reads_in_flight` a second one follows when they have ended."""
+    """Reader: I no longer want this attempt. With `reads_in_flight`, a second one follows when those have ended."""
 
     attempt: AttemptKey
     reads_in_flight: bool
@@ -100,14 +100,14 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Sender: this attempt has all the blocks here that it needs; nothing that you do can keep it from its end."""
+    """Sender: this attempt has all the blocks that it needs here, so it will be computed whatever you do."""
 
     attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Sender: prompt blocks from `first_block` on lie in these blocks of mine, until the lease ends."""
+    """Sender: the prompt blocks from `first_block` on are in these blocks of mine, until the lease ends."""
 
     attempt: AttemptKey
     first_block: int
@@ -115,7 +115,7 @@ class Offer:
     lease_ms: int
     closing: Closing | None = None
     digest_every: int = 0
-    """The answer to `ConfirmRead` brings digests of one block in so many (`sampling.is_digested`); 0: of none."""
+    """The answer to `ConfirmRead` has digests of one block in so many (`sampling.is_digested`); 0: of none."""
 
     @property
     def end_block(self) -> int:
@@ -125,28 +125,28 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class ReadConfirmed:
-    """Sender: the lease was held through the reads, or it was not. Either way it is over."""
+    """Sender: I held the lease through the reads, or I did not. Either way it is over."""
 
     attempt: AttemptKey
     held: bool
     digests: Sequence[int] = ()
-    """Of the blocks' bytes, one for each from the subscription's first on; 0 for those that have none."""
+    """Digests of the blocks' bytes, one for each block from the subscription's first on; 0 for one without a digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartConfirmed:
-    """Sender: the lease is held, as it was through all reads that `ConfirmPart` asked about; it is not over."""
+    """Sender: I hold the lease, as I did through all reads that `ConfirmPart` asked about; it is not over."""
 
     attempt: AttemptKey
     first_block: int
-    """The prompt block whose digest is the first: the subscription's first, then where the last such message ended."""
+    """The prompt block of the first digest: the subscription's first, later the one where the last message ended."""
     digests: Sequence[int]
     """As in `ReadConfirmed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferLost:
-    """Sender: I can't (any longer) provide it."""
+    """Sender: I can't provide this attempt's KV, or not any longer."""
 
     attempt: AttemptKey
     story: str
@@ -155,13 +155,13 @@ class OfferLost:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Either side: I live. The reader's renews all its leases."""
+    """Either side: I live. A reader's heartbeat renews all its leases."""
 
     seq: int
 
 
 def request_of(message: ReaderMessage | SenderMessage) -> str:
-    """The id of the request that it is about, if it is about one."""
+    """The id of the request that the message is about; empty for a heartbeat."""
     return "" if isinstance(message, Heartbeat) else message.attempt.request_id
 
 

@@ -1,4 +1,5 @@
-"""The prefill node's end of links: greets decode nodes, refuses those that can't use its blocks, carries messages."""
+"""The prefill node's end of links: the handshake with decode nodes, refusals of those that can't use its blocks, and
+messages."""
 
 from __future__ import annotations
 
@@ -13,34 +14,38 @@ from baton.background import current_watch
 from baton.errors import TransferCause
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.layout import LinkIdentity, refusal
+from kv_transfer.layout import LinkIdentity, layout_mismatch
 from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
 from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
 from kv_transfer.link.liveness import IsRunning, is_running
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_STOPS = "the node stops"
+_NODE_STOPS = "the node stops"
 
 
 class LinkServerHandler(Protocol):
-    """Whoever the links are for; called on the loop, in order."""
+    """The owner of the links. Its methods are called on the event loop, in order. Links are numbered."""
 
-    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None: ...
-
-    def link_refused(self, node_id: str, cause: TransferCause, story: str) -> None:
-        """A reader that said hello can't be served."""
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
+        """A reader's handshake is done. `address`: where its process listens; empty: unknown."""
         ...
 
-    def link_received(self, link: int, message: ReaderMessage) -> None: ...
+    def link_refused(self, node_id: str, cause: TransferCause, detail: str) -> None:
+        """A reader that sent its hello can't be served."""
+        ...
+
+    def link_received(self, link: int, message: ReaderMessage) -> None:
+        """A reader sent a message on an open link."""
+        ...
 
     def link_closed(self, link: int, reason: str) -> None:
-        """The link ended, however. Follows `link_opened` exactly once."""
+        """The link ended, for whatever reason. Called exactly once after `link_opened`."""
         ...
 
 
 class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
-    """All links of one prefill node. Lives on the loop."""
+    """All links of one prefill node. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         handshake_s: float = HANDSHAKE_S,
         is_running: IsRunning = is_running,
     ) -> None:
+        """`is_running` tells whether a reader's process runs; see `LinkStream`."""
         self._identity = identity
         self._memory = memory
         self._handler = handler
@@ -62,7 +68,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         self._closed = False
         self._watch = current_watch.get()
         self.counters: Counter[str] = Counter()
-        """Links refused and messages skipped, by kind."""
+        """Links that were refused and messages that were skipped, by kind."""
 
     @property
     def num_links(self) -> int:
@@ -72,13 +78,13 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         kv_link_pb2_grpc.add_KvLinkServicer_to_server(self, server)
 
     def send(self, link: int, message: SenderMessage) -> None:
-        """Send on a link; one that has ended takes nothing any more."""
+        """Send a message on a link; it is dropped if the link has ended."""
         stream = self._links.get(link)
         if stream is not None:
             stream.send(message)
 
     def cut(self, link: int, reason: str) -> None:
-        """End a link."""
+        """End a link; `link_closed` follows with the reason. A link that has ended already is fine."""
         stream = self._links.get(link)
         if stream is not None:
             stream.cut(reason)
@@ -87,10 +93,10 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         """End all links and refuse new ones."""
         self._closed = True
         for link in list(self._links):
-            self.cut(link, _STOPS)
+            self.cut(link, _NODE_STOPS)
 
     async def Open(self, request_iterator: Any, context: _Context) -> None:
-        hello = await self._greet(context)
+        hello = await self._shake_hands(context)
         number = next(self._numbers)
         reason = "the stream was cancelled"
         stream: LinkStream[SenderMessage, ReaderMessage] = LinkStream(
@@ -105,58 +111,60 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address)
             reason = await stream.run()
         finally:
-            # Cancellation may come without an exception here; nothing but `finally` is sure to run.
+            # gRPC may cancel this call without an exception here; only `finally` is sure to run.
             del self._links[number]
-            # Should it raise, leases of this reader would never end.
+            # If `link_closed` raised unnoticed, leases of this reader would never end.
             self._watch.guarded(lambda: self._handler.link_closed(number, reason), "link-closed")()
         try:
             await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
         except grpc.aio.InternalError as error:
-            # The reader was killed and hears nothing any more; gRPC had only not noticed yet, or it had cancelled us.
+            # The reader was killed and gRPC had not noticed yet, or gRPC had cancelled this call.
             raise asyncio.CancelledError(reason) from error
 
-    async def _greet(self, context: _Context) -> LinkHello:
-        """Hello and welcome; ends the call when the reader can't be served."""
+    async def _shake_hands(self, context: _Context) -> LinkHello:
+        """Receive the hello and send our welcome; aborts the call when the reader can't be served."""
         try:
             async with asyncio.timeout(self._handshake_s):
                 first = await context.read()
         except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no hello")
+            detail = f"the reader sent no hello within {self._handshake_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, detail)
         hello = read_hello(first) if isinstance(first, kv_link_pb2.OpenRequest) else None
         if hello is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with hello")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a link must be a hello")
         refused = self._refusal(hello)
         if refused is not None:
-            cause, story = refused
+            cause, detail = refused
             self.counters[f"refused_{cause.value}"] += 1
-            self._handler.link_refused(hello.node_id, cause, story)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, story, ((CAUSE_KEY, cause.value),))
+            self._handler.link_refused(hello.node_id, cause, detail)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail, ((CAUSE_KEY, cause.value),))
         await context.write(write_welcome(self._welcome()))
         if self._closed:
-            # `close` could not end a link that was not there yet.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, _STOPS)
+            # `close` was called during the handshake, and could not end a link that was not there yet.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, _NODE_STOPS)
         return hello
 
     def _refusal(self, hello: LinkHello) -> tuple[TransferCause, str] | None:
         ours = self._identity
         if self._closed:
-            return TransferCause.REFUSED, f"{ours.node_id} stops"
+            return TransferCause.REFUSED, f"node {ours.node_id} stops"
         if hello.protocol_version != ours.protocol:
             return (
                 TransferCause.REFUSED,
-                f"link protocols differ: {ours.node_id} {ours.protocol}, {hello.node_id} {hello.protocol_version}",
+                f"versions of the link protocol differ: {ours.node_id} has {ours.protocol}, "
+                f"{hello.node_id} has {hello.protocol_version}",
             )
         if hello.cluster != ours.cluster:
             return (
                 TransferCause.REFUSED,
-                f"clusters differ: {ours.node_id} {ours.cluster!r}, {hello.node_id} {hello.cluster!r}",
+                f"clusters differ: {ours.node_id} is in {ours.cluster!r}, {hello.node_id} in {hello.cluster!r}",
             )
         if not hello.node_id or not hello.incarnation:
-            return TransferCause.REFUSED, "a hello without a name"
+            return TransferCause.REFUSED, "the hello has no node id or no incarnation"
         if hello.peer_incarnation != ours.incarnation:
             return TransferCause.PEER_GONE, f"this is {ours.incarnation}, not {hello.peer_incarnation}"
-        different = refusal(ours.layout, hello.layout, ours.node_id, hello.node_id)
-        return None if different is None else (TransferCause.LAYOUT_MISMATCH, different)
+        mismatch = layout_mismatch(ours.layout, hello.layout, ours.node_id, hello.node_id)
+        return None if mismatch is None else (TransferCause.LAYOUT_MISMATCH, mismatch)
 
     def _welcome(self) -> LinkWelcome:
         return LinkWelcome(

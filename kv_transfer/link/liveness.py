@@ -1,4 +1,4 @@
-"""Whether a process is gone for certain, asked of the kernel that it ran under; whether it runs, asked of itself."""
+"""Finds out from a process's host whether the process has ended, and from the process itself whether it runs."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ from collections.abc import Awaitable, Callable
 from baton.wire.credentials import PLAIN, Dialer
 
 IsRunning = Callable[[str, float], Awaitable[bool]]
-"""Of the process that listens on HOST:PORT; answers within so many seconds."""
+"""Whether the process that listens on HOST:PORT runs; answers within so many seconds."""
 
 _ANSWER_S = 1.0
-LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
-"""After its link has ended a process is looked for so many times: it lets go of its sockets one by one."""
+"""How long a host may take to accept or refuse a connection."""
+PROBE_DELAYS_S = (0.0, 0.05, 0.2, 1.0)
+"""After its link has ended a process is probed this often, after these pauses: it closes its sockets one by one."""
 _NEW_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
-class Port(enum.Enum):
-    """What a host says to whoever connects to one of its ports."""
+class PortState(enum.Enum):
+    """How a host answers a connection to one of its ports."""
 
-    TAKEN = enum.auto()
-    """A process listens there, which may be stopped."""
-    FREE = enum.auto()
-    """The connection is refused, as it is at once when the process there has ended."""
+    LISTENING = enum.auto()
+    """A process listens there, though it may be stopped."""
+    REFUSED = enum.auto()
+    """The connection is refused, as it is as soon as the process there has ended."""
     SILENT = enum.auto()
-    """Nothing: the host is cut off, or gone."""
+    """There is no answer: the host can't be reached, or has gone down."""
 
 
-async def look_at(address: str) -> Port:
-    """Connect to HOST:PORT and go again."""
+async def probe_port(address: str) -> PortState:
+    """Connect to HOST:PORT and close the connection again."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_ANSWER_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
-        return Port.FREE
+        return PortState.REFUSED
     except (OSError, ValueError, OverflowError):
-        return Port.SILENT
+        return PortState.SILENT
     writer.close()
-    return Port.TAKEN
+    return PortState.LISTENING
 
 
 async def nobody_listens(address: str) -> bool:
-    """True when the host refuses a connection to HOST:PORT. False is no proof of life (see `Port`)."""
-    return await look_at(address) is Port.FREE
+    """Whether the host refuses a connection to HOST:PORT. False is no proof of life (see `PortState`)."""
+    return await probe_port(address) is PortState.REFUSED
 
 
-async def is_gone(address: str, nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens) -> bool:
-    """Whether a process whose link has just ended turns out to be gone within a moment."""
-    for pause_s in LOOK_AFTER_S:
+async def has_ended(address: str, nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens) -> bool:
+    """Whether the process at HOST:PORT, whose link has just ended, turns out to have ended within two seconds."""
+    for pause_s in PROBE_DELAYS_S:
         await asyncio.sleep(pause_s)
         if await nobody_listens(address):
             return True
@@ -57,14 +58,14 @@ async def is_gone(address: str, nobody_listens: Callable[[str], Awaitable[bool]]
 
 
 async def is_running(address: str, within_s: float, dialer: Dialer = PLAIN) -> bool:
-    """Whether the process that listens on HOST:PORT greets a new connection.
+    """Whether the process that listens on HOST:PORT answers the handshake of a new gRPC connection.
 
-    gRPC's own threads do that: they need neither the process's loop nor its interpreter, however busy those are. A
-    process that was stopped greets nobody.
+    gRPC's own threads answer it: they need neither the process's event loop nor its interpreter, however busy those
+    are. A process that was stopped does not answer.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        # gRPC makes a channel of anything, and one to nowhere never ends.
+        # gRPC makes a channel to any string, and one that is no address would never fail.
         return False
     try:
         async with (

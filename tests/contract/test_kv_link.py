@@ -23,7 +23,7 @@ from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
-from kv_transfer.link.link import MISSED_HEARTBEATS, PATIENCE
+from kv_transfer.link.link import MAX_SPARED, MISSED_HEARTBEATS
 from kv_transfer.link.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
 from kv_transfer.link.link_messages import (
     Closing,
@@ -678,7 +678,7 @@ async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: Han
     rig.receiver.notes.running = True
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.asked_running == [source.address] * (PATIENCE + 1)
+    assert rig.receiver.notes.asked_running == [source.address] * (MAX_SPARED + 1)
     await server.stop(None)
 
 

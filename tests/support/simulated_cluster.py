@@ -44,7 +44,7 @@ from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
-from kv_transfer.link.liveness import Port
+from kv_transfer.link.liveness import PortState
 from kv_transfer.mover.mover_events import MoverEvent
 from kv_transfer.mover.window import WindowLimits
 from kv_transfer.sender.lease_values import LeaseTimes
@@ -292,7 +292,7 @@ class SimulatedNode:
                 keeps_valid_blocks=limits.on_transfer_failure == "recompute",
                 clock=clock,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
-                look_at=cluster.look_at,
+                probe_port=cluster.probe_port,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         self.connector = connector
@@ -580,13 +580,13 @@ class SimulatedCluster:
         self._streams.append(stream)
         return stream
 
-    async def look_at(self, address: str) -> Port:
+    async def probe_port(self, address: str) -> PortState:
         """What the kernel says of a port."""
         is_taken = any(node.description.address == address for node in self.nodes.values())
-        return Port.TAKEN if is_taken else Port.FREE
+        return PortState.LISTENING if is_taken else PortState.REFUSED
 
     async def nobody_listens(self, address: str) -> bool:
-        return await self.look_at(address) is Port.FREE
+        return await self.probe_port(address) is PortState.REFUSED
 
     async def start(self, node_id: str) -> SimulatedNode:
         """A new incarnation of the node, registered."""

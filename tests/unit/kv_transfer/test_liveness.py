@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kv_transfer.link.liveness import Port, is_running, look_at, nobody_listens
+from kv_transfer.link.liveness import PortState, is_running, nobody_listens, probe_port
 
 
 async def test_a_port_is_refused_when_its_process_has_let_go_of_it() -> None:
@@ -29,13 +29,13 @@ async def test_a_process_that_accepts_nothing_is_not_gone() -> None:
         silent.listen(1)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert not await nobody_listens(address)
-        assert await look_at(address) is Port.TAKEN
+        assert await probe_port(address) is PortState.LISTENING
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:none", "127.0.0.1:99999999", "no.such.host.invalid:1"])
 async def test_what_can_not_be_asked_says_nothing(address: str) -> None:
     assert not await nobody_listens(address)
-    assert await look_at(address) is Port.SILENT
+    assert await probe_port(address) is PortState.SILENT
 
 
 BUSY_SERVER = """

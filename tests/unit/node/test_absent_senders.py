@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from baton.messages.node import KVSource
 from decode_node.absent_senders import AbsentSenders
-from kv_transfer.link.liveness import Port
+from kv_transfer.link.liveness import PortState
 from tests.support.virtual_time import run_virtually
 
 FIRST = KVSource("p0", "p0.first", "host:1")
@@ -19,13 +19,13 @@ class Host:
 
     def __init__(self) -> None:
         self.ends_at: dict[str, float] = {}
-        self.then = Port.FREE
+        self.then = PortState.REFUSED
         self.asked = 0
 
-    async def look_at(self, address: str) -> Port:
+    async def probe_port(self, address: str) -> PortState:
         self.asked += 1
         is_over = asyncio.get_running_loop().time() >= self.ends_at.get(address, float("inf"))
-        return self.then if is_over else Port.TAKEN
+        return self.then if is_over else PortState.LISTENING
 
 
 def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> list[str]:
@@ -34,7 +34,7 @@ def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> 
 
     async def main() -> None:
         host = Host()
-        senders = AbsentSenders(dropped.append, host.look_at)
+        senders = AbsentSenders(dropped.append, host.probe_port)
         await play(senders, host, dropped)
         await senders.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -114,7 +114,7 @@ def test_one_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
 
 def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
-        host.then, host.ends_at["host:1"] = Port.SILENT, 0.0
+        host.then, host.ends_at["host:1"] = PortState.SILENT, 0.0
         senders.left(FIRST)
         senders.left(OTHER)
         await asyncio.sleep(600)
@@ -128,13 +128,13 @@ def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
 
 def test_one_that_is_heard_of_now_and_then_is_kept() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
-        host.then, host.ends_at["host:1"] = Port.SILENT, 0.0
+        host.then, host.ends_at["host:1"] = PortState.SILENT, 0.0
         senders.left(FIRST)
         for _ in range(5):
             await asyncio.sleep(600)
-            host.then = Port.TAKEN
+            host.then = PortState.LISTENING
             await asyncio.sleep(100)
-            host.then = Port.SILENT
+            host.then = PortState.SILENT
         assert len(senders) == 1
 
     assert check(play) == []

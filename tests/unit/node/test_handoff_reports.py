@@ -103,25 +103,25 @@ def test_ends_are_counted_by_sender_and_outcome(clock: FakeClock) -> None:
 
 def test_the_latest_refusal_of_each_peer_is_kept_until_a_link_opens(clock: FakeClock) -> None:
     links = RefusedLinks(clock)
-    links.ended("p0", TransferCause.LAYOUT_MISMATCH, "first")
+    links.link_ended("p0", TransferCause.LAYOUT_MISMATCH, "first")
     clock.advance(2)
-    links.ended("p1", TransferCause.REFUSED, "clusters differ")
-    links.ended("p0", TransferCause.LAYOUT_MISMATCH, "second")
+    links.link_ended("p1", TransferCause.REFUSED, "clusters differ")
+    links.link_ended("p0", TransferCause.LAYOUT_MISMATCH, "second")
     clock.advance(1)
     of_p0 = RefusedLink("p0", "layout_mismatch", "second", 1.0, 2)
     of_p1 = RefusedLink("p1", "refused", "clusters differ", 1.0, 1)
     assert links.latest() == [of_p0, of_p1]
-    links.ended("p1", TransferCause.PEER_GONE, "it was killed")
+    links.link_ended("p1", TransferCause.PEER_GONE, "it was killed")
     assert links.latest() == [of_p0, of_p1]
-    links.opened("p0")
-    links.opened("p2")
+    links.link_opened("p0")
+    links.link_opened("p2")
     assert links.latest() == [of_p1]
 
 
 def test_refusals_are_bounded_in_number_and_length(clock: FakeClock) -> None:
     links = RefusedLinks(clock)
     for number in range(100):
-        links.ended(f"p{number}", TransferCause.REFUSED, "x" * 1_000_000)
+        links.link_ended(f"p{number}", TransferCause.REFUSED, "x" * 1_000_000)
     kept = links.latest()
     assert [link.peer for link in kept] == [f"p{number}" for number in range(99, 91, -1)]
     assert all(len(link.story) <= 1024 for link in kept)

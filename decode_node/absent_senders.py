@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from baton.background import OnFault, current_watch
 from baton.messages.node import KVSource
-from kv_transfer.link.liveness import LOOK_AFTER_S, Port
+from kv_transfer.link.liveness import PROBE_DELAYS_S, PortState
 
 LOOK_EVERY_S = 60.0
 MAX_SILENT_LOOKS = 15
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 class AbsentSenders:
     """Lives on the loop."""
 
-    def __init__(self, drop: Callable[[str], None], look_at: Callable[[str], Awaitable[Port]]) -> None:
+    def __init__(self, drop: Callable[[str], None], probe_port: Callable[[str], Awaitable[PortState]]) -> None:
         """`drop` lets go of the memory of an incarnation; it is called once for each, unless the sender came back."""
         self._watch = current_watch.get()
         self._drop = drop
-        self._look_at = look_at
+        self._probe_port = probe_port
         self._absent: dict[str, KVSource] = {}
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,12 +85,12 @@ class AbsentSenders:
     async def _gone(self, address: str) -> str:
         """Return, with the reason, when whoever listened there is taken for gone."""
         num_silent = 0
-        for pause_s in itertools.chain(LOOK_AFTER_S, itertools.repeat(LOOK_EVERY_S)):
+        for pause_s in itertools.chain(PROBE_DELAYS_S, itertools.repeat(LOOK_EVERY_S)):
             await asyncio.sleep(pause_s)
-            port = await self._look_at(address)
-            if port is Port.FREE:
+            port = await self._probe_port(address)
+            if port is PortState.REFUSED:
                 return "is free"
-            num_silent = num_silent + 1 if port is Port.SILENT else 0
+            num_silent = num_silent + 1 if port is PortState.SILENT else 0
             if num_silent > MAX_SILENT_LOOKS:
                 return "answers nothing"
         raise AssertionError("it looks for ever")

@@ -37,13 +37,13 @@ from baton.observe.metrics import Histogram
 from baton.wire.credentials import PLAIN
 from decode_node.absent_senders import AbsentSenders
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import PickedUp
+from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link import HEARTBEAT_S
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import LinkWelcome, PartConfirmed, ReadConfirmed, SenderMessage, request_of
-from kv_transfer.link.liveness import IsRunning, Port, is_running, look_at
+from kv_transfer.link.liveness import IsRunning, PortState, is_running, probe_port
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import (
@@ -99,7 +99,7 @@ class Intake:
         keeps_valid_blocks: bool = False,
         clock: Clock | None = None,
         is_running: IsRunning = is_running,
-        look_at: Callable[[str], Awaitable[Port]] = look_at,
+        probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
         vocab_size: int = 1 << 32,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
@@ -115,7 +115,7 @@ class Intake:
         self._make_channel = make_channel
         self._is_running = is_running
         self._post = post
-        self._digested = PickedUp[DigestEvent](lambda: post(self._pick_up))
+        self._digested = LazyInbox[DigestEvent](lambda: post(self._pick_up))
         self._clock = clock = clock or SystemClock()
         self._book = TransferBook(
             max_quarantined_blocks,
@@ -127,7 +127,7 @@ class Intake:
         self._refused = RefusedLinks(clock)
         self._ending = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._links: dict[str, LinkClient] = {}
-        self._absent = AbsentSenders(self.mover.disconnect, look_at)
+        self._absent = AbsentSenders(self.mover.disconnect, probe_port)
         self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._reopened: Counter[str] = Counter()
         """How often in vain, by incarnation."""
@@ -187,7 +187,7 @@ class Intake:
 
     def link_up(self, welcome: LinkWelcome) -> None:
         self._num_blocks[welcome.incarnation] = welcome.num_blocks
-        self._refused.opened(welcome.node_id)
+        self._refused.link_opened(welcome.node_id)
         self._absent.came(welcome.node_id, welcome.incarnation)
         self.mover.connect(
             PeerMemory(
@@ -215,7 +215,7 @@ class Intake:
         self._opened_at.pop(incarnation, None)
         was_up = self._num_blocks.pop(incarnation, None) is not None
         if link is not None:
-            self._refused.ended(link.source.node_id, error.cause, error.story)
+            self._refused.link_ended(link.source.node_id, error.cause, error.story)
             if was_up and not self._stopped:
                 self._absent.left(link.source)
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
@@ -354,7 +354,7 @@ class Intake:
 
     def _pick_up(self) -> None:
         """Take in the digests that are known, and be woken for the others if a prompt waits for nothing else."""
-        self._digested.pick_up(self._learn, lambda: self._book.awaits_digests)
+        self._digested.collect(self._learn, lambda: self._book.awaits_digests)
 
     def _learn(self, event: DigestEvent) -> None:
         match event:

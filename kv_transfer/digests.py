@@ -1,14 +1,15 @@
-"""Digests of what a sender offers, by which a receiver knows that what it read is what had been computed.
+"""Digests of offered blocks, by which a receiver knows that what it read is what the sender computed.
 
-Nobody is woken for them. Each side computes them in the thread that has just had the blocks in hand: the sender in the
-engine's, when the tokens and offers of the step that filled them are on their way, the receiver in the mover's, when it
-has said that they were read and while its loop asks whether the lease held. The loop picks them up when it comes by.
+Computing them wakes no thread. Each side computes them in the thread that has just worked on the blocks: the sender in
+the engine's thread, once the tokens and offers of the step that filled them are on their way; the receiver in the
+mover's thread, once it has reported the read, while the event loop asks whether the lease was held. The event loop
+collects them when it handles its next event.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.config import KVDigests
@@ -19,28 +20,28 @@ from baton.messages.kv_cache import NULL_BLOCK
 from baton.runner.blocks.block_digests import BlockDigests
 from kv_transfer.sampling import SAMPLE_EVERY
 
-Found = TypeVar("Found")
+Item = TypeVar("Item")
 
 
 def digest_every(setting: KVDigests, memory_kind: str) -> int:
-    """One block in how many has a digest; 0: none. `auto` means all in memory of the host, and samples on a device,
-    from where blocks must be copied for it."""
+    """One block in how many has a digest; 0: none has. `auto` means every block in host memory, and a sample of those
+    on a device, from where blocks must be copied for it."""
     if setting == "auto":
         setting = "on" if memory_kind == "DRAM" else "sampled"
     return {"on": 1, "sampled": SAMPLE_EVERY, "off": 0}[setting]
 
 
 class BlockName(NamedTuple):
-    """What the digest of a sender's block is remembered by."""
+    """By which the digest of a sender's block is found again, when a later request offers the same block."""
 
     key: bytes
-    """Of what it holds; empty when that has none."""
+    """Prefix-cache key of what the block holds; empty if it has none."""
     is_cached: bool
-    """It was computed for an earlier request."""
+    """Whether the block was computed for an earlier request."""
 
 
 def block_names(request: Request, layout: KVLayout, first: int, count: int) -> Sequence[BlockName]:
-    """Of `count` blocks of a prompt, from entry `first` of its table on."""
+    """The names of `count` blocks of a request's prompt, from entry `first` of its block table on."""
     groups, names = len(layout.groups), []
     num_cached = request.num_cached_tokens // layout.block_size
     for entry in range(first, first + count):
@@ -52,18 +53,18 @@ def block_names(request: Request, layout: KVLayout, first: int, count: int) -> S
 
 
 class OfferedDigests:
-    """Each is computed once, when its block was filled. Called from one thread.
+    """Digests of a sender's blocks. Each is computed once, after its block was filled. Belongs to one thread.
 
-    A block of a cached prefix keeps the digest that it had when it was computed: one that was damaged since is found.
+    A block of a cached prefix keeps the digest that it had when it was computed, so that later damage to it is found.
     """
 
     def __init__(self, digests: BlockDigests) -> None:
         self._digests = digests
         self._known: dict[int, tuple[bytes, int]] = {}
-        """By block: the key of what it held, and the digest of that."""
+        """For each block, the key of what it held, and the digest of that."""
 
-    def of(self, block_ids: Sequence[int], names: Sequence[BlockName]) -> Sequence[int]:
-        """One for each of these blocks; 0 for the null block."""
+    def digests_of(self, block_ids: Sequence[int], names: Sequence[BlockName]) -> Sequence[int]:
+        """A digest for each of these blocks, which have these names; 0 for the null block."""
         named = {block_id: name for block_id, name in zip(block_ids, names, strict=True) if block_id != NULL_BLOCK}
         missing = [block_id for block_id, name in named.items() if not self._is_known(block_id, name)]
         for block_id, digest in zip(missing, self._digests(missing), strict=True):
@@ -74,33 +75,31 @@ class OfferedDigests:
         return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
 
 
-class PickedUp(Generic[Found]):
-    """What another thread found, for a loop that picks it up when it comes by: mostly nobody waits for it, and a loop
-    that is woken for nothing delays whoever has something to say."""
+class LazyInbox(Generic[Item]):
+    """Items from other threads, which an event loop collects when it has something to do anyway.
+
+    The loop is woken for an item only if somebody waits for it: mostly nobody does, and each wake-up delays others.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called from the other thread after `pick_up`, when something was found that somebody awaits."""
+        """`wake` is called from the other thread when it adds an item that somebody awaits, as the last `collect` said."""
         self._wake = wake
-        self._found: deque[Found] = deque()
-        self._awaited = False
+        self._items: deque[Item] = deque()
+        self._is_awaited = False
 
-    def add(self, found: Found) -> None:
-        """From any thread."""
-        self._found.append(found)
-        if self._awaited:
+    def add(self, item: Item) -> None:
+        """Add an item, from any thread."""
+        self._items.append(item)
+        if self._is_awaited:
             self._wake()
 
-    def pick_up(self, take: Callable[[Found], None], is_awaited: Callable[[], bool]) -> None:
-        """Hand on what is known, and be woken for the rest if somebody waits for nothing else by then."""
-        self._hand_on(take)
-        self._awaited = is_awaited()
-        # What was found in between woke nobody.
-        self._hand_on(take)
+    def collect(self, handle: Callable[[Item], None], is_awaited: Callable[[], bool]) -> None:
+        """Call `handle` with each item; `is_awaited`, called then, decides whether later ones wake the loop."""
+        self._handle_all(handle)
+        self._is_awaited = is_awaited()
+        # Items that came before the line above has run have woken nobody.
+        self._handle_all(handle)
 
-    def _hand_on(self, take: Callable[[Found], None]) -> None:
-        for found in self._taken():
-            take(found)
-
-    def _taken(self) -> Iterator[Found]:
-        while self._found:
-            yield self._found.popleft()
+    def _handle_all(self, handle: Callable[[Item], None]) -> None:
+        while self._items:
+            handle(self._items.popleft())

@@ -1,4 +1,4 @@
-"""Effects that leases and transfers share."""
+"""The effects that leases and transfers share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from baton.messages.ids import AttemptKey
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody touches the blocks of this ended request any more; said once for each."""
+    """No read touches the blocks of this ended request any more; said once for each request."""
 
     attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A moment for the node's event log."""
+    """Write an entry to the node's event log."""
 
     name: str
     attempt: AttemptKey

@@ -1,4 +1,4 @@
-"""What hand-offs count, for a node's metrics page."""
+"""Metrics of hand-offs, for a node's metrics page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIVE_STATES = [state for state in TransferState if any(before is state for befo
 
 
 def transfer_figures(report: HandoffReport) -> list[Figure]:
-    """A reader's transfers: those that are open, by state, and those that ended, by sender and outcome."""
+    """Metrics of a reader's transfers: those that are open, by state, and those that ended, by sender and outcome."""
     states = Counter(handoff.state for handoff in report.open)
     by_state = {state.name.lower(): states[state.name] for state in _LIVE_STATES}
     oldest_s = max((handoff.age_s for handoff in report.open), default=0.0)
@@ -30,7 +30,7 @@ def transfer_figures(report: HandoffReport) -> list[Figure]:
 
 
 def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[Figure]:
-    """Prompts whose KV did not come to a reader; those of each sender that had any."""
+    """Metrics of prompts whose KV did not come to a reader, by cause and by each sender that had any."""
     text = "Prompts whose KV did not come, by cause and sender."
     wrong = sum(count for (_, cause), count in failures.items() if cause is TransferCause.DIGEST_MISMATCH)
     return [
@@ -43,14 +43,14 @@ def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[F
 
 
 def handshake_figures(handshakes: Mapping[str, Histogram]) -> list[Distribution]:
-    """What it took to have senders' memory readable."""
+    """Metrics of how long it took until senders' memory was readable."""
     text = "From opening a link to its sender's memory being readable."
     return [seconds.now("kv_handshake_seconds", text, {"peer": peer}) for peer, seconds in sorted(handshakes.items())]
 
 
 def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Distribution]:
-    """What a reader's reads took, by sender; the sums of bytes over those of seconds are the bandwidth."""
-    said: list[tuple[str, str, Callable[[ReadHistograms], Histogram]]] = [
+    """Metrics of a reader's reads, by sender; the sum of bytes over the sum of seconds is the bandwidth."""
+    metrics: list[tuple[str, str, Callable[[ReadHistograms], Histogram]]] = [
         ("kv_transfer_seconds", "What reads took, on this node's clock.", lambda of: of.seconds),
         ("kv_transfer_post_seconds", "Of it, what posting them took.", lambda of: of.post_seconds),
         ("kv_transfer_bytes", "Bytes that each of them brought.", lambda of: of.num_bytes),
@@ -58,13 +58,13 @@ def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Distribution]:
     ]
     return [
         histogram(of).now(name, text, {"peer": peer})
-        for name, text, histogram in said
+        for name, text, histogram in metrics
         for peer, of in sorted(reads.items())
     ]
 
 
 def lease_figures(stats: LeaseStats) -> list[Figure]:
-    """A sender's leases."""
+    """Metrics of a sender's leases."""
     leases = {"granted": stats.granted, "reading": stats.reading, "suspect": stats.suspect}
     suspect = "Blocks whose lease is over though they may still be read."
     return [
@@ -75,7 +75,7 @@ def lease_figures(stats: LeaseStats) -> list[Figure]:
 
 
 def refusal_figures(report: HandoffReport) -> list[Figure]:
-    """Links that were refused and have not opened since."""
+    """Metrics of links that were refused and have not opened since."""
     text = "Links to this peer that were refused since the last one that opened."
     return [
         Figure("kv_refused_links", text, link.count, {"peer": link.peer, "cause": link.cause})

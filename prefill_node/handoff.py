@@ -34,7 +34,7 @@ from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link import HEARTBEAT_S
 from kv_transfer.link.link_messages import Closing, ReaderMessage, request_of
 from kv_transfer.link.link_server import LinkServer
-from kv_transfer.link.liveness import IsRunning, is_gone, is_running, nobody_listens
+from kv_transfer.link.liveness import IsRunning, has_ended, is_running, nobody_listens
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import MoverEvent
@@ -181,17 +181,17 @@ class HandOff:
             block if is_digested(attempt, index, every) else NULL_BLOCK
             for index, block in enumerate(block_ids, first_block)
         ]
-        return self._digests.of(wanted, names)
+        return self._digests.digests_of(wanted, names)
 
     # From the links.
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
         self._readers[link] = (incarnation, address)
-        self._refused.opened(node_id)
+        self._refused.link_opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
     def link_refused(self, node_id: str, cause: TransferCause, story: str) -> None:
-        self._refused.ended(node_id, cause, story)
+        self._refused.link_ended(node_id, cause, story)
         self._refusing.happened("a link of %s was refused: %s", node_id, story)
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
@@ -218,7 +218,7 @@ class HandOff:
 
     async def _look_for(self, incarnation: str, address: str) -> None:
         """A reader whose process has ended needs no grace."""
-        if await is_gone(address, self._nobody_listens):
+        if await has_ended(address, self._nobody_listens):
             _log.info("%s is gone: nobody listens on %s", incarnation, address)
             self._watch.guarded(lambda: self._carry_out(self._book.reader_gone(incarnation)), "leases")()
 

@@ -1,12 +1,12 @@
-"""What moves bytes between two nodes' KV caches: the contract that every backend keeps.
+"""The interface of backends, which move bytes between the KV caches of two nodes.
 
-The rules, which one contract suite checks over all backends:
+The rules, which one contract suite checks for all backends:
 
-1. A read is one-sided: the receiver names blocks on both sides, the sender takes no decision. It moves only while the
-   receiver polls, and with some transports only while the sender pumps, too.
-2. A posted read can't be taken back. Until `poll` says DONE or raises `PeerGone` it may write to its local blocks,
-   whatever else is called; so nothing releases it before, and its owner keeps those blocks out of use.
-3. Nothing is posted for ranges that don't fit: numbers that a peer sent are checked here, before they become addresses.
+1. A read is one-sided: the receiver names the blocks on both sides, and the sender decides nothing. A read makes
+   progress only while the receiver polls and, with some transports, only while the sender pumps, too.
+2. A posted read can't be cancelled. Until `poll` returns DONE or raises `PeerGone` it may write to its local blocks,
+   whatever else is called. So nothing releases it before, and its owner keeps those blocks out of use.
+3. Nothing is posted for ranges that don't fit: numbers that a peer sent are checked before they become addresses.
 4. A backend belongs to one thread, the one that made it.
 """
 
@@ -25,6 +25,7 @@ from baton.errors import TransferCause, TransferFailed
 
 MEMORY_KINDS = frozenset({"DRAM", "VRAM"})
 MAX_AGENT_METADATA = 64 * 1024
+"""Bytes."""
 _MAX_NAME = 128
 _MAX_DEVICE_ID = 1 << 16
 _ADDRESS_SPACE = 1 << 64
@@ -32,37 +33,36 @@ _ADDRESS_SPACE = 1 << 64
 _log = logging.getLogger(__name__)
 
 ReadHandle = NewType("ReadHandle", int)
-"""Names one posted read of one backend; never reused within the backend's life."""
+"""Identifies one posted read of one backend; a backend never uses a handle twice."""
 
 
 class PeerGone(TransferFailed):
     """The peer can't be read any more, and no read from it writes any more."""
 
-    def __init__(self, story: str = "") -> None:
-        super().__init__(TransferCause.PEER_GONE, story)
+    def __init__(self, detail: str = "") -> None:
+        super().__init__(TransferCause.PEER_GONE, detail)
 
 
 class BadRange(TransferFailed):
-    """Blocks that don't exist or overlap; nothing was posted."""
+    """A read names blocks that don't exist or that overlap; nothing was posted."""
 
-    def __init__(self, story: str) -> None:
-        super().__init__(TransferCause.REFUSED, story)
+    def __init__(self, detail: str) -> None:
+        super().__init__(TransferCause.REFUSED, detail)
 
 
 class ReadStuck(TransferFailed):
-    """The read failed in a way that does not rule out that it still writes: nobody uses its blocks until its peer is
-    gone."""
+    """A read failed and may still write: nobody may use its blocks until its peer is gone."""
 
-    def __init__(self, story: str) -> None:
-        super().__init__(TransferCause.PEER_GONE, story)
+    def __init__(self, detail: str) -> None:
+        super().__init__(TransferCause.PEER_GONE, detail)
 
 
 class ReadsInFlight(Exception):
-    """A handle, a peer or an agent was to be dropped while a read may still write: a fault of the caller."""
+    """The caller tried to drop a handle, a peer or an agent while a read may still write: a fault of the caller."""
 
 
 class ReadState(enum.Enum):
-    """Where a posted read stands; failures are raised."""
+    """The progress of a posted read; failures are raised instead."""
 
     IN_PROGRESS = "in_progress"
     DONE = "done"
@@ -70,22 +70,22 @@ class ReadState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """A sender's KV memory as it is published to receivers. What comes from a peer is checked by `check` before use."""
+    """A sender's KV memory, as it is published to receivers. A receiver calls `check` before it uses one."""
 
     incarnation: str
-    """Also the name of the sender's transfer agent."""
+    """The sender's incarnation, which is also the name of its transfer agent."""
     agent_metadata: bytes
-    """The agent's description of itself; opaque to everything but the backend."""
+    """The agent's description of itself, which only the backend understands."""
     base_address: int
     num_blocks: int
     block_bytes: int
     kind: str
-    """DRAM or VRAM."""
+    """Kind of the memory: DRAM or VRAM."""
     device_id: int
 
     @classmethod
     def of(cls, memory: KVMemory, incarnation: str, agent_metadata: bytes) -> PeerMemory:
-        """Describe our own memory for receivers."""
+        """Describe this node's own memory for receivers."""
         return cls(
             incarnation=incarnation,
             agent_metadata=agent_metadata,
@@ -97,14 +97,14 @@ class PeerMemory:
         )
 
     def check(self, block_bytes: int) -> None:
-        """Raise TransferFailed unless this is usable by a receiver whose blocks have `block_bytes` bytes.
+        """Raise TransferFailed unless a receiver whose blocks have `block_bytes` bytes can use this memory.
 
-        LAYOUT_MISMATCH for another block size, REFUSED for values that no sane sender publishes.
+        The cause is LAYOUT_MISMATCH for another block size, and REFUSED for values that are out of bounds.
         """
         if self.block_bytes != block_bytes:
             raise TransferFailed(
                 TransferCause.LAYOUT_MISMATCH,
-                f"blocks of {self.incarnation!r} have {self.block_bytes} bytes, ours {block_bytes}",
+                f"blocks of {self.incarnation!r} have {self.block_bytes} bytes, those of this node {block_bytes}",
             )
         for name, value, low, high in (
             ("length of the incarnation", len(self.incarnation), 1, _MAX_NAME),
@@ -115,14 +115,16 @@ class PeerMemory:
             ("device id", self.device_id, 0, _MAX_DEVICE_ID),
         ):
             if not low <= value <= high:
-                raise TransferFailed(TransferCause.REFUSED, f"{name} of {self.incarnation[:_MAX_NAME]!r} is {value}")
+                detail = f"{name} of {self.incarnation[:_MAX_NAME]!r} is {value}, outside of {low}..{high}"
+                raise TransferFailed(TransferCause.REFUSED, detail)
         if self.kind not in MEMORY_KINDS:
-            raise TransferFailed(TransferCause.REFUSED, f"memory of unknown kind {self.kind[:_MAX_NAME]!r}")
+            detail = f"the memory is of the unknown kind {self.kind[:_MAX_NAME]!r}"
+            raise TransferFailed(TransferCause.REFUSED, detail)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """`count` neighbouring blocks: remote ones from `remote_block` on go to local ones from `local_block` on."""
+    """Neighbouring blocks: `count` remote ones from `remote_block` on, to be read into those from `local_block` on."""
 
     local_block: int
     remote_block: int
@@ -130,7 +132,7 @@ class ReadRange:
 
 
 def coalesce(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> list[ReadRange]:
-    """Pair the blocks by position and merge pairs that are neighbours on both sides; order is kept.
+    """Pair the blocks by position, and merge pairs that are neighbours on both sides into ranges; keeps the order.
 
     Raises ValueError when the two lists differ in length.
     """
@@ -149,7 +151,7 @@ def coalesce(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> list[
 
 
 def cut_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ...]:
-    """Remove up to `num_blocks` blocks from the front, splitting a range if need be."""
+    """Remove up to `num_blocks` blocks from the front and return them; splits a range where necessary."""
     taken: list[ReadRange] = []
     while ranges and num_blocks:
         first = ranges.popleft()
@@ -165,18 +167,18 @@ def cut_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ..
 def check_ranges(ranges: Sequence[ReadRange], num_local_blocks: int, num_remote_blocks: int) -> None:
     """Raise BadRange unless every range lies inside both memories and no local block is written twice."""
     if not ranges:
-        raise BadRange("a read of no blocks")
+        raise BadRange("the read names no blocks")
     for r in ranges:
         if r.count < 1:
-            raise BadRange(f"{r.count} blocks in a range")
+            raise BadRange(f"a range has {r.count} blocks")
         if not 0 <= r.local_block <= num_local_blocks - r.count:
-            raise BadRange(f"local blocks {r.local_block}+{r.count} outside of 0..{num_local_blocks - 1}")
+            raise BadRange(f"{r.count} local blocks from {r.local_block} on are not in 0..{num_local_blocks - 1}")
         if not 0 <= r.remote_block <= num_remote_blocks - r.count:
-            raise BadRange(f"remote blocks {r.remote_block}+{r.count} outside of 0..{num_remote_blocks - 1}")
+            raise BadRange(f"{r.count} remote blocks from {r.remote_block} on are not in 0..{num_remote_blocks - 1}")
     ordered = sorted(ranges, key=lambda r: r.local_block)
     for before, after in itertools.pairwise(ordered):
         if before.local_block + before.count > after.local_block:
-            raise BadRange(f"local block {after.local_block} is written twice")
+            raise BadRange(f"local block {after.local_block} would be written twice")
 
 
 class TransferBackend(Protocol):
@@ -184,25 +186,28 @@ class TransferBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Both sides of a transfer must use backends of the same name."""
+        """Kind of the backend; both sides of a transfer must use the same."""
         ...
 
     @property
     def memory(self) -> KVMemory:
-        """The memory that it was made for and keeps alive."""
+        """This node's memory, which the backend keeps alive."""
         ...
 
     def agent_metadata(self) -> bytes:
-        """What a receiver needs to `connect` to this agent, besides the shape of the memory."""
+        """What a receiver needs to `connect` to this agent, beside the shape of the memory."""
         ...
 
     def connect(self, peer: PeerMemory) -> None:
-        """Make the peer's blocks readable. Raises TransferFailed: LAYOUT_MISMATCH, REFUSED (also: already connected)
-        or PEER_GONE; then nothing has changed."""
+        """Make a peer's blocks readable.
+
+        Raises TransferFailed with LAYOUT_MISMATCH, REFUSED (also if the peer is connected already) or PEER_GONE; then
+        nothing has changed.
+        """
         ...
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
-        """Start one read; some transports copy here, others while it is polled.
+        """Start one read. Some transports copy during this call, others while the read is polled.
 
         Raises BadRange, or PeerGone for a peer that is not connected; then nothing was posted. Once anything may have
         been posted, failures come from `poll`.
@@ -210,44 +215,45 @@ class TransferBackend(Protocol):
         ...
 
     def poll(self, handle: ReadHandle) -> ReadState:
-        """Let reads progress and say where this one stands; DONE stays DONE until it is released.
+        """Let reads make progress, and return the state of this one; DONE stays DONE until it is released.
 
-        Raises PeerGone when the read can neither complete nor write any more, now and at every later call; ReadStuck
-        when it failed and may still write, until any call has found its peer gone: from then on PeerGone. KeyError for
-        a handle that was never given or is released.
+        Raises PeerGone when the read can neither complete nor write any more, now and at every later call. Raises
+        ReadStuck when it failed and may still write; once any call has found its peer gone, PeerGone instead. Raises
+        KeyError for a handle that was never returned or is released.
         """
         ...
 
     def release(self, handle: ReadHandle) -> None:
-        """Forget a read that is DONE or raised PeerGone; raises ReadsInFlight (and forgets nothing) for any other.
+        """Forget a read that is DONE or raised PeerGone; raises ReadsInFlight, and forgets nothing, for any other.
 
-        Whatever else it raises concerns this one read, which is forgotten all the same (see `release_read`).
+        Any other exception concerns this one read, which is forgotten all the same (see `release_read`).
         """
         ...
 
     def pump(self) -> None:
-        """Let reads progress: ours, and those of peers that read from us. Drops whatever peers sent beside data."""
+        """Let reads make progress, those of peers from this node included. Drops notifications that peers sent."""
         ...
 
     def disconnect(self, incarnation: str) -> None:
-        """Forget a peer; unknown ones are fine. Raises ReadsInFlight while reads from it are not released."""
+        """Forget a peer; an unknown one is fine. Raises ReadsInFlight while reads from it are not released."""
         ...
 
     def close(self) -> None:
-        """End the agent; peers that read from it see it gone. Raises ReadsInFlight like `disconnect`."""
+        """Close the agent; peers that read from it find it gone. Raises ReadsInFlight while reads are not released."""
         ...
 
 
 def release_read(backend: TransferBackend, handle: ReadHandle) -> TransferFailed | None:
-    """Release a read that is over; returns why that failed, if it did.
+    """Release a read that is over; returns why that failed, if it did. Raises ReadsInFlight.
 
-    Such a failure leaves it in doubt what the read brought, and says nothing of any other read. Raises ReadsInFlight.
+    After such a failure nobody can tell what the read brought; other reads are not concerned.
     """
     try:
         backend.release(handle)
     except ReadsInFlight:
         raise
     except Exception as error:
-        _log.exception("the transfer agent can't release a read that is over")
-        return TransferFailed(TransferCause.REFUSED, f"the transfer agent can't release a read that is over: {error!r}")
+        _log.exception("the transfer agent could not release a read that is over: the read fails")
+        detail = f"the transfer agent could not release a read that is over: {error!r}"
+        return TransferFailed(TransferCause.REFUSED, detail)
     return None

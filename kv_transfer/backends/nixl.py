@@ -1,9 +1,9 @@
-"""One-sided reads by NIXL over UCX: shared memory, TCP or RDMA, whatever UCX finds (`UCX_TLS` chooses).
+"""The backend that reads by NIXL over UCX: over shared memory, TCP or RDMA, whichever UCX finds (`UCX_TLS` chooses).
 
-NIXL's own progress thread stays off: it burns a core, idle or not. So nothing moves unless both sides call in: `poll`
-and `pump` on the receiver, `pump` on the sender. NIXL's listener stays off (it binds every interface without
-authentication), and so do its serialised descriptor lists (they are pickles): addresses are made here, from integers
-that were checked.
+Three parts of NIXL are not used. Its progress thread takes a whole core, idle or not; without it nothing moves unless
+both sides call in, `poll` or `pump` on the receiver and `pump` on the sender. Its listener binds every interface
+without authentication. Its serialised descriptor lists are pickles; addresses are made here, from integers that were
+checked.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _UCX = "UCX"
 _DEFAULTS = {
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "FATAL",
-    # The kernel would take a host for gone after a quarter of an hour, and so long reads from it would hold blocks.
+    # The kernel takes a host for gone after a quarter of an hour only; reads from it would hold blocks that long.
     "UCX_TCP_USER_TIMEOUT": "30s",
 }
-"""What the environment does not say."""
+"""Environment variables that are set where the environment does not."""
 
 
 @dataclass(slots=True)
@@ -62,16 +62,14 @@ class _Read:
 
 
 class NixlBackend:
-    """A NIXL agent named after this node's incarnation, with the whole KV memory registered once.
-
-    Raises ConfigError when NIXL is not installed, has no UCX, or can't register the memory.
-    """
+    """A NIXL agent named after this node's incarnation, with the whole KV memory registered once."""
 
     name = "nixl"
 
     def __init__(self, incarnation: str, memory: KVMemory) -> None:
+        """Raises ConfigError when NIXL is not installed, has no UCX, or can't register the memory."""
         if memory.kind not in MEMORY_KINDS:
-            raise ConfigError(f"NIXL moves {' and '.join(sorted(MEMORY_KINDS))}, not {memory.kind!r}")
+            raise ConfigError(f"NIXL reads memory of kind {' or '.join(sorted(MEMORY_KINDS))}, not {memory.kind!r}")
         self._incarnation = incarnation
         self._memory = memory
         self._peers: dict[str, _Peer] = {}
@@ -82,12 +80,14 @@ class NixlBackend:
         try:
             self._agent = api.nixl_agent(incarnation, config)
             if _UCX not in self._agent.backends:
-                raise ConfigError("NIXL has no UCX plugin; reinstall the nixl wheel")
+                raise ConfigError("NIXL has no UCX plugin: reinstall the nixl wheel")
             region = (memory.base_address, memory.num_bytes, memory.device_id, "")
             self._registered = self._agent.register_memory([region], mem_type=memory.kind)
             self._metadata = bytes(self._agent.get_agent_metadata())
         except self._errors.any as error:
-            raise ConfigError(f"NIXL can't serve {memory.num_bytes} bytes of {memory.kind}: {_say(error)}") from error
+            raise ConfigError(
+                f"NIXL could not register {memory.num_bytes} bytes of {memory.kind}: {_describe(error)}"
+            ) from error
 
     @property
     def memory(self) -> KVMemory:
@@ -124,8 +124,10 @@ class NixlBackend:
 
     def _connect_failure(self, peer: PeerMemory, error: Exception) -> TransferFailed:
         if isinstance(error, self._errors.disconnected):
-            return PeerGone(f"{peer.incarnation}: {_say(error)}")
-        return TransferFailed(TransferCause.REFUSED, f"NIXL refuses {peer.incarnation}: {_say(error)}")
+            return PeerGone(f"{peer.incarnation}: {_describe(error)}")
+        return TransferFailed(
+            TransferCause.REFUSED, f"NIXL refused to connect to {peer.incarnation}: {_describe(error)}"
+        )
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         peer = self._peers.get(incarnation)
@@ -141,9 +143,9 @@ class NixlBackend:
             )
         except (self._errors.disconnected, self._errors.not_found) as error:
             peer.gone = True
-            raise PeerGone(f"{incarnation}: {_say(error)}") from error
+            raise PeerGone(f"{incarnation}: {_describe(error)}") from error
         except self._errors.any as error:
-            raise BadRange(f"NIXL refuses to read from {incarnation}: {_say(error)}") from error
+            raise BadRange(f"NIXL refused to read from {incarnation}: {_describe(error)}") from error
         read = _Read(request, peer)
         self._last_handle += 1
         handle = ReadHandle(self._last_handle)
@@ -162,7 +164,7 @@ class NixlBackend:
         if read.state is ReadState.IN_PROGRESS and read.failure is None:
             self._advance(read, self._agent.check_xfer_state)
         if isinstance(read.failure, ReadStuck) and read.peer.gone:
-            read.failure = PeerGone(f"{read.peer.memory.incarnation} is gone, and its read that had failed with it")
+            read.failure = PeerGone(f"{read.peer.memory.incarnation} is gone, so this failed read writes no more")
         if read.failure is not None:
             raise read.failure
         return read.state
@@ -173,14 +175,14 @@ class NixlBackend:
             answer = step(read.request)
         except self._errors.disconnected as error:
             read.peer.gone = True
-            read.failure = PeerGone(f"{name}: {_say(error)}")
+            read.failure = PeerGone(f"{name}: {_describe(error)}")
         except self._errors.any as error:
-            read.failure = ReadStuck(f"{name}: {_say(error)}")
+            read.failure = ReadStuck(f"{name}: {_describe(error)}")
         else:
             if answer == "DONE":
                 read.state = ReadState.DONE
             elif answer != "PROC":
-                read.failure = ReadStuck(f"{name}: NIXL says {answer!r}")
+                read.failure = ReadStuck(f"{name}: NIXL reported the unknown state {answer!r}")
 
     def release(self, handle: ReadHandle) -> None:
         read = self._reads[handle]
@@ -198,7 +200,7 @@ class NixlBackend:
         try:
             self._agent.get_new_notifs()
         except self._errors.any:
-            # Of some peer that left: whoever reads from it learns that from `poll`.
+            # It concerns some peer that left; reads from that peer learn it from `poll`.
             return
 
     def disconnect(self, incarnation: str) -> None:
@@ -214,7 +216,7 @@ class NixlBackend:
         try:
             self._agent.remove_remote_agent(name)
         except self._errors.any:
-            # NIXL forgets a peer by itself when it sees it disconnected.
+            # NIXL forgets a peer by itself when it finds it disconnected.
             return
 
     def close(self) -> None:
@@ -234,7 +236,7 @@ class _NixlErrors:
 
 
 def _load_nixl() -> tuple[Any, _NixlErrors]:
-    """NIXL's API and its exceptions. Loading is late, because UCX reads its environment then."""
+    """Load NIXL's API and its exceptions, as late as possible, because UCX reads its environment then."""
     for variable, value in _DEFAULTS.items():
         os.environ.setdefault(variable, value)
     raise_exceptions = logging.raiseExceptions
@@ -242,8 +244,10 @@ def _load_nixl() -> tuple[Any, _NixlErrors]:
         package = _nixl_package()
         _api, _bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
     except ImportError as error:
-        raise ConfigError(f"NIXL is not installed or can't be loaded ({error}); pip install nixl") from error
-    # NIXL's Python side sets up logging on import: INFO lines to stdout, and errors inside handlers silenced.
+        raise ConfigError(
+            f"NIXL is not installed or could not be loaded ({error}): install it with `pip install nixl`"
+        ) from error
+    # On import NIXL sets up logging: it writes INFO lines to stdout, and silences errors inside handlers.
     logging.raiseExceptions = raise_exceptions
     log = logging.getLogger("nixl")
     for handler in list(log.handlers):
@@ -259,10 +263,11 @@ def _load_nixl() -> tuple[Any, _NixlErrors]:
 
 
 def _nixl_package() -> str:
-    """`nixl` chooses among its builds by torch's CUDA, and imports torch for that: a second and more of a start.
+    """The name of the NIXL build to import.
 
-    Who has not loaded torch has nothing on a GPU. Any build will do then, in the order in which `nixl` itself takes
-    them when it finds no CUDA.
+    The package `nixl` chooses among its builds by torch's CUDA version, and imports torch for that, which takes a
+    second or more. A process that has not loaded torch has nothing on a GPU, so any build will do; they are tried in
+    the order in which `nixl` tries them when it finds no CUDA.
     """
     if "torch" not in sys.modules:
         for name in ("nixl_cu13", "nixl_cu12"):
@@ -271,5 +276,5 @@ def _nixl_package() -> str:
     return "nixl"
 
 
-def _say(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__} {error}".strip()

@@ -18,7 +18,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.blocks import block_digests as block_digests_module
 from baton.runner.blocks.block_digests import block_digests
-from kv_transfer.digests import OfferedDigests, PickedUp, block_names, digest_every
+from kv_transfer.digests import LazyInbox, OfferedDigests, block_names, digest_every
 from kv_transfer.sampling import SAMPLE_EVERY, is_digested
 
 LAYOUT = KVLayout.uniform(4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -96,28 +96,28 @@ def test_blocks_of_a_device_are_copied_to_the_host_first() -> None:
 
 def test_who_does_not_wait_for_digests_is_not_woken() -> None:
     woken: list[bool] = []
-    taken: list[int] = []
-    aside = PickedUp[int](lambda: woken.append(True))
-    aside.add(0)
-    aside.pick_up(taken.append, lambda: True)
-    assert (woken, taken) == ([], [0])
-    aside.add(1)
+    collected: list[int] = []
+    inbox = LazyInbox[int](lambda: woken.append(True))
+    inbox.add(0)
+    inbox.collect(collected.append, lambda: True)
+    assert (woken, collected) == ([], [0])
+    inbox.add(1)
     assert woken == [True]
-    aside.pick_up(taken.append, lambda: False)
-    aside.add(2)
-    assert (woken, taken) == ([True], [0, 1])
+    inbox.collect(collected.append, lambda: False)
+    inbox.add(2)
+    assert (woken, collected) == ([True], [0, 1])
 
 
 def test_what_is_found_just_before_somebody_waits_is_not_missed() -> None:
-    taken: list[int] = []
-    aside = PickedUp[int](lambda: None)
+    collected: list[int] = []
+    inbox = LazyInbox[int](lambda: None)
 
     def asked_while_it_is_found() -> bool:
-        aside.add(7)
+        inbox.add(7)
         return True
 
-    aside.pick_up(taken.append, asked_while_it_is_found)
-    assert taken == [7]
+    inbox.collect(collected.append, asked_while_it_is_found)
+    assert collected == [7]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_sample_is_one_in_so_many_and_other_ones_in_every_flight() -> None:
 def offer(
     digests: OfferedDigests, request: Request, first: int, block_ids: Sequence[int], layout: KVLayout = LAYOUT
 ) -> Sequence[int]:
-    return digests.of(block_ids, block_names(request, layout, first, len(block_ids)))
+    return digests.digests_of(block_ids, block_names(request, layout, first, len(block_ids)))
 
 
 def test_a_cached_block_keeps_the_digest_it_was_computed_with() -> None:

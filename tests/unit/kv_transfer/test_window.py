@@ -19,8 +19,8 @@ def window(posts: int = 4, blocks: int = 8, piece: int = 2) -> FairWindow:
     return FairWindow(WindowLimits(blocks * BLOCK, posts, piece * BLOCK), BLOCK)
 
 
-def take_all(w: FairWindow) -> list[Piece]:
-    return list(iter(w.take, None))
+def pop_all(w: FairWindow) -> list[Piece]:
+    return list(iter(w.pop_next, None))
 
 
 def pairs(ranges: list[ReadRange] | tuple[ReadRange, ...]) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ def test_a_window_that_lets_nothing_through_is_refused(limits: tuple[int, int, i
 def test_a_read_is_cut_into_pieces_that_split_ranges() -> None:
     w = window(piece=3)
     w.submit(1, "a", [ReadRange(0, 10, 2), ReadRange(5, 40, 4)])
-    assert [p.ranges for p in take_all(w)] == [
+    assert [p.ranges for p in pop_all(w)] == [
         (ReadRange(0, 10, 2), ReadRange(5, 40, 1)),
         (ReadRange(6, 41, 3),),
     ]
@@ -66,29 +66,29 @@ def test_a_read_is_cut_into_pieces_that_split_ranges() -> None:
 def test_bytes_in_flight_are_bounded_and_come_back() -> None:
     w = window(posts=9, blocks=5, piece=2)
     w.submit(1, "a", [ReadRange(0, 0, 8)])
-    taken = take_all(w)
-    assert [p.num_blocks for p in taken] == [2, 2, 1]
-    w.finished(taken[0])
-    assert [p.num_blocks for p in take_all(w)] == [2]
+    popped = pop_all(w)
+    assert [p.num_blocks for p in popped] == [2, 2, 1]
+    w.finished(popped[0])
+    assert [p.num_blocks for p in pop_all(w)] == [2]
     assert w.queued_reads == 1
 
 
 def test_posts_in_flight_are_bounded() -> None:
     w = window(posts=2, blocks=100, piece=1)
     w.submit(1, "a", [ReadRange(0, 0, 9)])
-    taken = take_all(w)
-    assert len(taken) == 2
-    w.finished(taken[1])
-    assert len(take_all(w)) == 1
+    popped = pop_all(w)
+    assert len(popped) == 2
+    w.finished(popped[1])
+    assert len(pop_all(w)) == 1
 
 
 def test_a_block_longer_than_the_window_still_goes() -> None:
     w = FairWindow(WindowLimits(10, 1, 10), BLOCK)
     w.submit(1, "a", [ReadRange(0, 0, 2)])
-    taken = take_all(w)
-    assert [p.num_blocks for p in taken] == [1]
-    w.finished(taken[0])
-    assert len(take_all(w)) == 1
+    popped = pop_all(w)
+    assert [p.num_blocks for p in popped] == [1]
+    w.finished(popped[0])
+    assert len(pop_all(w)) == 1
 
 
 def test_a_short_read_overtakes_a_long_one() -> None:
@@ -121,10 +121,10 @@ def test_peers_take_turns() -> None:
     w = window(posts=2, piece=1)
     w.submit(1, "a", [ReadRange(0, 0, 5)])
     w.submit(2, "b", [ReadRange(9, 0, 5)])
-    assert [p.incarnation for p in take_all(w)] == ["a", "b", "a", "b"]
+    assert [p.incarnation for p in pop_all(w)] == ["a", "b", "a", "b"]
 
 
-def test_what_was_withdrawn_is_never_taken() -> None:
+def test_what_was_withdrawn_is_never_popped() -> None:
     w = window()
     w.submit(1, "a", [ReadRange(0, 0, 5)])
     w.submit(2, "a", [ReadRange(9, 9, 1)])
@@ -133,12 +133,12 @@ def test_what_was_withdrawn_is_never_taken() -> None:
     assert w.withdraw(1, "a")
     assert not w.withdraw(1, "a")
     assert not w.withdraw(1, "b")
-    assert [p.read_id for p in take_all(w)] == [2]
+    assert [p.read_id for p in pop_all(w)] == [2]
     assert w.queued_reads == 0
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 9), st.integers(1, 5))
-def test_every_block_is_taken_once_in_order_within_the_bounds(seed: int, posts: int, blocks: int, piece: int) -> None:
+def test_every_block_is_popped_once_in_order_within_the_bounds(seed: int, posts: int, blocks: int, piece: int) -> None:
     rng = Random(seed)
     w = window(posts, blocks, piece)
     wanted: dict[int, list[tuple[int, int]]] = {}
@@ -152,14 +152,14 @@ def test_every_block_is_taken_once_in_order_within_the_bounds(seed: int, posts: 
         wanted[read_id] = pairs(ranges)
         w.submit(read_id, rng.choice("ab"), ranges)
     while w.queued_reads or flying:
-        taken = w.pop_next()
-        if taken is None:
+        popped = w.pop_next()
+        if popped is None:
             w.finished(flying.pop(rng.randrange(len(flying))))
             continue
-        flying.append(taken)
-        got.setdefault(taken.read_id, []).extend(pairs(taken.ranges))
-        mine = [p for p in flying if p.incarnation == taken.incarnation]
+        flying.append(popped)
+        got.setdefault(popped.read_id, []).extend(pairs(popped.ranges))
+        mine = [p for p in flying if p.incarnation == popped.incarnation]
         assert len(mine) <= posts
         assert sum(p.num_blocks for p in mine) <= blocks
-        assert taken.num_blocks <= piece
+        assert popped.num_blocks <= piece
     assert got == wanted

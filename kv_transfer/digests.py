@@ -82,7 +82,7 @@ class LazyInbox(Generic[Item]):
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called from the other thread when it adds an item that somebody awaits, as the last `collect` said."""
+        """`wake` is called from the other thread when it adds an item, if the last `collect` found that one is awaited."""
         self._wake = wake
         self._items: deque[Item] = deque()
         self._is_awaited = False

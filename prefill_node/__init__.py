@@ -1,1 +1,1 @@
-"""What makes a node a prefill node: it offers the blocks it computed."""
+"""The prefill role of a node: it offers the blocks that its engine computes to decode nodes."""

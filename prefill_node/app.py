@@ -1,4 +1,4 @@
-"""The prefill node: an engine that offers what it computes."""
+"""Puts the prefill role of a node together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from prefill_node.handoff import HandOff, OfferConnector
 
 
 class PrefillRole:
-    """Leases and offers behind the engine; KvLink in front of the decode nodes."""
+    """The prefill role: it leases what the engine computed, and serves KvLink to decode nodes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class PrefillRole:
         make_backend: Callable[[RoleContext], TransferBackend],
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        """`protocol`: of links, as an older or a newer version of this speaks it."""
+        """`protocol`: version of the link's protocol; tests pass an older or a newer one."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
@@ -93,5 +93,5 @@ class PrefillRole:
 
 
 def make_role(context: RoleContext) -> NodeRole:
-    """A prefill role over NIXL."""
+    """Make a prefill role whose blocks are read by NIXL."""
     return PrefillRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))

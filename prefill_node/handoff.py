@@ -1,9 +1,9 @@
-"""Offering what the engine computed.
+"""Offers the blocks that the engine computed to decode nodes.
 
-Two halves. `OfferConnector` belongs to the engine's thread: it notes which blocks became full and which requests ended,
-and leaves that on the loop. `HandOff` belongs to the loop: it owns the leases, the links and the mover, so that a step
-of any length delays no offer, no confirmation and no heartbeat. Blocks change hands in one way only: the engine keeps
-those of a request that ended until `HandOff` says `released`, which it does after the end was posted.
+There are two halves. `OfferConnector` belongs to the engine's thread: it notes which blocks became full and which
+requests ended, and posts that to the event loop. `HandOff` belongs to the event loop: it owns the leases, the links and
+the mover, so that a step of any length delays no offer, no confirmation and no heartbeat. When a request has ended, the
+engine keeps its blocks until `HandOff` reports `released`, which it does only after the end was posted to it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestS
 
 
 class HandOff:
-    """The sender's half of every hand-off of one prefill node. Lives on the loop."""
+    """The sender's half of all hand-offs of one prefill node. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -64,9 +64,11 @@ class HandOff:
         digest_every: int = 1,
         is_running: IsRunning = is_running,
     ) -> None:
-        """`make_mover` takes what the mover delivers its events to; a sender has no use for them.
+        """`make_mover` is given the callable for the mover's events, which a sender does not use. `record` writes to
+        the node's event log.
 
-        `digests`: of this node's blocks, for one in `digest_every` of those that are offered; None: readers get none.
+        `digests` computes digests of this node's blocks, for one in `digest_every` of those that are offered; None:
+        readers get none.
         """
         self._identity = identity
         self._memory = memory
@@ -82,35 +84,36 @@ class HandOff:
         self._due: float | None = None
         self._server: LinkServer | None = None
         self._refused = RefusedLinks(clock)
-        self._refusing = LimitedLog(_log, now=clock.monotonic)
-        self._ending = LimitedLog(_log, logging.INFO, now=clock.monotonic)
+        self._refused_log = LimitedLog(_log, now=clock.monotonic)
+        self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._nobody_listens = nobody_listens
         self._is_running = is_running
         self._readers: dict[int, tuple[str, str]] = {}
-        """Of each link, the reader's incarnation and where it listens."""
-        self._looking: set[asyncio.Task[None]] = set()
+        """For each link, the reader's incarnation and where it listens."""
+        self._end_checks: set[asyncio.Task[None]] = set()
+        """Tasks that check whether readers whose link has ended are gone."""
         self._watch = current_watch.get()
-        self._turns: asyncio.Task[None] | None = None
+        self._mover_watch: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        """Bring up the transfer agent; raises its error. Before `add_to_server`."""
+        """Start the transfer agent; raises its error. To be called before `add_to_server`."""
         await asyncio.to_thread(self.mover.start)
-        self._turns = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
+        self._mover_watch = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
         memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
         self._server = LinkServer(self._identity, memory, self, self._heartbeat_s, is_running=self._is_running)
 
     def add_to_server(self, server: Any) -> None:
-        """Serve KvLink on a grpc.aio server."""
+        """Serve KvLink on this grpc.aio server."""
         self._links.add_to_server(server)
 
     async def stop(self) -> None:
-        """End the links and the agent. Readers that were not done see the link end and fail their transfers."""
+        """End the links and the agent. Transfers of readers that have not read everything fail with their link."""
         self._stopped = True
         self._links.close()
         if self._timer is not None:
             self._timer.cancel()
-        tasks = [*self._looking, *([self._turns] if self._turns is not None else [])]
+        tasks = [*self._end_checks, *([self._mover_watch] if self._mover_watch is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -119,13 +122,13 @@ class HandOff:
     @property
     def _links(self) -> LinkServer:
         if self._server is None:
-            raise RuntimeError("the hand-off is not started")
+            raise RuntimeError("HandOff.start was not called")
         return self._server
 
-    # From the engine, by way of the loop.
+    # Called for the engine, on the event loop.
 
     def begun(self, attempt: AttemptKey) -> None:
-        """A prompt has all the blocks that it needs."""
+        """A prompt has all the blocks that it needs, and will be computed."""
         self._carry_out(self._book.begun(attempt))
 
     def offer(
@@ -135,45 +138,48 @@ class HandOff:
         block_ids: Sequence[int],
         closing: Closing | None = None,
     ) -> None:
-        """Prompt blocks from `first_block` on are computed, with `closing` they are the last."""
+        """Prompt blocks from `first_block` on are computed; with `closing`, they are the last."""
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
             effects = self._book.offer(attempt, first_block, block_ids, closing)
         except ValueError:
-            _log.exception("%s: an offer that does not follow the one before", attempt)
-            effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
+            _log.exception("%s: an offer does not continue the one before: the attempt's offers are withdrawn", attempt)
+            effects = self._book.withdraw(attempt, "its offers do not continue each other", promise_broken=True)
         self._carry_out(effects)
 
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> None:
-        """What `digests` said of the blocks that were offered next."""
+        """The digests of the blocks that were offered next are known, as `compute_digests` returned them."""
         self._carry_out(self._book.digested(attempt, digests))
 
     def withdraw(
         self,
         attempt: AttemptKey,
-        story: str,
+        detail: str,
         cause: TransferCause = TransferCause.LEASE_LOST,
         *,
         promise_broken: bool = False,
     ) -> None:
-        """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
-        self._carry_out(self._book.withdraw(attempt, story, cause, promise_broken=promise_broken))
+        """The attempt will not be offered, or not all of it, or its router has given it up. Idempotent."""
+        self._carry_out(self._book.withdraw(attempt, detail, cause, promise_broken=promise_broken))
 
     def ended(self, attempt: AttemptKey) -> None:
-        """The engine keeps the blocks of this ended request until it is told `released`."""
+        """The engine has ended the request, and keeps its blocks until it is told `released`."""
         self._carry_out(self._book.ended(attempt))
 
-    # From the engine's thread.
+    # Called on the engine's thread.
 
     @property
     def has_digests(self) -> bool:
-        """Readers get digests."""
+        """Whether readers get digests."""
         return self._digests is not None
 
-    def digests(
+    def compute_digests(
         self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], names: Sequence[BlockName]
     ) -> Sequence[int]:
-        """Of these prompt blocks, which nobody writes to any more; only while `has_digests`."""
+        """Compute the digests of prompt blocks that nobody writes to any more; 0 for those that are not compared.
+
+        Raises RuntimeError unless `has_digests`.
+        """
         if self._digests is None:
             raise RuntimeError("readers get no digests")
         every = self._digest_every
@@ -183,50 +189,51 @@ class HandOff:
         ]
         return self._digests.digests_of(wanted, names)
 
-    # From the links.
+    # Called by the links.
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
         self._readers[link] = (incarnation, address)
         self._refused.link_opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
-    def link_refused(self, node_id: str, cause: TransferCause, story: str) -> None:
-        self._refused.link_ended(node_id, cause, story)
-        self._refusing.happened("a link of %s was refused: %s", node_id, story)
+    def link_refused(self, node_id: str, cause: TransferCause, detail: str) -> None:
+        self._refused.link_ended(node_id, cause, detail)
+        self._refused_log.happened("refused a link from %s, which can't read prompts from here: %s", node_id, detail)
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
-        place, request_id = type(message).__name__, request_of(message)
-        failpoint(place, request_id)
+        step, request_id = type(message).__name__, request_of(message)
+        failpoint(step, request_id)
         self._carry_out(self._book.received(link, message))
-        failpoint(f"{place}-done", request_id)
+        failpoint(f"{step}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
-        self._ending.happened("link %d ended: %s", link, reason)
+        incarnation, address = self._readers[link]
+        self._ended_log.happened("link from %s ended: %s", incarnation, reason)
         self._carry_out(self._book.link_closed(link))
-        incarnation, address = self._readers.pop(link)
+        del self._readers[link]
         if address and not self._stopped and self._book.may_be_read_by(incarnation):
-            # Should it fail, the grace after the link's end still bounds what this would have ended sooner.
+            # If this check fails, the leases end a little later, with the grace after the link's end.
             task = self._watch.start(
-                lambda: self._look_for(incarnation, address),
+                lambda: self._end_if_gone(incarnation, address),
                 "look-for",
                 incarnation,
                 on_fault=OnFault.GO_ON,
                 may_end=True,
             )
-            self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            self._end_checks.add(task)
+            task.add_done_callback(self._end_checks.discard)
 
-    async def _look_for(self, incarnation: str, address: str) -> None:
-        """A reader whose process has ended needs no grace."""
+    async def _end_if_gone(self, incarnation: str, address: str) -> None:
+        """End a reader's leases without waiting for the grace, if its process has ended."""
         if await has_ended(address, self._nobody_listens):
-            _log.info("%s is gone: nobody listens on %s", incarnation, address)
+            _log.info("reader %s is gone: nobody listens on %s", incarnation, address)
             self._watch.guarded(lambda: self._carry_out(self._book.reader_gone(incarnation)), "leases")()
 
     # For metrics and tests.
 
     @property
     def book(self) -> LeaseBook:
-        """For looking only."""
+        """The lease book, to be read and not to be changed."""
         return self._book
 
     @property
@@ -240,13 +247,13 @@ class HandOff:
         return self._refused.latest()
 
     def report(self) -> HandoffReport:
-        """For operators."""
+        """What operators see: the layout, open hand-offs and refused links."""
         return HandoffReport(
             layout=str(self._identity.layout), open=self._book.open_handoffs(), refused_links=self.refused_links()
         )
 
     def tick(self) -> None:
-        """Carry out what is due; the loop's timer calls it."""
+        """Carry out what is due; the event loop's timer calls it."""
         self._timer = self._due = None
         self._carry_out(self._book.tick())
 
@@ -263,12 +270,12 @@ class HandOff:
                     self._links.cut(link, reason)
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
-        self._arm()
+        self._set_timer()
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         due = self._book.next_deadline()
         if self._stopped or due is None or (self._due is not None and self._due <= due):
-            # A timer that comes too early finds nothing to do and arms the next one.
+            # A timer that fires too early finds nothing to do, and sets the next one.
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -278,14 +285,16 @@ class HandOff:
 
 
 @dataclass(slots=True)
-class _Offered:
+class _OfferProgress:
     num_blocks: int
+    """Blocks of the prompt that were offered."""
     num_preemptions: int
-    withdrawn: bool = False
+    """The request's preemptions when the first of them was offered."""
+    is_withdrawn: bool = False
 
 
 class OfferConnector:
-    """Tells `HandOff` what the engine computes of prefill legs. Called from the engine's thread alone."""
+    """Tells `HandOff` what the engine computes for prefill legs. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -295,19 +304,21 @@ class OfferConnector:
         post_now: Callable[[Callable[[], None]], None],
         after_step: Callable[[Callable[[], None]], None],
     ) -> None:
-        """The first two run a callable on the loop, in order: `post` when the tokens of the step are on their way,
-        `post_now` at once, since the other node can reserve its blocks while the step computes. `after_step` calls one
-        right here when all that has been posted, before anything else is computed."""
+        """`post` and `post_now` run a callable on the event loop, in order: `post` once the step's tokens are on their
+        way, `post_now` at once, so that the other node can reserve blocks while the step computes. `after_step` calls
+        one on this thread, once everything is posted and before anything else is computed.
+        """
         self._handoff = handoff
         self._layout = layout
         self._post = post
         self._post_now = post_now
         self._after_step = after_step
-        self._offered: dict[str, _Offered] = {}
+        self._offered: dict[str, _OfferProgress] = {}
+        """By request id as the engine knows it."""
 
     @property
     def num_followed(self) -> int:
-        """Live requests that it remembers something of."""
+        """Number of live requests that this connector remembers."""
         return len(self._offered)
 
     def request_added(self, request: Request) -> None:
@@ -326,7 +337,7 @@ class OfferConnector:
             return
         offered = self._follow(request)
         # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
-        if offered.withdrawn or num_computed_tokens >= request.num_submitted_tokens:
+        if offered.is_withdrawn or num_computed_tokens >= request.num_submitted_tokens:
             return
         full = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if full > offered.num_blocks:
@@ -342,17 +353,17 @@ class OfferConnector:
         attempt = AttemptKey.parse(request.request_id)
         offered = self._follow(request)
         del self._offered[request.request_id]
-        if offered.withdrawn:
+        if offered.is_withdrawn:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
         if request.status in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
             self._offer(request, offered.num_blocks, tuple(block_ids[offered.num_blocks :]), _closing(request))
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        story = request.error or f"the request ended {request.status.name} on the prefill node"
+        detail = request.error or f"the request ended as {request.status.name} on the prefill node"
         aborted = request.status is RequestStatus.ABORTED
         cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
-        self._post(lambda: self._handoff.withdraw(attempt, story, cause))
+        self._post(lambda: self._handoff.withdraw(attempt, detail, cause))
         if not offered.num_blocks:
             return BlockFate.FREE
         self._post(lambda: self._handoff.ended(attempt))
@@ -362,31 +373,31 @@ class OfferConnector:
         attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
         self._post(lambda: handoff.offer(attempt, first, block_ids, closing))
         if handoff.has_digests:
-            # The reader asks for them when it has read everything: nobody waits for them yet.
-            self._after_step(lambda: self._digest(request, attempt, first, block_ids))
+            # The reader asks for digests when it has read everything, so nobody waits for them yet.
+            self._after_step(lambda: self._digest_blocks(request, attempt, first, block_ids))
 
-    def _digest(self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int]) -> None:
+    def _digest_blocks(self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int]) -> None:
         handoff = self._handoff
         try:
             names = block_names(request, self._layout, first, len(block_ids))
-            digests = handoff.digests(attempt, first, block_ids, names)
+            digests = handoff.compute_digests(attempt, first, block_ids, names)
         except Exception as error:
-            # Nobody could tell whether what is read is right.
-            _log.exception("%s: no digests", attempt)
-            why = f"no digests: {error!r}"
-            self._post_now(lambda: handoff.withdraw(attempt, why, promise_broken=True))
+            # Without digests nobody could tell whether what is read is right.
+            _log.exception("%s: could not compute the digests of its blocks: its offers are withdrawn", attempt)
+            detail = f"the sender could not compute digests: {error!r}"
+            self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
             if (offered := self._offered.get(request.request_id)) is not None:
-                offered.withdrawn = True
+                offered.is_withdrawn = True
         else:
             self._post_now(lambda: handoff.digested(attempt, digests))
 
-    def _follow(self, request: Request) -> _Offered:
-        """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""
+    def _follow(self, request: Request) -> _OfferProgress:
+        """What was offered of the request; withdrawn if it was preempted since, as its blocks may hold anything now."""
         offered = self._offered.get(request.request_id)
         if offered is None or not offered.num_blocks:
-            offered = self._offered[request.request_id] = _Offered(0, request.num_preemptions)
-        elif offered.num_preemptions != request.num_preemptions and not offered.withdrawn:
-            offered.withdrawn = True
+            offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions)
+        elif offered.num_preemptions != request.num_preemptions and not offered.is_withdrawn:
+            offered.is_withdrawn = True
             attempt = AttemptKey.parse(request.request_id)
             self._post(lambda: self._handoff.withdraw(attempt, "preempted", promise_broken=True))
         return offered

@@ -1,1 +1,1 @@
-"""What makes a node a decode node: it takes in the blocks of prompts computed elsewhere."""
+"""The decode role of a node: it reads the blocks of prompts that prefill nodes computed."""

@@ -1,4 +1,4 @@
-"""The decode node: an engine that takes in what others computed."""
+"""Puts the decode role of a node together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kv_transfer.mover.mover_events import MoverEvent
 
 
 class DecodeRole:
-    """Transfers behind the engine; links to the prefill nodes are opened as requests name them."""
+    """The decode role: it reads the KV of prompts from prefill nodes. Links are opened as requests name the nodes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class DecodeRole:
         make_backend: Callable[[RoleContext], TransferBackend],
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        """`protocol`: of links, as an older or a newer version of this speaks it."""
+        """`protocol`: version of the link's protocol; tests pass an older or a newer one."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
@@ -105,5 +105,5 @@ class DecodeRole:
 
 
 def make_role(context: RoleContext) -> NodeRole:
-    """A decode role over NIXL."""
+    """Make a decode role that reads by NIXL."""
     return DecodeRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))

@@ -1,9 +1,10 @@
-"""Taking in the KV of prompts that were computed elsewhere.
+"""Reads the KV of prompts that prefill nodes computed.
 
-Two halves. `IntakeConnector` belongs to the engine's thread: it says what can be had, and leaves plans and ends on the
-loop. `Intake` belongs to the loop: it owns the transfers, the links and the transfer agent's mover, so that a step of
-any length delays nothing but the arrival itself. While a read may still write into a request's blocks, the engine keeps
-them: it hears `released` after it has posted the request's end and the last read has ended, whichever comes later.
+There are two halves. `IntakeConnector` belongs to the engine's thread: it says how many tokens can be had from
+elsewhere, and posts plans and ends to the event loop. `Intake` belongs to the event loop: it owns the transfers, the
+links and the mover, so that a step of any length delays nothing but the use of what arrived. While a read may still
+write to a request's blocks, the engine keeps them: it is told `released` after it has posted the request's end and the
+last read has ended, whichever comes later.
 """
 
 from __future__ import annotations
@@ -80,10 +81,11 @@ _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
 _REOPEN_S = 1.0
 _MAX_REOPEN_S = 60.0
+"""The pause before a link is reopened doubles from the first to the second value while it is in vain."""
 
 
 class Intake:
-    """The receiver's half of every hand-off of one decode node. Lives on the loop."""
+    """The receiver's half of all hand-offs of one decode node. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -102,20 +104,21 @@ class Intake:
         probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
         vocab_size: int = 1 << 32,
     ) -> None:
-        """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
+        """`make_mover` is given the callable for the mover's events. `record` writes to the node's event log. `post`
+        runs a callable on the event loop, from any thread.
 
-        `digest_every`: one block in how many is compared with its sender's digest; 0: none. The mover computes them.
-        `keeps_valid_blocks`: the engine computes what a failed transfer did not bring, and keeps what it did.
+        `digest_every`: one block in so many is compared with its sender's digest, which the mover computes; 0: none is.
+        `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, and computes the others.
         """
         self._identity = identity
-        self.mover = make_mover(self._delivered)
+        self.mover = make_mover(self._deliver)
         self._tell_engine = tell_engine
         self._record = record
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
         self._is_running = is_running
         self._post = post
-        self._digested = LazyInbox[DigestEvent](lambda: post(self._pick_up))
+        self._digest_events = LazyInbox[DigestEvent](lambda: post(self._collect_digests))
         self._clock = clock = clock or SystemClock()
         self._book = TransferBook(
             max_quarantined_blocks,
@@ -125,70 +128,72 @@ class Intake:
             vocab_size=vocab_size,
         )
         self._refused = RefusedLinks(clock)
-        self._ending = LimitedLog(_log, logging.INFO, now=clock.monotonic)
+        self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._links: dict[str, LinkClient] = {}
         self._absent = AbsentSenders(self.mover.disconnect, probe_port)
-        self._reopening: dict[str, asyncio.TimerHandle] = {}
-        self._reopened: Counter[str] = Counter()
-        """How often in vain, by incarnation."""
+        self._reopen_timers: dict[str, asyncio.TimerHandle] = {}
+        self._vain_reopens: Counter[str] = Counter()
+        """How often a link was reopened in vain, by incarnation."""
         self._opened_at: dict[str, float] = {}
+        """When each link whose memory is not readable yet was opened, by incarnation."""
         self.handshakes: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(HANDSHAKE_BUCKETS_S))
-        """Seconds from opening a link to its memory being readable, by sender."""
+        """Seconds from opening a link until the sender's memory was readable, by sender."""
         self._num_blocks: dict[str, int] = {}
+        """Size of each linked sender's pool in blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._watch = current_watch.get()
-        self._turns: asyncio.Task[None] | None = None
+        self._mover_watch: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        """Bring up the transfer agent; raises its error."""
+        """Start the transfer agent; raises its error."""
         await asyncio.to_thread(self.mover.start)
-        self._turns = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
+        self._mover_watch = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
 
     async def stop(self) -> None:
-        """End the links and the agent. Transfers that were not done are not reported any more."""
+        """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
-        for timer in self._reopening.values():
+        for timer in self._reopen_timers.values():
             timer.cancel()
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()
-        if self._turns is not None:
-            self._turns.cancel()
-            await asyncio.gather(self._turns, return_exceptions=True)
+        if self._mover_watch is not None:
+            self._mover_watch.cancel()
+            await asyncio.gather(self._mover_watch, return_exceptions=True)
         await self._absent.close()
         await asyncio.to_thread(self.mover.stop)
 
-    # From the engine, by way of the loop.
+    # Called for the engine, on the event loop.
 
     def expect(self, attempt: AttemptKey, source: KVSource) -> None:
-        """An attempt waits for blocks: `may_plan` it when the engine is told something."""
+        """An attempt waits for blocks. The engine is woken when `may_plan` allows it, or told that it failed."""
         if not self._stopped:
             self._carry_out(self._book.expect(attempt, source))
 
     def plan(self, plan: TransferPlan) -> None:
-        """Blocks are reserved for an attempt: get its KV."""
+        """Blocks are reserved for an attempt: read its KV into them."""
         failpoint("plan", plan.attempt.request_id)
         self._may_plan.discard(plan.attempt)
         if not self._stopped:
             self._carry_out(self._book.plan(plan))
 
     def abandon(self, attempt: AttemptKey) -> None:
-        """Nobody wants the attempt any more (the router says so; the engine follows). Idempotent."""
+        """Nobody wants the attempt any more: its router says so, and the engine will end it, too. Idempotent."""
         self._may_plan.discard(attempt)
         self._carry_out(self._book.abandon(attempt))
 
     def ended(self, attempt: AttemptKey) -> None:
-        """The engine keeps the blocks of this ended request until it is told `released`."""
+        """The engine has ended the request, and keeps its blocks until it is told `released`."""
         self._carry_out(self._book.ended(attempt))
 
-    # From the links.
+    # Called by the links.
 
     def link_up(self, welcome: LinkWelcome) -> None:
         self._num_blocks[welcome.incarnation] = welcome.num_blocks
         self._refused.link_opened(welcome.node_id)
-        self._absent.came(welcome.node_id, welcome.incarnation)
+        self._absent.link_opened(welcome.node_id, welcome.incarnation)
         self.mover.connect(
             PeerMemory(
                 incarnation=welcome.incarnation,
@@ -202,32 +207,32 @@ class Intake:
         )
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
-        place, request_id = type(message).__name__, request_of(message)
-        failpoint(place, request_id)
+        step, request_id = type(message).__name__, request_of(message)
+        failpoint(step, request_id)
         self._carry_out(self._book.received(incarnation, message))
         if isinstance(message, (PartConfirmed, ReadConfirmed)):
-            self._pick_up()
-        failpoint(f"{place}-done", request_id)
+            self._collect_digests()
+        failpoint(f"{step}-done", request_id)
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
-        self._ending.happened("link to %s ended: %s", incarnation, error)
+        self._ended_log.happened("link to %s ended: %s", incarnation, error)
         link = self._links.pop(incarnation, None)
         self._opened_at.pop(incarnation, None)
         was_up = self._num_blocks.pop(incarnation, None) is not None
         if link is not None:
             self._refused.link_ended(link.source.node_id, error.cause, error.story)
             if was_up and not self._stopped:
-                self._absent.left(link.source)
+                self._absent.link_ended(link.source)
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
 
     # For the node.
 
     def may_plan(self, attempt: AttemptKey) -> bool:
-        """Whether the sender of an expected attempt computes it. From any thread."""
+        """Whether the sender of an expected attempt has begun to compute it. May be called from any thread."""
         return attempt in self._may_plan
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
-        """What an attempt moved; known from just before its arrival on, for the latest attempts. From any thread."""
+        """What an attempt moved; None before it arrives, and for older attempts. May be called from any thread."""
         return self._stats.get(attempt)
 
     def counts(self) -> TransferCounts:
@@ -237,7 +242,7 @@ class Intake:
         return self._refused.latest()
 
     def report(self) -> HandoffReport:
-        """For operators."""
+        """What operators see: the layout, open and ended hand-offs, and refused links."""
         return HandoffReport(
             layout=str(self._identity.layout),
             open=self._book.open_handoffs(),
@@ -247,43 +252,43 @@ class Intake:
 
     @property
     def book(self) -> TransferBook:
-        """For looking only."""
+        """The transfer book, to be read and not to be changed."""
         return self._book
 
     @property
     def num_links(self) -> int:
         return len(self._links)
 
-    # Inside.
+    # Called for the mover.
 
-    def _delivered(self, event: MoverEvent) -> None:
-        """Called by the mover. Whoever waits for digests is woken, and nobody else."""
+    def _deliver(self, event: MoverEvent) -> None:
+        """Take an event in the mover's thread. An event about digests wakes the event loop only if it is awaited."""
         if isinstance(event, DigestEvent):
-            self._digested.add(event)
+            self._digest_events.add(event)
         else:
-            self._post(lambda: self._moved(event))
+            self._post(lambda: self._handle(event))
 
-    def _moved(self, event: MoverEvent) -> None:
+    def _handle(self, event: MoverEvent) -> None:
         failpoint(type(event).__name__)
-        self._pick_up()
+        self._collect_digests()
         match event:
             case Connected(incarnation):
-                self._reopened.pop(incarnation, None)
+                self._vain_reopens.pop(incarnation, None)
                 num_blocks = self._num_blocks.get(incarnation)
-                # A link that ended while its memory was being connected needs no peer any more.
+                # Without a link any more, nothing waits for this memory.
                 if num_blocks is not None:
                     self._note_handshake(incarnation)
                     self._carry_out(self._book.peer_ready(incarnation, num_blocks))
             case ConnectFailed(incarnation, error):
-                self._cut(incarnation, error)
+                self._cut_link(incarnation, error)
             case ReadDone(read_id, num_bytes, post_s, total_s, num_ranges):
                 self._carry_out(self._book.read_done(read_id, num_bytes, total_s, post_s, num_ranges))
-            case ReadFailed(read_id, cause, story):
-                self._carry_out(self._book.read_failed(read_id, cause, story))
-            case ReadStalled(read_id, story):
-                effects = self._book.read_stalled(read_id, story)
+            case ReadFailed(read_id, cause, detail):
+                self._carry_out(self._book.read_failed(read_id, cause, detail))
+            case ReadStalled(read_id, detail):
+                effects = self._book.read_stalled(read_id, detail)
                 if effects:
-                    _log.warning("a hand-off has stalled: %s", story)
+                    _log.warning("a hand-off has stalled and is given up: %s", detail)
                 self._carry_out(effects)
 
     def _note_handshake(self, incarnation: str) -> None:
@@ -291,7 +296,9 @@ class Intake:
         if opened_at is not None and link is not None:
             self.handshakes[link.source.node_id].observe(self._clock.monotonic() - opened_at)
 
-    def _cut(self, incarnation: str, error: TransferFailed) -> None:
+    # Links, and carrying out what the book says.
+
+    def _cut_link(self, incarnation: str, error: TransferFailed) -> None:
         link = self._links.get(incarnation)
         if link is not None:
             link.cut(error)
@@ -308,22 +315,22 @@ class Intake:
         )
 
     def _reopen_later(self, source: KVSource) -> None:
-        """Open a link again for reads that outlive theirs; ever later while it is in vain."""
+        """Open a link again for reads that outlive theirs, after a pause that doubles while it is in vain."""
         incarnation = source.incarnation
 
         def reopen() -> None:
-            del self._reopening[incarnation]
+            del self._reopen_timers[incarnation]
             effects = self._book.reopen(source)
             if not effects:
-                # Nobody waits for its reads any more, or there is a link again.
-                self._reopened.pop(incarnation, None)
+                # The reads have ended, or there is a link again.
+                self._vain_reopens.pop(incarnation, None)
             self._carry_out(effects)
 
-        if incarnation not in self._reopening:
-            pause_s = min(_REOPEN_S * 2.0 ** self._reopened[incarnation], _MAX_REOPEN_S)
-            self._reopened[incarnation] += 1
+        if incarnation not in self._reopen_timers:
+            pause_s = min(_REOPEN_S * 2.0 ** self._vain_reopens[incarnation], _MAX_REOPEN_S)
+            self._vain_reopens[incarnation] += 1
             guarded = self._watch.guarded(reopen, "reopen-link")
-            self._reopening[incarnation] = asyncio.get_running_loop().call_later(pause_s, guarded)
+            self._reopen_timers[incarnation] = asyncio.get_running_loop().call_later(pause_s, guarded)
 
     def _carry_out(self, effects: Iterable[TransferEffect]) -> None:
         if self._stopped:
@@ -342,28 +349,28 @@ class Intake:
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):
-                    self._cut(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
+                    self._cut_link(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
                 case MayPlan(attempt):
                     self._may_plan.add(attempt)
-                    # Whoever is told anything looks again at what waits.
+                    # It has no news, but makes the engine try again to admit what waits.
                     self._tell_engine(KVTransferOutput())
                 case Arrived() | Failed() | Released():
-                    self._report(effect)
+                    self._tell_outcome(effect)
 
-    def _pick_up(self) -> None:
-        """Take in the digests that are known, and be woken for the others if a prompt waits for nothing else."""
-        self._digested.collect(self._learn, lambda: self._book.awaits_digests)
+    def _collect_digests(self) -> None:
+        """Handle the digests that are known; later ones wake the loop if a prompt waits for nothing else."""
+        self._digest_events.collect(self._handle_digests, lambda: self._book.awaits_digests)
 
-    def _learn(self, event: DigestEvent) -> None:
+    def _handle_digests(self, event: DigestEvent) -> None:
         match event:
             case BlocksDigested(read_id, digests):
                 self._carry_out(self._book.digested(read_id, digests))
-            case DigestsFailed(read_id, story):
-                self._carry_out(self._book.digests_failed(read_id, story))
+            case DigestsFailed(read_id, detail):
+                self._carry_out(self._book.digests_failed(read_id, detail))
 
-    def _report(self, effect: Arrived | Failed | Released) -> None:
+    def _tell_outcome(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)
         match effect:
             case Arrived(attempt, closing, stats):
@@ -372,18 +379,18 @@ class Intake:
                     self._stats.popitem(last=False)
                 arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs)
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
-            case Failed(attempt, cause, story, num_valid_blocks):
+            case Failed(attempt, cause, detail, num_valid_blocks):
                 self._may_plan.discard(attempt)
-                self._tell_engine(KVTransferOutput(failed={key: LostKV(cause, story, num_valid_blocks)}))
+                self._tell_engine(KVTransferOutput(failed={key: LostKV(cause, detail, num_valid_blocks)}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
 
 
 class IntakeConnector:
-    """Plans the transfers of decode legs with `Intake`. Called from the engine's thread alone."""
+    """Plans the transfers of decode legs with `Intake`. Belongs to the engine's thread."""
 
     def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], None]) -> None:
-        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
+        """`post` runs a callable on the event loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
         self._intake = intake
         self._layout = layout
         self._post = post
@@ -392,7 +399,7 @@ class IntakeConnector:
 
     @property
     def num_followed(self) -> int:
-        """Live requests that it remembers something of."""
+        """Number of live requests that this connector remembers."""
         return len(self._expected) + len(self._planned)
 
     def request_added(self, request: Request) -> None:
@@ -400,12 +407,12 @@ class IntakeConnector:
             return
         attempt, source = AttemptKey.parse(request.request_id), request.kv_source
         if source is None:
-            raise ValueError(f"{request.request_id} names no KV source")
+            raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
         self._expected.add(request.request_id)
         self._post(lambda: self._intake.expect(attempt, source))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        # A prompt is pulled once: after a preemption its lease is over, and what is lost is computed here.
+        # A prompt is read once: after a preemption its lease is over, and what is lost is computed here.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
         missing = request.num_submitted_tokens - num_computed_tokens
@@ -417,7 +424,7 @@ class IntakeConnector:
         if num_external_tokens == 0:
             return
         if request.kv_source is None:
-            raise ValueError(f"{request.request_id} names no KV source")
+            raise ValueError(f"{request.request_id}: a decode leg must name its KV source")
         num_local = request.num_submitted_tokens - num_external_tokens
         plan = TransferPlan(
             attempt=AttemptKey.parse(request.request_id),
@@ -447,11 +454,11 @@ class IntakeConnector:
         attempt = AttemptKey.parse(request.request_id)
         if not transferring and self.stats(attempt) is not None:
             return BlockFate.FREE
-        # A read may have been started a moment ago on the loop. Only the loop knows, and it answers `released` at once
-        # if there is none.
+        # The event loop may have started a read a moment ago. Only it knows, and it answers `released` at once if it
+        # has not.
         self._post(lambda: self._intake.ended(attempt))
         return BlockFate.QUARANTINED
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
-        """What the attempt moved, once it arrived; None before. From any thread."""
+        """What the attempt moved, once it arrived; None before. May be called from any thread."""
         return self._intake.stats(attempt)

@@ -46,8 +46,8 @@ def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> 
 def test_one_whose_process_ends_within_a_moment_is_dropped() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.ends_at["host:1"] = asyncio.get_running_loop().time() + 0.1
-        senders.left(FIRST)
-        senders.left(OTHER)
+        senders.link_ended(FIRST)
+        senders.link_ended(OTHER)
         await asyncio.sleep(100)
         assert len(senders) == 1
 
@@ -57,10 +57,10 @@ def test_one_whose_process_ends_within_a_moment_is_dropped() -> None:
 def test_one_that_lives_is_kept_and_may_come_back_again_and_again() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         for _ in range(3):
-            senders.left(FIRST)
+            senders.link_ended(FIRST)
             await asyncio.sleep(100)
             assert len(senders) == 1
-            senders.came("p0", "p0.first")
+            senders.link_opened("p0", "p0.first")
             assert len(senders) == 0
 
     assert check(play) == []
@@ -69,9 +69,9 @@ def test_one_that_lives_is_kept_and_may_come_back_again_and_again() -> None:
 def test_one_that_came_back_is_not_looked_for_any_more() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.ends_at["host:1"] = asyncio.get_running_loop().time() + 0.1
-        senders.left(FIRST)
+        senders.link_ended(FIRST)
         await asyncio.sleep(0.06)
-        senders.came("p0", "p0.first")
+        senders.link_opened("p0", "p0.first")
         asked = host.asked
         await asyncio.sleep(100)
         assert host.asked == asked
@@ -81,9 +81,9 @@ def test_one_that_came_back_is_not_looked_for_any_more() -> None:
 
 def test_one_that_comes_back_at_the_last_moment_leaves_no_task() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
-        senders.left(FIRST)
+        senders.link_ended(FIRST)
         await asyncio.sleep(0.01)
-        senders.came("p0", "p0.first")
+        senders.link_opened("p0", "p0.first")
 
     assert check(play) == []
 
@@ -91,11 +91,11 @@ def test_one_that_comes_back_at_the_last_moment_leaves_no_task() -> None:
 def test_a_successor_ends_those_before_it_and_no_others() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         for source in (FIRST, OTHER):
-            senders.left(source)
+            senders.link_ended(source)
         await asyncio.sleep(100)
-        senders.came("p0", "p0.second")
+        senders.link_opened("p0", "p0.second")
         assert dropped == ["p0.first"]
-        senders.came("p0", "p0.third")
+        senders.link_opened("p0", "p0.third")
         assert len(senders) == 1
 
     assert check(play) == ["p0.first"]
@@ -104,7 +104,7 @@ def test_a_successor_ends_those_before_it_and_no_others() -> None:
 def test_one_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.ends_at["host:1"] = asyncio.get_running_loop().time() + 10_000
-        senders.left(FIRST)
+        senders.link_ended(FIRST)
         await asyncio.sleep(9_990)
         assert dropped == []
         await asyncio.sleep(100)
@@ -115,13 +115,13 @@ def test_one_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
 def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.then, host.ends_at["host:1"] = PortState.SILENT, 0.0
-        senders.left(FIRST)
-        senders.left(OTHER)
+        senders.link_ended(FIRST)
+        senders.link_ended(OTHER)
         await asyncio.sleep(600)
         assert dropped == []
         await asyncio.sleep(400)
         assert (dropped, len(senders)) == (["p0.first"], 1)
-        senders.came("p0", "p0.second")
+        senders.link_opened("p0", "p0.second")
 
     assert check(play) == ["p0.first"]
 
@@ -129,7 +129,7 @@ def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
 def test_one_that_is_heard_of_now_and_then_is_kept() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.then, host.ends_at["host:1"] = PortState.SILENT, 0.0
-        senders.left(FIRST)
+        senders.link_ended(FIRST)
         for _ in range(5):
             await asyncio.sleep(600)
             host.then = PortState.LISTENING

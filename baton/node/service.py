@@ -23,7 +23,7 @@ from baton.engine.batch import (
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request
 from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
-from baton.errors import CacheInUse, ConfigError, DeadlineExceeded, Draining, InvalidRequest
+from baton.errors import ConfigError, Draining, InvalidRequest
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     ENDED_WELL,
@@ -37,13 +37,12 @@ from baton.messages.node import (
     RequestDelta,
     Role,
     RouterMessage,
-    StageTimings,
     StepFigures,
     StepReport,
     Submit,
     WatchKVCache,
 )
-from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, RefusedLink, TraceEvent, TraceStep
+from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, TraceEvent, TraceStep
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.attempts import Attempt, AttemptBook
@@ -51,22 +50,19 @@ from baton.node.attempts.submit_check import objection
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
 from baton.node.port import Port
+from baton.node.prefix_cache_reset import forget_cached_blocks
+from baton.node.reports.deltas import in_parts, request_delta
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
-from baton.node.reports.reports import load_report, step_figures
+from baton.node.reports.reports import load_report, refusal_notice, step_figures
 from baton.node.reports.step_log import StepLog
 from baton.node.role import NodeRole
 from baton.observe.logs import of_attempt
 
 _log = logging.getLogger(__name__)
-_REFUSAL_SHOWN_S = 300.0
-_RESET_S = 4.0
-"""So long may a step that is being computed keep the engine from it: less than routers wait."""
 LOAD_EVERY_S = 0.1
 """Routers that have no request here hear of the load this often at most: of ten routers of a busy node nine may have
 none, and would take a report of each step for its load alone."""
-_EMBEDDINGS_BYTES = 4 << 20
-"""Of one report, about: a router takes no message of more than 16 MiB."""
 
 
 class NodeService:
@@ -162,21 +158,7 @@ class NodeService:
         ours = self._description.incarnation
         if incarnation not in ("", ours):
             raise ConfigError(f"this is {ours}, not {incarnation}")
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[int | CacheInUse] = loop.create_future()
-
-        def answer(found: int | CacheInUse) -> None:
-            # On the engine's thread, which may outlive the loop by its last step.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, answered, found)
-
-        self._driver.reset_prefix_cache(answer)
-        try:
-            found = await asyncio.wait_for(answered, _RESET_S)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the engine was busy for {_RESET_S:g} s: try again") from None
-        if isinstance(found, CacheInUse):
-            raise found
+        found = await forget_cached_blocks(self._driver)
         _log.info("the prefix cache was forgotten, as asked for", extra={"blocks": found})
         return found
 
@@ -277,7 +259,7 @@ class NodeService:
 
     def _look_for_news(self) -> None:
         """Tell every router what operators should know, when that has changed."""
-        notice = self._gave_up or _notice(self._role.refused_links())
+        notice = self._gave_up or refusal_notice(self._role.refused_links())
         if notice == self._notice:
             return
         self._notice = notice
@@ -492,7 +474,7 @@ class NodeService:
             if index not in owners and not deltas[index] and now - port.load_told_at < LOAD_EVERY_S:
                 continue
             port.load_told_at = now
-            *parts, last = _parts(deltas[index])
+            *parts, last = in_parts(deltas[index])
             for part in parts:
                 port.push(StepReport(part, self._load))
             port.push(StepReport(last, self._load, step=step))
@@ -522,14 +504,14 @@ class NodeService:
             key = AttemptKey.parse(request_id)
             port = self._ports.get(client_index)
             owner = client_index if port is not None and key not in port.moved else None
-            return owner, _delta(key, sequence_index, output, outcome)
+            return owner, request_delta(key, sequence_index, output, outcome)
         timings = None
         if sequence_index == 0 and (outcome is not None or output.first_index - len(attempt.given) <= 1):
             moved, now = self._role.transfer_figures(attempt.key), self._clock.monotonic()
             timings = attempt.clock.timings(now, output.num_cached_tokens, output.num_external_tokens, moved)
         elif outcome is not None and attempt.timings is not None:
             timings = replace(attempt.timings, decode_ms=attempt.clock.decode_ms(self._clock.monotonic()))
-        delta = _delta(attempt.key, sequence_index, output, outcome, timings)
+        delta = request_delta(attempt.key, sequence_index, output, outcome, timings)
         if attempt.runs:
             attempt.note(delta)
             if outcome is not None and attempt.clock.ended(outcome):
@@ -537,52 +519,3 @@ class NodeService:
                 self._end_span(attempt.key, output.error or "")
                 self._say_end(attempt.key, outcome, output.error)
         return attempt.owner, delta
-
-
-def _delta(
-    key: AttemptKey,
-    sequence_index: int,
-    output: EngineCoreOutput,
-    outcome: Outcome | None,
-    timings: StageTimings | None = None,
-) -> RequestDelta:
-    return RequestDelta(
-        key,
-        output.first_index,
-        output.new_token_ids,
-        output.new_logprobs,
-        outcome,
-        output.stop_reason,
-        output.error or "",
-        timings,
-        sequence_index,
-        output.transfer_cause,
-        output.embedding,
-    )
-
-
-def _resolve(answered: asyncio.Future[int | CacheInUse], found: int | CacheInUse) -> None:
-    # Who asked may have given up.
-    if not answered.done():
-        answered.set_result(found)
-
-
-def _parts(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:
-    """In reports of their own where their vectors are too much for one; one at least."""
-    if sum([len(delta.embedding) for delta in deltas]) <= _EMBEDDINGS_BYTES:
-        return [deltas]
-    parts: list[Sequence[RequestDelta]] = []
-    part: list[RequestDelta] = []
-    size = 0
-    for delta in deltas:
-        if part and size + len(delta.embedding) > _EMBEDDINGS_BYTES:
-            parts.append(part)
-            part, size = [], 0
-        part.append(delta)
-        size += len(delta.embedding)
-    return [*parts, part]
-
-
-def _notice(refused_links: Sequence[RefusedLink]) -> str:
-    """The latest link that was refused of late."""
-    return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")

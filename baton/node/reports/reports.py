@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from baton.engine.batch import ComputedStep, SchedulerStats
 from baton.engine.scheduler import Scheduler
 from baton.messages.node import LoadReport, NodeDescription, StepFigures
+from baton.messages.node_report import RefusedLink
 from baton.registry import NodeRecord
+
+_REFUSAL_SHOWN_S = 300.0
 
 
 def step_figures(step: ComputedStep) -> StepFigures:
@@ -54,6 +58,11 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
         num_uncomputed_tokens,
         num_context_tokens,
     )
+
+
+def refusal_notice(refused_links: Sequence[RefusedLink]) -> str:
+    """The latest link that was refused of late."""
+    return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
 
 
 def node_record(node: NodeDescription, started_at: float, lease_s: float, start_number: int = 0) -> NodeRecord:

@@ -1,1 +1,1 @@
-"""What both node roles are made of: lifecycle, the engine's driver thread, the routers' ports, the process."""
+"""The process of a node, whatever its role: its lifecycle, the engine's thread, and the streams of routers."""

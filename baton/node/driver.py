@@ -1,8 +1,8 @@
-"""The engine's driver: one thread, the only writer of scheduler, pool and requests.
+"""The engine's driver: the one thread that changes scheduler, block pool and requests.
 
-Everybody else leaves commands in its inbox. It sleeps on the inbox while the engine has nothing to compute, and hands
-each step's news to `publish`, on this thread. With asynchronous scheduling the runner computes on a thread of its own,
-and this one decides the next step meanwhile (see EngineCore).
+All other threads put commands into its inbox. It sleeps on the inbox while the engine has nothing to compute, and calls
+`publish` with the news of each step, on this thread. With asynchronous scheduling the runner computes on a thread of
+its own, and this thread decides the next step meanwhile (see `EngineCore`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """What a turn of the driver brought: outputs per client index, events, and the load and the times after it."""
+    """The news of one turn of the driver: outputs by client index, events, and the load and step times after it."""
 
     outputs: Mapping[int, EngineCoreOutputs]
     events: Sequence[EngineCoreEvent]
     stats: SchedulerStats
     step_times: StepTimes
     kv_cache: KVEventBatch | KVSnapshot | None = None
-    """What became of the prefix cache since the last news that told, while it is watched."""
+    """Changes of the prefix cache since the last news that had any, or all that is in it; None while nobody watches."""
     step: ComputedStep | None = None
-    """The step that was committed, if one was and it computed something."""
+    """The step that was committed; None if there was none, or if it computed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,10 @@ class _Stop:
     pass
 
 
-_Order = _Add | _GrammarCompiled | _GrammarFailed | _Abort | KVTransferOutput | _WatchKVCache | _ResetPrefixCache
-_Command = _Order | _Stop
+_EngineCommand = (
+    _Add | _GrammarCompiled | _GrammarFailed | _Abort | KVTransferOutput | _WatchKVCache | _ResetPrefixCache
+)
+_Command = _EngineCommand | _Stop
 
 
 class EngineDriver:
@@ -96,10 +98,10 @@ class EngineDriver:
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`on_crash` is called on the thread, which has ended when it returns: from then on nothing is computed.
+        """`on_crash` is called on the thread, as the last thing before it ends: from then on nothing is computed.
 
-        `flush` lets go of what the engine's connector left behind: called before a step and after its news are out.
-        `grammars`: closed by `stop`. None: a request with a JSON schema fails.
+        `flush` posts what the engine's connector has kept back; it is called before each step and after `publish`.
+        `grammars` is closed by `stop`; None: a request with a JSON schema fails.
         """
         self._core = core
         self._publish = publish
@@ -109,22 +111,22 @@ class EngineDriver:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._snapshot_due = False
         self._next_kv_event: int | None = None
-        """Of the prefix cache's events, the first that nobody was told of; None: nobody listens."""
+        """Sequence number of the first event of the prefix cache that is not published; None: nobody watches."""
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step; waits for the thread, and for a step that was decided ahead."""
+        """End after the current step; waits for the thread, and for a step that was scheduled ahead."""
         self._inbox.put(_Stop())
         self._thread.join()
         self._grammars.close()
 
     def submit(self, request: Request) -> None:
-        """Add a request; a duplicate id comes back as an output that ends it with an error.
+        """Add a request; one with an id that is in use is answered by an output that ends it with an error.
 
-        One with a JSON schema waits in the engine until that has been compiled.
+        A request with a JSON schema waits in the engine until the schema is compiled.
         """
         if not request.sampling_params.has_grammar:
             self._inbox.put(_Add(request))
@@ -142,21 +144,21 @@ class EngineDriver:
         self._inbox.put(_Abort(request_ids))
 
     def tell_transfer(self, news: KVTransferOutput) -> None:
-        """Pass on what the transfer side has to say."""
+        """Pass on that KV arrived, failed to arrive, or that blocks were released."""
         self._inbox.put(news)
 
     def watch_kv_cache(self) -> None:
-        """Have the next news tell all that is in the prefix cache, and those that follow what became of it."""
+        """Publish all that is in the prefix cache with the next news, and its changes from then on."""
         self._inbox.put(_WatchKVCache(True))
 
     def unwatch_kv_cache(self) -> None:
-        """Nobody listens to that any more."""
+        """Publish nothing of the prefix cache any more."""
         self._inbox.put(_WatchKVCache(False))
 
     def reset_prefix_cache(self, answer: Callable[[int | CacheInUse], None]) -> None:
-        """Forget all cached KV; `answer` hears, on the engine's thread, how many blocks it was or why not.
+        """Forget all cached KV; `answer` is called on the engine's thread with the number of blocks, or why none was.
 
-        Nobody is answered once the engine has stopped.
+        It is not called once the engine has stopped.
         """
         self._inbox.put(_ResetPrefixCache(answer))
 
@@ -171,14 +173,14 @@ class EngineDriver:
             self._on_crash(error)
 
     def _turn(self) -> bool:
-        """Take what is in the inbox (waiting for it when there is nothing to compute), then one step."""
+        """Execute the commands in the inbox, waiting for one when there is nothing to compute; then take one step."""
         outputs: list[dict[int, EngineCoreOutputs]] = []
         try:
             command = self._inbox.get(block=not self._core.has_work())
             while True:
                 if isinstance(command, _Stop):
                     return False
-                outputs.append(self._obey(command))
+                outputs.append(self._execute(command))
                 command = self._inbox.get_nowait()
         except queue.Empty:
             pass
@@ -186,15 +188,15 @@ class EngineDriver:
             self._flush()
         if self._core.has_work():
             if any(outputs):
-                # Whose end came with the inbox does not wait for a step.
-                self._tell(outputs)
+                # Requests that a command has ended need not wait for the step.
+                self._publish_news(outputs)
                 outputs = []
             outputs.append(self._core.step())
-        self._tell(outputs)
+        self._publish_news(outputs)
         self._flush()
         return True
 
-    def _tell(self, outputs: Sequence[dict[int, EngineCoreOutputs]]) -> None:
+    def _publish_news(self, outputs: Sequence[dict[int, EngineCoreOutputs]]) -> None:
         core = self._core
         merged, kv_cache = _merge(outputs), self._kv_cache_news()
         events, stats, step = core.take_events(), core.make_stats(), core.take_computed_step()
@@ -209,12 +211,12 @@ class EngineDriver:
                 return batch if batch.events else None
         elif not self._snapshot_due:
             return None
-        # Somebody new listens, or a single turn had more events than are kept.
+        # Somebody has begun to watch, or a single turn had more events than are kept.
         snapshot = scheduler.kv_snapshot()
         self._snapshot_due, self._next_kv_event = False, snapshot.next_sequence
         return snapshot
 
-    def _obey(self, command: _Order) -> dict[int, EngineCoreOutputs]:
+    def _execute(self, command: _EngineCommand) -> dict[int, EngineCoreOutputs]:
         if isinstance(command, _Add):
             try:
                 self._core.add_request(command.request)
@@ -254,7 +256,7 @@ def _refused(request: Request, error: BatonError) -> EngineCoreOutput:
 
 
 def _merge(parts: Sequence[Mapping[int, EngineCoreOutputs]]) -> Mapping[int, EngineCoreOutputs]:
-    """One mapping of several turns' outputs, in order."""
+    """Merge the outputs of several commands and a step into one mapping, in order."""
     if len(parts) == 1:
         return parts[0]
     merged: dict[int, list[EngineCoreOutput]] = {}

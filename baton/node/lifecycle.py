@@ -1,4 +1,4 @@
-"""A node's life: STARTING → READY → DRAINING → STOPPED."""
+"""The states of a node: STARTING → READY → DRAINING → STOPPED."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.machine import Machine
 
 
 class NodeState(enum.Enum):
-    """Where a node is in its life; the value is the operator's word for it."""
+    """The states of a node; the value is what operators see."""
 
     STARTING = "Starting"
     READY = "Ready"
@@ -17,7 +17,7 @@ class NodeState(enum.Enum):
 
 
 class NodeEvent(enum.Enum):
-    """What moves a node through its life."""
+    """What takes a node from one state to the next."""
 
     STARTED = enum.auto()
     DRAIN = enum.auto()
@@ -36,5 +36,5 @@ NODE_TABLE = {
 
 
 def node_lifecycle(node_id: str) -> Machine[NodeState, NodeEvent]:
-    """A fresh life."""
+    """A state machine for a node that starts."""
     return Machine(f"node {node_id}", NodeState.STARTING, NODE_TABLE)

@@ -1,4 +1,4 @@
-"""One name, one process: whoever starts under the name of a node or a router that lives does not start."""
+"""One name, one process: a process does not start under the name of a node or a router that lives."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from baton.errors import BatonError, ConfigError, Unreachable
 from baton.registry import Membership, NodeRecord
 
 Asks = Callable[[NodeRecord], Awaitable[str]]
-"""Which incarnation answers at a record's address. Raises Unreachable when nobody is there, and another BatonError when
-somebody is who does not say."""
+"""Which incarnation answers at a record's address. Raises Unreachable when nobody does, and another BatonError when the
+answer does not say which."""
 
 
 async def require_free_name(membership: Membership, name: str, asks: Asks) -> None:
-    """Before a process starts; raises ConfigError when one of its name lives, and when the registry does not answer.
+    """Check, before a process starts, that its name is free; raises ConfigError when a process of that name lives, and
+    when the registry does not answer.
 
-    A record may outlive its process by its lease: one at whose address nobody is, or somebody else, stands in nobody's
-    way. Who does not say lives if it goes on to renew its record.
+    A record may outlive its process by its lease, so it does not count if nobody answers at its address, or another
+    process does. If the answer does not say which process it is, the process lives if its record is still renewed.
     """
-    unclear = await _look(await _namesakes(membership, name), asks)
+    unclear = await _unclear_records(await _namesakes(membership, name), asks)
     if unclear:
         await asyncio.sleep(max(record.lease_s for record in unclear))
         known = {record.incarnation for record in unclear}
-        still = [record for record in await _namesakes(membership, name) if record.incarnation in known]
-        if still:
-            raise _taken(still[0])
+        renewed = [record for record in await _namesakes(membership, name) if record.incarnation in known]
+        if renewed:
+            raise _name_taken(renewed[0])
 
 
 async def require_first(membership: Membership, own: NodeRecord, asks: Asks) -> None:
-    """After its record is published; raises ConfigError when one that came at the same moment was earlier.
+    """Check, after a process has published its record, that it was the first of its name; raises ConfigError when
+    another process, which started at the same moment, was earlier.
 
-    Records that an earlier process of this name left behind are taken back: nobody has to wait for their end.
+    Records that earlier processes of this name left behind are removed, so that nobody waits for their leases to end.
     """
     try:
         found = await membership.namesakes(own.name)
         names = [record.incarnation for record in found]
         earlier = found[: names.index(own.incarnation)] if own.incarnation in names else ()
-        unclear = await _look(earlier, asks)
+        unclear = await _unclear_records(earlier, asks)
         for record in earlier:
             if record not in unclear:
                 await membership.retract(record)
@@ -46,7 +48,7 @@ async def require_first(membership: Membership, own: NodeRecord, asks: Asks) -> 
 
 
 async def start_number(membership: Membership, name: str) -> int:
-    """For the record of a process that starts; 0 when the registry does not answer, see `NodeRecord.start_number`."""
+    """The number of a process's start, for `NodeRecord.start_number`; 0 if the registry does not answer."""
     try:
         return await membership.next_start(name)
     except Unreachable:
@@ -60,8 +62,8 @@ async def _namesakes(membership: Membership, name: str) -> list[NodeRecord]:
         raise ConfigError(str(error)) from None
 
 
-async def _look(records: Iterable[NodeRecord], asks: Asks) -> list[NodeRecord]:
-    """Those of which nobody can say; raises ConfigError for one that answers."""
+async def _unclear_records(records: Iterable[NodeRecord], asks: Asks) -> list[NodeRecord]:
+    """The records whose processes may live; raises ConfigError for one whose process answers."""
     unclear = []
     for record in records:
         try:
@@ -72,11 +74,11 @@ async def _look(records: Iterable[NodeRecord], asks: Asks) -> list[NodeRecord]:
             unclear.append(record)
             continue
         if answer == record.incarnation:
-            raise _taken(record)
+            raise _name_taken(record)
     return unclear
 
 
-def _taken(record: NodeRecord) -> ConfigError:
+def _name_taken(record: NodeRecord) -> ConfigError:
     flag = "--router-id" if record.role == "router" else "--node-id"
     return ConfigError(
         f"the name {record.name} is taken: {record.incarnation} at {record.address} (pid {record.pid}) lives; "

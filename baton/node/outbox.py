@@ -1,7 +1,7 @@
-"""What the engine's thread leaves for the loop, kept back until the tokens of the same step are on their way.
+"""Keeps back what the engine's thread posts to the event loop, until the tokens of the same step are on their way.
 
-The first token is what a client waits for; offers, which wake the other node and its reads, can wait for it; and work
-that nobody waits for yet comes last of all.
+A client waits for the first token. Offers, which start reads on the other node, are posted after it. Work that nobody
+waits for yet is done last.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Callable
 
 
 class Outbox:
-    """Belongs to the engine's thread."""
+    """The actions and the work that were kept back. Belongs to the engine's thread."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """`post` runs a callable on the loop, in order."""
+        """`post` runs a callable on the event loop, in order."""
         self._post = post
         self._kept: list[Callable[[], None]] = []
         self._work: list[Callable[[], None]] = []
 
     def add(self, action: Callable[[], None]) -> None:
-        """Keep an action until `flush`."""
+        """Keep an action, which `flush` posts to the event loop."""
         self._kept.append(action)
 
     def add_work(self, work: Callable[[], None]) -> None:
-        """Keep something to do here, as part of `flush`, when all that was kept has been posted."""
+        """Keep work, which `flush` does on this thread once all actions are posted."""
         self._work.append(work)
 
     def flush(self) -> None:
-        """Post what was kept, in order; then do the work."""
+        """Post the actions in order, then do the work."""
         kept, self._kept = self._kept, []
         for action in kept:
             self._post(action)
-        todo, self._work = self._work, []
-        for work in todo:
+        kept_work, self._work = self._work, []
+        for work in kept_work:
             work()

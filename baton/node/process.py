@@ -1,4 +1,4 @@
-"""A node's process: signals, readiness and the exit code around its incarnations, and the model that they share."""
+"""A node's process: signals, readiness and the exit code, and one model for all incarnations that it runs in turn."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ from baton.wire.credentials import Dialer
 from baton.wire.forced_end import end_within
 
 _SWITCH_INTERVAL_S = 0.0005
-"""Python's own 5 ms are as long as a decode step: so long may the loop keep the interpreter from a ready engine."""
+"""How long the event loop may keep the interpreter from an engine that is ready. Python's default of 5 ms is as long as
+a decode step."""
 
 _ANSWER_S = 2.0
+"""How long another process of this name may take to answer."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log = structlog.get_logger(__name__)
@@ -47,22 +49,23 @@ RoleMaker = Callable[[RoleContext], NodeRole]
 
 
 def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int:
-    """Run one node until SIGTERM or SIGINT; the second signal forces. Returns the exit code.
+    """Run one node until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit code.
 
-    `role_maker` says what makes a node of a role: it may be another one than it was started as, and change under way;
-    the model stays. Raises ConfigError when it can't start, EngineFault when its engine died.
+    `role_maker` returns what makes the parts of a role. The role may differ from the one that the node was started as,
+    and may change while it runs; the model stays. Raises ConfigError when the node can't start, EngineFault when its
+    engine died.
     """
     check_bind(config.host, config.protection, needs_keys=config.metrics_port is not None)
     if is_loopback(config.host):
-        # UCX listens too, without being asked, and on every interface that it finds.
+        # UCX listens as well, by default on every interface that it finds.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     look_for_failpoints(config.failpoints)
     # Before the model is loaded, which may take minutes.
-    role = asyncio.run(_role_to_be(config))
+    role = asyncio.run(_wanted_role(config))
     runner = load(runner_spec(config))
     log_slow_paths(runner.model)
-    # What is there by now stays. A full collection that looked at it would hold loop and engine for 100 ms.
+    # What is loaded by now stays: a full garbage collection of it would stop event loop and engine for 100 ms.
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=ProbedEventLoop) as loop:
@@ -71,14 +74,14 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
 
 
 def log_slow_paths(model: ModelInfo) -> None:
-    """Say once, of each part of the model that could be computed faster elsewhere, why it is not here."""
+    """Log, for each part of the model that could be computed faster on another machine, why it is not here."""
     for path in model.compute_paths:
         if path.why_not_faster:
             _log.warning("a slower path", part=path.part, runs=path.runs, because=path.why_not_faster)
 
 
-async def _role_to_be(config: NodeConfig) -> Role:
-    """What operators want it to be, or what it was started as; raises ConfigError when its name is taken."""
+async def _wanted_role(config: NodeConfig) -> Role:
+    """The role that operators want, or else the configured one; raises ConfigError when the node's name is taken."""
     registry = Registry.connect(with_authority(config.registry, config.tls_ca), config.cluster)
     try:
         await require(registry)
@@ -89,7 +92,9 @@ async def _role_to_be(config: NodeConfig) -> Role:
     finally:
         await registry.close()
     if wanted not in (None, config.role):
-        _log.info("an operator wants another role", node=config.node_id, role=wanted, started_as=config.role)
+        _log.info(
+            "starts in the role that an operator has set", node=config.node_id, role=wanted, started_as=config.role
+        )
     return Role(wanted or config.role)
 
 
@@ -102,7 +107,7 @@ async def _serve(config: NodeConfig, runner: ModelRunner, first: Role, role_make
         stop()
 
     def on_drained() -> None:
-        # From here on a library may hold the interpreter for seconds, and no handler of ours would run meanwhile.
+        # From here on a library may keep the interpreter for seconds, in which no signal handler in Python would run.
         for name in _SIGNALS if stop.is_signalled else ():
             loop.remove_signal_handler(name)
             signal.signal(name, signal.SIG_DFL)
@@ -111,10 +116,10 @@ async def _serve(config: NodeConfig, runner: ModelRunner, first: Role, role_make
     for name in _SIGNALS:
         loop.add_signal_handler(name, on_signal)
     registry = Registry.connect(with_authority(config.registry, config.tls_ca), config.cluster)
-    told = False
+    is_announced = False
 
     def ready(description: NodeDescription) -> None:
-        nonlocal told
+        nonlocal is_announced
         _log.info(
             "ready",
             node=description.node_id,
@@ -122,9 +127,9 @@ async def _serve(config: NodeConfig, runner: ModelRunner, first: Role, role_make
             address=description.address,
             role=description.role.value,
         )
-        if not told:
+        if not is_announced:
             announce(config.notify_fd, Ready(description.incarnation, description.address))
-        told = True
+        is_announced = True
 
     try:
         await serve_roles(config, runner, first, role_maker, registry, ready, stop)
@@ -141,9 +146,10 @@ async def serve_roles(
     ready: Callable[[NodeDescription], None],
     stop: NodeStop,
 ) -> None:
-    """One incarnation after the other, each as the role that it was asked to be, over one loaded model.
+    """Run one incarnation after the other over one loaded model, each in the role that was asked for.
 
-    Raises what `Node.serve` does, and EngineFault when reads may still write to the memory that the next one would use.
+    Raises what `Node.serve` raises, and EngineFault when reads may still write to memory that the next incarnation
+    would use.
     """
     role: Role | None = first
     gave_up = ""
@@ -153,19 +159,19 @@ async def serve_roles(
         node = Node(own, runner, role_maker(role), membership, asks, gave_up)
         log_also(incarnation=node.incarnation, role=role.value)
         await node.serve(ready, stop)
-        role = stop.begin_again()
+        role = stop.pop_next_role()
         gave_up = describe_left(node.left) if node.left else ""
         if role is not None and may_be_written(node.left):
-            # The next incarnation would have the same memory. Another process has its own, and finds the role that is
-            # wanted in the registry.
+            # The next incarnation would have the same memory. A new process has its own, and finds the wanted role in
+            # the registry.
             raise EngineFault(f"to become a {role.value} node this process has to begin anew: {gave_up}")
         if role is not None:
-            # What is left of the old one are cycles, of some megabytes.
+            # The old incarnation leaves reference cycles of some megabytes.
             gc.collect()
 
 
 def asks_with(dialer: Dialer) -> Asks:
-    """Ask the node at a record's address who it is."""
+    """A function that asks the node at a record's address which incarnation it is."""
 
     async def asks(record: NodeRecord) -> str:
         client = NodeClient(record.address, dialer)

@@ -1,4 +1,4 @@
-"""What a role adds to a node, and what the node gives it to work with."""
+"""The interface between a node and its role: what the role adds, and what the node gives it to work with."""
 
 from __future__ import annotations
 
@@ -19,74 +19,76 @@ from baton.wire.credentials import PLAIN, Dialer
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """What a node gives its role."""
+    """The parts of a node that its role works with."""
 
     config: NodeConfig
     incarnation: str
     address: str
-    """Where the node listens, as others reach it."""
+    """Where others reach the node, as HOST:PORT."""
     runner: ModelRunner
     clock: Clock
     post: Callable[[Callable[[], None]], None]
-    """Runs a callable on the loop, in order; from any thread."""
+    """Runs a callable on the event loop, in order; may be called from any thread."""
     post_after_step: Callable[[Callable[[], None]], None]
-    """Likewise, from the engine's thread alone, once the step's tokens are on their way to the routers."""
+    """Runs a callable on the event loop, once the step's tokens are on their way to the routers; may be called from the
+    engine's thread only."""
     after_step: Callable[[Callable[[], None]], None]
-    """Calls it on the engine's thread, from there alone, when all that has been posted and before the next step."""
+    """Calls a callable on the engine's thread, once all that is posted and before the next step; may be called from
+    the engine's thread only."""
     tell_engine: Callable[[KVTransferOutput], None]
-    """Wakes the engine; from any thread."""
+    """Tells the engine about transfers and wakes it; may be called from any thread."""
     record: Callable[[str, AttemptKey, int, str], None]
-    """Notes an event (name, attempt, value, detail); from any thread."""
+    """Writes to the event log (name, attempt, value, detail); may be called from any thread."""
     dialer: Dialer = PLAIN
-    """How to reach other nodes."""
+    """Opens channels to other nodes."""
 
 
 class Servicer(Protocol):
-    """Something that a gRPC server can carry."""
+    """A gRPC service that a server can carry."""
 
     def add_to_server(self, server: Any) -> None: ...
 
 
 class NodeRole(Protocol):
-    """What makes a node a prefill node or a decode node. Lives on the loop, except for its connector."""
+    """What makes a node a prefill node or a decode node. Belongs to the event loop, except for its connector."""
 
     @property
     def connector(self) -> KVConnector:
-        """Called from the engine's thread."""
+        """The connector of the engine, which is called on the engine's thread."""
         ...
 
     @property
     def link_protocol(self) -> int:
-        """What it speaks with other nodes; those that speak another one can't exchange KV with it."""
+        """Version of the protocol of links; nodes with another version can't exchange KV with this one."""
         ...
 
     @property
     def servicers(self) -> Sequence[Servicer]: ...
 
     async def start(self) -> None:
-        """Bring up what moves the KV; raises ConfigError."""
+        """Start what moves the KV; raises ConfigError."""
         ...
 
     async def stop(self) -> None:
-        """Let go of everything. Called after the engine stopped."""
+        """Stop everything that `start` started. Called after the engine has stopped."""
         ...
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
-        """The router gave the attempt up, finished here or not. Idempotent."""
+        """The router gave up the attempt, which may have ended here already. Idempotent."""
         ...
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
-        """What moved into this node for the attempt, if anything did."""
+        """How much KV was read into this node for the attempt; None if none was."""
         ...
 
     def figures(self) -> Sequence[Figure | Distribution]:
-        """The role's part of the node's metrics page."""
+        """The role's metrics, for the node's metrics page."""
         ...
 
     def handoff_report(self) -> HandoffReport:
-        """What is handed over or taken in now, and how it went. Costs as much as there are hand-offs."""
+        """Open hand-offs, and how earlier ones ended. The cost grows with the number of hand-offs."""
         ...
 
     def refused_links(self) -> Sequence[RefusedLink]:
-        """Those of that report, at any time."""
+        """The refused links of that report, at low cost."""
         ...

@@ -1,4 +1,4 @@
-"""From a node's configuration to its runner and its scheduler's limits."""
+"""Derives from a node's configuration which runner it loads, and the limits of its scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_BLOCKS = 8
 
 
 def runner_spec(config: NodeConfig) -> RunnerSpec:
-    """What to load."""
+    """The runner that this configuration asks for."""
     if config.runner == "torch":
         return TorchSpec(
             model_dir=config.model,
@@ -46,10 +46,10 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
 
 
 def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig:
-    """The engine's limits on this runner; raises ConfigError for more than the model has."""
+    """The limits of a scheduler over this runner; raises ConfigError for limits that model or memory can't keep."""
     longest = runner.model.max_model_len
     if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len {config.max_model_len} is beyond the model's {longest} tokens")
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model can have at most {longest} tokens")
     if runner.memory.num_blocks < _MIN_BLOCKS:
         raise ConfigError(
             f"kv_cache_memory {int(config.kv_cache_memory)} bytes holds {runner.memory.num_blocks} blocks of "

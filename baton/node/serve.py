@@ -1,4 +1,4 @@
-"""One incarnation of a node, from STARTING to STOPPED: start, ready, drain, stop."""
+"""Runs one incarnation of a node, from STARTING to STOPPED: start, ready, drain, stop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Node:
-    """One incarnation. `serve` runs it; the parts are attributes for tests to look at."""
+    """One incarnation of a node. `serve` runs it. Its parts are public attributes for tests to read."""
 
     def __init__(
         self,
@@ -67,18 +67,17 @@ class Node:
         asks: Asks | None = None,
         gave_up: str = "",
     ) -> None:
-        """`asks`: who answers at a record's address, for a node of its name that started at the same moment.
-
-        `gave_up`: what the drain of the incarnation before left behind, for operators.
+        """`asks` finds out which incarnation answers at a record's address, in case another node of this name started
+        at the same moment. `gave_up`: what the drain of the incarnation before left behind, for operators.
         """
         self.left: Sequence[OpenHandoff] = ()
-        """Hand-offs whose reads the drain gave up on."""
+        """Hand-offs whose reads had not ended when the drain gave up waiting for them."""
         self._gave_up = gave_up
         self.incarnation = new_incarnation(config.node_id, SystemRandom())
         self.scheduler: Scheduler
         self.role: NodeRole
         self.metrics_port: int | None = None
-        """Where the metrics page is, if there is one."""
+        """Port of the metrics page; None: there is none."""
         self._config = config
         self._runner = runner
         self._make_role = make_role
@@ -92,16 +91,16 @@ class Node:
         self._computed = ComputedTotals()
 
     async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
-        """Run until told to stop, for good or to begin again.
+        """Run until `stop` says so.
 
-        Raises ConfigError, EngineFault when the engine died, BackgroundFault when other work has failed that the node
-        can't go on without.
+        Raises ConfigError when the node can't start, EngineFault when the engine died, and BackgroundFault when a
+        background task failed that the node can't do without.
         """
         async with AsyncExitStack() as cleanup:
             service = await self._start(cleanup, stop)
             self._life.feed(NodeEvent.STARTED)
             ready(service.describe())
-            await stop.asked.wait()
+            await stop.requested.wait()
             self._life.feed(NodeEvent.DRAIN)
             await self._drain(service, stop)
             stop.on_drained()
@@ -112,13 +111,13 @@ class Node:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
 
     async def _start(self, cleanup: AsyncExitStack, stop: NodeStop) -> NodeService:
-        """Bring everything up, each part after those that it needs; `cleanup` undoes it backwards."""
+        """Start all parts, each after those that it needs; `cleanup` stops them in reverse order."""
         config, loop, clock, log = self._config, asyncio.get_running_loop(), SystemClock(), EventLog()
-        # First of all: while the vocabulary is taken in, nothing else of this process runs.
+        # This comes first: while the vocabulary is loaded, nothing else of this process runs.
         grammars = load_compiler(config, self._runner.model)
 
         def post_unguarded(action: Callable[[], None]) -> None:
-            # The engine's thread may outlive the loop by its last step.
+            # The engine's thread may outlive the event loop by its last step.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(action)
 
@@ -146,7 +145,7 @@ class Node:
             service.on_step(news)
 
         def publish(news: StepNews) -> None:
-            # Routers would wait for ever for what got lost here. When the node ends they go elsewhere.
+            # Routers would wait for ever for tokens that get lost here. When the node ends, they go elsewhere.
             post_unguarded(watch.guarded(lambda: on_step(news), "step-news"))
 
         tls = config.tls.live() if config.tls is not None else None
@@ -245,22 +244,25 @@ class Node:
         return render([*figures, *computed, *self.role.figures(), *process_figures()], labels)
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
-        """Refuse new work and let the running work end, bounded by drain_s (unless a new role is all that is wanted) or
-        the second request to stop. Says what it leaves."""
+        """Refuse new work and wait until the running work has ended.
+
+        A second request to stop ends the wait, and so does drain_s, unless the node only changes its role. What is left
+        is logged.
+        """
         service.refuse_new_work()
         await self._rpc.set_ready(False)
         idle = asyncio.create_task(service.wait_idle())
         forced = asyncio.create_task(stop.forced.wait())
-        ending = asyncio.create_task(stop.ending.wait())
+        for_good = asyncio.create_task(stop.for_good.wait())
         try:
-            await asyncio.wait((idle, forced, ending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((idle, forced, for_good), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((idle, forced), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (idle, forced, ending):
+            for task in (idle, forced, for_good):
                 task.cancel()
-            await asyncio.gather(idle, forced, ending, return_exceptions=True)
+            await asyncio.gather(idle, forced, for_good, return_exceptions=True)
         if idle.cancelled():
-            _log.warning("the drain ended before the work did", left=service.work_left())
+            _log.warning("the drain ended before all work had", left=service.work_left())
         else:
             self.left = idle.result()
 

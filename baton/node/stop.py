@@ -1,4 +1,4 @@
-"""How one run of a node is told to end: for good, or to begin again as another role."""
+"""How a node is told to end: for good, or to start again in another role."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from baton.messages.node import Role
 
 
 class NodeStop:
-    """A call is a signal: the first one drains, the second one does not wait any longer. Belongs to one event loop.
+    """Calling it is a signal: the first one drains the node, the second one ends it at once. Belongs to one event loop.
 
-    It outlives an incarnation: `begin_again` says whether another one follows.
+    It outlives an incarnation: `pop_next_role` tells whether another one follows.
     """
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         """The running incarnation is to end when its work is done."""
-        self.ending = asyncio.Event()
-        """It is the last one, and its work may take so long only."""
+        self.for_good = asyncio.Event()
+        """No other incarnation follows, so the time for the running work is bounded."""
         self.forced = asyncio.Event()
+        """Nothing is waited for any more."""
         self.on_drained: Callable[[], None] = lambda: None
-        """Called when an incarnation has nothing more to lose: what is left is to take it down."""
+        """Called when the work of an incarnation is done, before its parts are stopped."""
         self._signalled = False
         self._next_role: Role | None = None
 
@@ -33,28 +34,28 @@ class NodeStop:
 
     @property
     def is_signalled(self) -> bool:
-        """A signal has come: the next one forces."""
+        """Whether a signal has come, so that the next one forces."""
         return self._signalled
 
     def drain(self) -> None:
-        """Let the running work end. Idempotent; a signal that follows is the first one."""
-        self.ending.set()
-        self.asked.set()
+        """End for good when the running work is done. Idempotent; the next signal still counts as the first one."""
+        self.for_good.set()
+        self.requested.set()
 
     def force(self) -> None:
-        """Don't wait for anything."""
+        """End for good, and wait for nothing."""
         self.drain()
         self.forced.set()
 
     def change_role(self, role: Role) -> None:
-        """Let the running work end, however long it takes, and begin again as this. The latest word counts."""
+        """Start again in this role when the running work is done, however long that takes. The last call counts."""
         self._next_role = role
-        self.asked.set()
+        self.requested.set()
 
-    def begin_again(self) -> Role | None:
-        """Once an incarnation has ended: what the next one is to be; None: there is none."""
+    def pop_next_role(self) -> Role | None:
+        """The role of the next incarnation, once one has ended; None: there is none."""
         role, self._next_role = self._next_role, None
-        if role is None or self.ending.is_set():
+        if role is None or self.for_good.is_set():
             return None
-        self.asked.clear()
+        self.requested.clear()
         return role

@@ -64,7 +64,7 @@ class RunningNode:
             make_role = import_module(f"{role.value}_node.app").make_role
             self.node = Node(config.model_copy(update={"role": role.value}), runner, make_role, membership)
             await self.node.serve(self._on_ready, self.stop)
-            role = self.stop.begin_again()
+            role = self.stop.pop_next_role()
             if role is not None:
                 self.node.scheduler.check_invariant()
 

@@ -43,7 +43,7 @@ async def test_a_drain_asked_for_twice_or_before_a_signal_forces_nothing() -> No
     stop = NodeStop()
     stop.drain()
     stop.drain()
-    assert stop.asked.is_set()
+    assert stop.requested.is_set()
     stop()
     assert not stop.forced.is_set()
     stop()
@@ -53,26 +53,26 @@ async def test_a_drain_asked_for_twice_or_before_a_signal_forces_nothing() -> No
 async def test_a_new_role_ends_an_incarnation_and_no_process() -> None:
     stop = NodeStop()
     stop.change_role(Role.DECODE)
-    assert stop.asked.is_set()
-    assert not stop.ending.is_set()
+    assert stop.requested.is_set()
+    assert not stop.for_good.is_set()
     stop.change_role(Role.PREFILL)
-    assert stop.begin_again() is Role.PREFILL
-    assert not stop.asked.is_set()
+    assert stop.pop_next_role() is Role.PREFILL
+    assert not stop.requested.is_set()
     stop.drain()
-    assert stop.begin_again() is None
+    assert stop.pop_next_role() is None
 
 
 async def test_a_signal_outweighs_a_new_role() -> None:
     stop = NodeStop()
     stop.change_role(Role.DECODE)
     stop()
-    assert stop.ending.is_set()
+    assert stop.for_good.is_set()
     assert not stop.forced.is_set()
-    assert stop.begin_again() is None
+    assert stop.pop_next_role() is None
 
 
 async def test_force_needs_no_signal() -> None:
     stop = NodeStop()
     stop.force()
-    assert stop.asked.is_set()
+    assert stop.requested.is_set()
     assert stop.forced.is_set()

@@ -1,4 +1,4 @@
-"""One router's end of a node: what it asked for, and the reports on their way to it."""
+"""One router's stream at a node: what the router asks for comes in, and reports to it go out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import RouterMessage, StepReport
 
 MAX_QUEUED_REPORTS = 10_000
-"""A router that is this far behind is taken for dead: its work would only pile up here."""
+"""A router that has not taken so many reports is taken for dead, and its stream is ended."""
 
 
 class Port:
-    """Owned by the loop."""
+    """One router's stream. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -22,61 +22,62 @@ class Port:
         router_id: str,
         router_incarnation: str,
         receive: Callable[[Port, RouterMessage], None],
-        give_up: Callable[[Port, AttemptKey, str], None],
+        refuse: Callable[[Port, AttemptKey, str], None],
         on_close: Callable[[Port], None],
     ) -> None:
+        """`receive` takes each message; `refuse` ends the attempt of a message that could not be read."""
         self.client_index = client_index
         self.router_id = router_id
         self.router_incarnation = router_incarnation
-        """Which run of the router; empty: it did not say."""
-        self.moved: set[AttemptKey] = set()
-        """Attempts of its that another router has adopted: it has nothing to say of them any more."""
-        self.silent = False
-        """No report since the last heartbeat."""
-        self.load_told_at = -math.inf
-        """When it was last told of a step, with or without tokens; monotonic seconds."""
+        """The router's process; empty: the router did not say."""
+        self.moved_away: set[AttemptKey] = set()
+        """Attempts that another router has adopted from this one, which may not abort them any more."""
+        self.is_silent = False
+        """Whether no report was queued since the last heartbeat."""
+        self.step_reported_at = -math.inf
+        """When a step was last reported, with or without tokens; monotonic seconds."""
         self.watches_kv_cache = False
-        """It wants what the prefix cache takes in and loses..."""
+        """Whether the router wants to be told what the prefix cache takes in and loses."""
         self.knows_kv_cache = False
-        """... and was told what is in it."""
+        """Whether the router was told what is in the prefix cache, so that changes can follow."""
         self._receive = receive
-        self._give_up = give_up
+        self._refuse = refuse
         self._on_close = on_close
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
         self._closed = False
 
     @property
     def num_queued(self) -> int:
-        """Reports that the router has not taken."""
+        """Number of reports that the router has not taken."""
         return self._queue.qsize()
 
     def receive(self, message: RouterMessage) -> None:
-        """Take work; ignored once closed."""
+        """Take a message of the router; it is ignored once the stream is closed."""
         if not self._closed:
             self._receive(self, message)
 
     def refuse(self, attempt: AttemptKey, error: str) -> None:
-        """Answer a message that could not be taken: its attempt ends here with an error, nothing else is touched."""
+        """Answer a message that could not be read: its attempt ends with this error, and others go on."""
         if not self._closed:
-            self._give_up(self, attempt, error)
+            self._refuse(self, attempt, error)
 
     def push(self, report: StepReport) -> None:
-        """Queue a report for the router."""
+        """Queue a report for the router; closes the stream if MAX_QUEUED_REPORTS are queued already."""
         if self._closed:
             return
         if self._queue.qsize() >= MAX_QUEUED_REPORTS:
             self.close()
             return
-        self.silent = False
+        self.is_silent = False
         self._queue.put_nowait(report)
 
     async def reports(self) -> AsyncIterator[StepReport]:
-        """What was pushed, until closed."""
+        """The reports that were pushed, until the stream is closed."""
         while (report := await self._queue.get()) is not None:
             yield report
 
     def close(self) -> None:
-        """End the stream; what the router asked for has the node's grace to find another one. Idempotent."""
+        """End the stream. For the node's grace, another router can adopt what this one asked for. Idempotent."""
         if not self._closed:
             self._closed = True
             self._queue.put_nowait(None)

@@ -1,4 +1,4 @@
-"""Forgets a node's cached KV, for a caller on the event loop."""
+"""Resets the prefix cache of a node's engine, for a caller on the event loop."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from baton.errors import CacheInUse, DeadlineExceeded
 from baton.node.driver import EngineDriver
 
 _RESET_S = 4.0
-"""So long may a step that is being computed keep the engine from it: less than routers wait."""
+"""How long the step that is being computed may delay the reset; routers wait longer than that."""
 
 
 async def forget_cached_blocks(driver: EngineDriver) -> int:
-    """Forget all cached KV; returns how many blocks it was.
+    """Forget all cached KV; returns how many blocks that were.
 
-    Raises CacheInUse, DeadlineExceeded when the engine does not get to it.
+    Raises CacheInUse while blocks are in use, and DeadlineExceeded when a step takes too long.
     """
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[int | CacheInUse] = loop.create_future()
 
     def answer(found: int | CacheInUse) -> None:
-        # On the engine's thread, which may outlive the loop by its last step.
+        # This runs on the engine's thread, which may outlive the event loop by its last step.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, answered, found)
 
@@ -36,6 +36,6 @@ async def forget_cached_blocks(driver: EngineDriver) -> int:
 
 
 def _resolve(answered: asyncio.Future[int | CacheInUse], found: int | CacheInUse) -> None:
-    # Who asked may have given up.
+    # The caller may have given up.
     if not answered.done():
         answered.set_result(found)

@@ -1,6 +1,6 @@
-"""The node between its routers and its engine: submits, aborts, and each step's news back to whoever asked.
+"""Stands between a node's routers and its engine: takes submits, aborts and adoptions, and reports each step.
 
-What a router asked for outlives its stream by a grace, in which any router can adopt it (see attempts.py).
+What a router asked for outlives its stream by a grace, in which any router can adopt it (`attempts/attempts.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from baton.node.driver import EngineDriver, StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
 from baton.node.port import Port
 from baton.node.prefix_cache_reset import forget_cached_blocks
-from baton.node.reports.deltas import in_parts, request_delta
+from baton.node.reports.deltas import request_delta, split_by_size
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from baton.node.reports.reports import load_report, refusal_notice, step_figures
@@ -61,12 +61,12 @@ from baton.observe.logs import of_attempt
 
 _log = logging.getLogger(__name__)
 LOAD_EVERY_S = 0.1
-"""Routers that have no request here hear of the load this often at most: of ten routers of a busy node nine may have
-none, and would take a report of each step for its load alone."""
+"""A router without requests here is told of the load at most this often. Of ten routers of a busy node nine may have
+none, and would otherwise get a report of each step for the load alone."""
 
 
 class NodeService:
-    """Lives on the loop."""
+    """The service of one node for its routers. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class NodeService:
     ) -> None:
         """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended.
 
-        `spans`: of attempts that are traced; None: none are. `gave_up`: what the drain before this incarnation of the
-        process left behind; operators see it.
+        `on_drain` and `on_set_role` ask the process to end, or to start again in another role. `spans` traces attempts;
+        None: none are traced. `gave_up`: what the drain of the incarnation before left behind, for operators.
         """
         self._description = description
         self._compute_paths = compute_paths
@@ -111,7 +111,7 @@ class NodeService:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # What the wire asks of a node (NodeHandler).
+    # Called by gRPC (`NodeHandler`).
 
     def describe(self) -> NodeDescription:
         return self._description
@@ -121,45 +121,45 @@ class NodeService:
         return NodeReport(self._description, self._load, self._waiting_by_reason, handoff, self._compute_paths)
 
     def open_port(self, router_id: str, router_incarnation: str = "", keeps: Sequence[AttemptKey] = ()) -> Port:
-        """A router attached; raises Draining once the node has closed.
+        """Open the stream of a router; raises Draining once the node has closed.
 
-        Another stream of the same run of it is over, with all that was asked for on it but what it `keeps`: those
-        attempts wait for its Adopt as they would for another router's.
+        An earlier stream of the same router process is closed, and its attempts are aborted, except those that the
+        router `keeps`: they wait to be adopted, like those of a router that is gone.
         """
         if self._closed:
             raise Draining(f"node {self._description.node_id} has stopped")
         if router_incarnation:
-            self._supersede(router_incarnation, keeps)
+            self._end_earlier_streams(router_incarnation, keeps)
         index = next(self._indices)
-        port = Port(index, router_id, router_incarnation, self._receive, self._give_up, self._close_port)
+        port = Port(index, router_id, router_incarnation, self._receive, self._refuse, self._close_port)
         self._ports[port.client_index] = port
         port.push(StepReport((), self._load, notice=self._notice or None))
         return port
 
     def drain(self) -> None:
-        """Refuse new work and ask the process to end when the running work is done."""
+        """Ask the process to refuse new work, and to end when the running work is done."""
         self._on_drain()
 
     def set_role(self, incarnation: str, role: Role) -> None:
-        """Ask the process to be another node when the running work is done; raises ConfigError, InvalidRequest."""
-        ours = self._description.incarnation
-        if incarnation not in ("", ours):
-            raise ConfigError(f"this is {ours}, not {incarnation}")
+        """Ask the process to start again in this role when the running work is done.
+
+        Raises ConfigError if this is not the incarnation that is meant, InvalidRequest for a role that no node has.
+        """
+        self._require_incarnation(incarnation)
         if role is Role.ROUTER:
-            raise InvalidRequest("role", "a node's is prefill or decode")
+            raise InvalidRequest("role", "a node can be prefill or decode")
         if role is not self._description.role or self._draining:
             self._on_set_role(role)
 
     async def reset_prefix_cache(self, incarnation: str) -> int:
-        """Forget all cached KV; returns how many blocks it was.
+        """Forget all cached KV; returns how many blocks that were.
 
-        Raises CacheInUse, ConfigError for another incarnation, DeadlineExceeded when the engine does not get to it.
+        Raises ConfigError if this is not the incarnation that is meant, CacheInUse while blocks are in use, and
+        DeadlineExceeded when a step takes too long.
         """
-        ours = self._description.incarnation
-        if incarnation not in ("", ours):
-            raise ConfigError(f"this is {ours}, not {incarnation}")
+        self._require_incarnation(incarnation)
         found = await forget_cached_blocks(self._driver)
-        _log.info("the prefix cache was forgotten, as asked for", extra={"blocks": found})
+        _log.info("the prefix cache was reset, as an operator asked", extra={"blocks": found})
         return found
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
@@ -168,19 +168,19 @@ class NodeService:
     def steps(self, after: int) -> Sequence[TraceStep]:
         return self._steps.after(after)
 
-    # What the process asks of it.
+    # Called by the process.
 
     def refuse_new_work(self) -> None:
-        """From now on every submit is answered REFUSED."""
+        """Answer every submit with REFUSED from now on."""
         self._draining = True
         self._set_load(replace(self._load, draining=True))
-        self._send({})
+        self._push_reports({})
 
     async def wait_idle(self) -> Sequence[OpenHandoff]:
         """Return when no request runs or waits, no block is leased or quarantined, and nothing waits for adoption.
 
-        Or when for GIVE_UP_AFTER_S nothing but reads was left, which may never end: then with the hand-offs that they
-        belong to, which operators are told of.
+        Returns also when nothing but reads was left for GIVE_UP_AFTER_S, since those may never end. The result is the
+        hand-offs that those reads belong to; operators are told of them.
         """
         since: float | None = None
         while not self._idle.is_set():
@@ -198,49 +198,54 @@ class NodeService:
         return ()
 
     def work_left(self) -> str:
-        """What keeps it from being idle; for a log line."""
+        """What keeps the node from being idle, for a log line."""
         load, waiting = self._load, self._load.waiting + self._load.waiting_for_remote_kvs
         blocks = f"{load.leased_blocks} blocks leased, {load.quarantined_blocks} quarantined"
         return f"{load.running} requests running, {waiting} waiting, {self._attempts.num_awaited} to adopt, {blocks}"
 
     async def heartbeat(self) -> None:
-        """Tell every router that the node lives, also when it has nothing to say. Runs until cancelled."""
+        """Send a report to every router that got none for a while, as a sign of life. Runs until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._look_for_news()
+            self._push_changed_notice()
             for port in list(self._ports.values()):
-                if port.silent:
+                if port.is_silent:
                     port.push(StepReport((), self._load))
-                port.silent = True
+                port.is_silent = True
 
     def on_step(self, news: StepNews) -> None:
-        """Take a step's news, on the loop."""
+        """Report what a step of the engine brought."""
         for event in news.events:
-            self._note(event)
+            self._record_event(event)
         self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
         self._set_load(load_report(news.stats, draining=self._draining))
         step = step_figures(news.step) if news.step is not None else None
         if news.step is not None and step is not None:
             self._steps.record(news.step.ended_at, step, news.step.goes_on)
         goes_on = news.step is not None and news.step.goes_on
-        self._send({index: outputs.outputs for index, outputs in news.outputs.items()}, step, goes_on=goes_on)
+        self._push_reports({index: outputs.outputs for index, outputs in news.outputs.items()}, step, goes_on=goes_on)
         if news.kv_cache is not None:
-            self._tell_kv_cache(news.kv_cache)
+            self._push_kv_cache(news.kv_cache)
 
     def close(self) -> None:
-        """End every router's stream, and take no more of them."""
+        """End all streams of routers, abort what runs, and accept no more streams."""
         self._closed = True
         for port in list(self._ports.values()):
             port.close()
-        self._end_unwanted(self._attempts.expire(math.inf))
+        self._abort_unwanted(self._attempts.expire(math.inf))
         if self._sweep is not None:
             self._sweep.cancel()
 
     def running_for(self, port: Port) -> list[AttemptKey]:
-        """What this router asked for or adopted, and has not ended."""
+        """The attempts that this router submitted or adopted and that have not ended."""
         return [attempt.key for attempt in self._attempts.running_for(port.client_index)]
 
-    # Inside.
+    # State of the node.
+
+    def _require_incarnation(self, incarnation: str) -> None:
+        ours = self._description.incarnation
+        if incarnation not in ("", ours):
+            raise ConfigError(f"this is {ours}, not {incarnation}")
 
     @property
     def _has_requests(self) -> bool:
@@ -255,16 +260,18 @@ class NodeService:
         _log.warning("%s", self._gave_up)
         for handoff in left:
             self._log.record("drain_gave_up", handoff.attempt, handoff.num_blocks, f"{handoff.state} {handoff.peer}")
-        self._look_for_news()
+        self._push_changed_notice()
 
-    def _look_for_news(self) -> None:
-        """Tell every router what operators should know, when that has changed."""
+    def _push_changed_notice(self) -> None:
+        """Tell all routers what operators should know, if that has changed."""
         notice = self._gave_up or refusal_notice(self._role.refused_links())
         if notice == self._notice:
             return
         self._notice = notice
         for port in list(self._ports.values()):
             port.push(StepReport((), self._load, notice=notice))
+
+    # Messages of routers.
 
     def _receive(self, port: Port, message: RouterMessage) -> None:
         if isinstance(message, WatchKVCache):
@@ -287,24 +294,24 @@ class NodeService:
         if self._draining:
             self._reject(port, submit.attempt, "the node is draining", Outcome.REFUSED)
         elif running is not None:
-            self._reject(port, submit.attempt, f"attempt: runs here for {self._owner_name(running)}")
+            self._reject(port, submit.attempt, f"attempt: already runs here for {self._owner_name(running)}")
         elif problem is not None:
             self._reject(port, submit.attempt, problem)
         else:
-            self._begin(port, submit)
+            self._start_attempt(port, submit)
 
-    def _begin(self, port: Port, submit: Submit) -> None:
-        # From here on it is the client who waits, whether in the engine's inbox or in its queue.
+    def _start_attempt(self, port: Port, submit: Submit) -> None:
+        # The time in the engine's inbox counts as time in the queue: the client waits during both.
         num_sequences = 1 if submit.leg is Leg.PREFILL else submit.sampling_params.n
         clock = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
         owner, router = port.client_index, port.router_incarnation
         attempt = Attempt(submit.attempt, owner, router, clock, submit.output_token_ids, submit.takeover)
-        self._attempts.begin(attempt)
+        self._attempts.add(attempt)
         if self._spans is not None:
             self._spans.begun(submit, clock)
-        port.moved.discard(submit.attempt)
+        port.moved_away.discard(submit.attempt)
         self._idle.clear()
-        # An attempt that dies with a node which never said so may be tried elsewhere at no cost.
+        # This tells the router that the attempt has begun here. One that had not may be tried elsewhere at no cost.
         port.push(StepReport((RequestDelta(submit.attempt),), self._load))
         self._driver.submit(self._request(port, submit))
 
@@ -314,11 +321,11 @@ class NodeService:
 
     def _adopt(self, port: Port, adopt: Adopt) -> None:
         key, takeover = adopt.attempt, adopt.takeover
-        above = self._attempts.owner_above(key, takeover, port.router_incarnation)
-        if above is not None:
-            # It is late: its client has left that router, and a later call has reached another one.
+        newer = self._attempts.newer_takeover(key, takeover, port.router_incarnation)
+        if newer is not None:
+            # The message is late: the client has left that router, and has reached another one with a later call.
             self._log.record("fenced_adopt", key, takeover, port.router_id)
-            self._reject_moved(port, key, "a router with a later call of its client has it", above)
+            self._reject_moved(port, key, "a router with a later call of the client has adopted it", newer)
             return
         known = self._attempts.get(str(key))
         before = self._ports.get(known.owner) if known is not None and known.owner is not None else None
@@ -326,22 +333,22 @@ class NodeService:
             key, port.client_index, port.router_incarnation, self._clock.monotonic(), takeover
         )
         if attempt is None:
-            self._reject(port, key, "nothing of it is here", Outcome.UNKNOWN)
+            self._reject(port, key, "the attempt is unknown here", Outcome.UNKNOWN)
             return
         self._log.record("adopted", key, 0, port.router_id)
         if before is not None and before is not port:
-            before.moved.add(key)
+            before.moved_away.add(key)
             self._reject_moved(before, key, f"router {port.router_id} has adopted it", takeover)
-        port.moved.discard(key)
+        port.moved_away.discard(key)
         for delta in attempt.replayed(adopt.num_tokens):
             port.push(StepReport((delta,), self._load))
-        self._arm_sweep()
+        self._set_sweep_timer()
 
     def _abort(self, port: Port, abort: Abort) -> None:
         attempt = self._attempts.get(str(abort.attempt))
-        is_anothers = attempt is not None and attempt.owner not in (None, port.client_index)
-        above = self._attempts.owner_above(abort.attempt, abort.takeover, port.router_incarnation)
-        if is_anothers or abort.attempt in port.moved or above is not None:
+        has_other_owner = attempt is not None and attempt.owner not in (None, port.client_index)
+        newer = self._attempts.newer_takeover(abort.attempt, abort.takeover, port.router_incarnation)
+        if has_other_owner or abort.attempt in port.moved_away or newer is not None:
             self._log.record("fenced_abort", abort.attempt, 0, port.router_id)
             return
         self._log.record("abort", abort.attempt, 0, abort.reason)
@@ -354,17 +361,19 @@ class NodeService:
             self._end_span(attempt.key, "" if abort.reason == ENDED_WELL else abort.reason)
             if runs:
                 self._driver.abort([str(abort.attempt)])
-        # What ended here long ago may still be on offer.
+        # The blocks of an attempt that ended here long ago may still be offered.
         self._role.attempt_aborted(abort.attempt)
 
-    def _supersede(self, router_incarnation: str, keeps: Sequence[AttemptKey]) -> None:
+    def _end_earlier_streams(self, router_incarnation: str, keeps: Sequence[AttemptKey]) -> None:
         for port in list(self._ports.values()):
             if port.router_incarnation == router_incarnation:
                 port.close()
-        self._end_unwanted(self._attempts.superseded(router_incarnation, frozenset(keeps)))
+        self._abort_unwanted(self._attempts.forget_orphans_of(router_incarnation, frozenset(keeps)))
 
-    def _end_unwanted(self, attempts: Sequence[Attempt]) -> None:
-        """Whom they ran for is gone, and nobody else has come."""
+    # Attempts that nobody wants, and how attempts end.
+
+    def _abort_unwanted(self, attempts: Sequence[Attempt]) -> None:
+        """Abort attempts whose router is gone and that no other router has adopted."""
         self._driver.abort([str(attempt.key) for attempt in attempts])
         for attempt in attempts:
             self._end_span(attempt.key, "its router is gone")
@@ -372,22 +381,22 @@ class NodeService:
             self._role.attempt_aborted(attempt.key)
 
     def _expire(self) -> None:
-        """Forget those whose grace is over."""
+        """Forget attempts whose grace is over."""
         self._sweep = None
-        self._end_unwanted(self._attempts.expire(self._clock.monotonic()))
+        self._abort_unwanted(self._attempts.expire(self._clock.monotonic()))
         self._set_load(self._load)
-        self._arm_sweep()
+        self._set_sweep_timer()
 
-    def _arm_sweep(self) -> None:
+    def _set_sweep_timer(self) -> None:
         due = self._attempts.next_deadline
-        # A timer that is set already comes early enough: later deadlines follow earlier ones.
+        # A timer that is set already fires early enough, since later deadlines follow earlier ones.
         if due is not None and self._sweep is None and not self._closed:
             delay = max(0.0, due - self._clock.monotonic())
             expire = self._watch.guarded(self._expire, "orphans")
             self._sweep = asyncio.get_running_loop().call_later(delay, expire)
 
     @staticmethod
-    def _say_end(key: AttemptKey, outcome: Outcome, error: str | None) -> None:
+    def _log_end(key: AttemptKey, outcome: Outcome, error: str | None) -> None:
         if outcome is Outcome.ERROR:
             _log.warning("attempt failed: %s", error, extra=of_attempt(key))
         elif _log.isEnabledFor(logging.DEBUG):
@@ -398,16 +407,16 @@ class NodeService:
             self._spans.ended(key, self._clock.monotonic(), error)
 
     def _reject(self, port: Port, attempt: AttemptKey, error: str, outcome: Outcome = Outcome.ERROR) -> None:
-        """Nothing of the attempt runs here, and the router is told why."""
+        """Tell a router that the attempt does not run here, and why."""
         port.push(StepReport((RequestDelta(attempt, outcome=outcome, error=error),), self._load))
 
     def _reject_moved(self, port: Port, attempt: AttemptKey, error: str, takeover: int) -> None:
-        """The attempt is another router's, the one with this number."""
+        """Tell a router that the attempt belongs to another router, the one with this takeover number."""
         delta = RequestDelta(attempt, outcome=Outcome.MOVED, error=error, takeover=takeover)
         port.push(StepReport((delta,), self._load))
 
-    def _give_up(self, port: Port, attempt: AttemptKey, error: str) -> None:
-        """End the attempt, should it run for this router: it will hear nothing more of it."""
+    def _refuse(self, port: Port, attempt: AttemptKey, error: str) -> None:
+        """Answer a message that could not be read: abort its attempt, if it runs for this router, with an error."""
         running = self._attempts.running(attempt)
         if running is not None and running.owner == port.client_index:
             self._abort(port, Abort(attempt, error))
@@ -431,12 +440,14 @@ class NodeService:
         self._ports.pop(port.client_index, None)
         now = self._clock.monotonic()
         self._attempts.detached(port.client_index, now)
-        self._end_unwanted(self._attempts.expire(now))
-        self._arm_sweep()
+        self._abort_unwanted(self._attempts.expire(now))
+        self._set_sweep_timer()
         if port.watches_kv_cache and not any(other.watches_kv_cache for other in self._ports.values()):
             self._driver.unwatch_kv_cache()
 
-    def _note(self, event: EngineCoreEvent) -> None:
+    # News of the engine.
+
+    def _record_event(self, event: EngineCoreEvent) -> None:
         request_id, sequence_index = split_sequence_id(event.request_id)
         attempt = self._attempts.get(request_id)
         key = attempt.key if attempt is not None else AttemptKey.parse(request_id)
@@ -454,36 +465,39 @@ class NodeService:
         else:
             self._idle.set()
 
-    def _send(
+    def _push_reports(
         self,
         outputs: Mapping[int, Sequence[EngineCoreOutput]],
         step: StepFigures | None = None,
         *,
         goes_on: bool = False,
     ) -> None:
-        """`goes_on`: another step follows; a router that is not told of this one hears of that or a later one."""
+        """Push a report with the outputs to each router that needs one.
+
+        `goes_on`: another step follows, so that a router which is not told of this one is told of a later one.
+        """
         deltas: dict[int | None, list[RequestDelta]] = {index: [] for index in self._ports}
         for client_index, of_client in outputs.items():
             for output in of_client:
-                owner, delta = self._delta(client_index, output)
+                owner, delta = self._delta_and_owner(client_index, output)
                 if owner in deltas:
                     deltas[owner].append(delta)
         now = self._clock.monotonic()
         owners = self._attempts.owners() if goes_on and len(self._ports) > 1 else set(self._ports)
         for index, port in list(self._ports.items()):
-            if index not in owners and not deltas[index] and now - port.load_told_at < LOAD_EVERY_S:
+            if index not in owners and not deltas[index] and now - port.step_reported_at < LOAD_EVERY_S:
                 continue
-            port.load_told_at = now
-            *parts, last = in_parts(deltas[index])
+            port.step_reported_at = now
+            *parts, last = split_by_size(deltas[index])
             for part in parts:
                 port.push(StepReport(part, self._load))
             port.push(StepReport(last, self._load, step=step))
         if outputs:
-            self._arm_sweep()
+            self._set_sweep_timer()
             self._set_load(self._load)
 
-    def _tell_kv_cache(self, news: KVEventBatch | KVSnapshot) -> None:
-        """After the tokens: nobody waits for this."""
+    def _push_kv_cache(self, news: KVEventBatch | KVSnapshot) -> None:
+        """Push changes of the prefix cache; they come after the tokens, because nobody waits for them."""
         updates = kv_cache_updates(news)
         for port in list(self._ports.values()):
             port.knows_kv_cache |= port.watches_kv_cache and isinstance(news, KVSnapshot)
@@ -491,8 +505,8 @@ class NodeService:
                 for update in updates:
                     port.push(StepReport((), self._load, update))
 
-    def _delta(self, client_index: int, output: EngineCoreOutput) -> tuple[int | None, RequestDelta]:
-        """What a router is told, and the client index of that router; None: nobody is there to tell."""
+    def _delta_and_owner(self, client_index: int, output: EngineCoreOutput) -> tuple[int | None, RequestDelta]:
+        """The client index of the router that is told of an output, or None if no router is, and the delta for it."""
         request_id, sequence_index = output.request_id, 0
         attempt = self._attempts.get(request_id)
         if attempt is None:
@@ -500,10 +514,10 @@ class NodeService:
             attempt = self._attempts.get(request_id)
         outcome = output.outcome
         if attempt is None:
-            # It was aborted a moment ago: whoever began it hears of its end, unless it was not theirs any more.
+            # It was aborted a moment ago: the router that submitted it is told of its end, if it still owned it.
             key = AttemptKey.parse(request_id)
             port = self._ports.get(client_index)
-            owner = client_index if port is not None and key not in port.moved else None
+            owner = client_index if port is not None and key not in port.moved_away else None
             return owner, request_delta(key, sequence_index, output, outcome)
         timings = None
         if sequence_index == 0 and (outcome is not None or output.first_index - len(attempt.given) <= 1):
@@ -514,8 +528,8 @@ class NodeService:
         delta = request_delta(attempt.key, sequence_index, output, outcome, timings)
         if attempt.runs:
             attempt.note(delta)
-            if outcome is not None and attempt.clock.ended(outcome):
+            if outcome is not None and attempt.clock.sequence_ended(outcome):
                 self._attempts.finished(attempt, self._clock.monotonic())
                 self._end_span(attempt.key, output.error or "")
-                self._say_end(attempt.key, outcome, output.error)
+                self._log_end(attempt.key, outcome, output.error)
         return attempt.owner, delta

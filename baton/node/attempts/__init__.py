@@ -1,1 +1,1 @@
-"""The attempts that a node runs: whose they are, when their stages began, what is checked before one is taken."""
+"""The attempts that a node runs: which router owns them, how long their stages took, and the checks of new ones."""

@@ -1,4 +1,4 @@
-"""When one attempt reached which stage on this node: turns the engine's events into a client's timings."""
+"""Records when one attempt reached each stage on this node, and computes a client's timings from that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.messages.node import Outcome, StageTimings
 
 @dataclass(frozen=True, slots=True)
 class TransferFigures:
-    """What moved into this node for one attempt."""
+    """How much KV was read into this node for one attempt, and how long its reads took."""
 
     kv_bytes: int
     transfer_ms: float
@@ -18,17 +18,17 @@ class TransferFigures:
 
 @dataclass(slots=True)
 class AttemptClock:
-    """Stages of one attempt, seconds on CLOCK_MONOTONIC; 0 while not reached."""
+    """When one attempt reached its stages, in seconds on CLOCK_MONOTONIC; 0 for a stage that is not reached."""
 
     queued: float = 0.0
     scheduled: float = 0.0
     first_token: float = 0.0
     arrived: float = 0.0
     num_sequences: int = 1
-    """How many of its sequences have not ended here."""
+    """Number of its sequences that have not ended on this node."""
 
     def note(self, event: EngineCoreEvent) -> None:
-        """Take an event of this attempt; only the first of its kind counts (preemption repeats some)."""
+        """Record an event of this attempt; only the first of each type counts, since a preemption repeats some."""
         if event.type is EngineCoreEventType.QUEUED:
             self.queued = self.queued or event.time
         elif event.type in (EngineCoreEventType.SCHEDULED, EngineCoreEventType.REMOTE_KV_REQUESTED):
@@ -38,16 +38,16 @@ class AttemptClock:
         elif event.type is EngineCoreEventType.REMOTE_KV_ARRIVED:
             self.arrived = self.arrived or event.time
 
-    def ended(self, outcome: Outcome) -> bool:
-        """One of its sequences ended so; whether nothing of the attempt runs here any more."""
+    def sequence_ended(self, outcome: Outcome) -> bool:
+        """One of its sequences ended; returns whether none of the attempt runs here any more."""
         self.num_sequences -= 1
         return self.num_sequences <= 0 or not outcome.ends_one_sequence
 
     def timings(
         self, now: float, cached_tokens: int, external_tokens: int, moved: TransferFigures | None
     ) -> StageTimings:
-        """What a router is told."""
-        # A beam search's first token comes long after its prompt's KV.
+        """The timings as a router is told them. `now`: seconds on CLOCK_MONOTONIC."""
+        # Where KV arrived, the first token says nothing of the prompt: that of a beam search comes long after.
         computed = self.first_token if not self.arrived else 0.0
         return StageTimings(
             queue_ms=max(0.0, self.scheduled - self.queued) * 1e3 if self.scheduled else 0.0,
@@ -61,6 +61,6 @@ class AttemptClock:
         )
 
     def decode_ms(self, now: float) -> float:
-        """Since the prompt was computed or had arrived here."""
+        """Milliseconds since the prompt was computed here or its KV had arrived."""
         since = self.arrived or self.first_token
         return max(0.0, now - since) * 1e3 if since else 0.0

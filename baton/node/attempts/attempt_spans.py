@@ -1,4 +1,4 @@
-"""What an attempt did on this node, as spans. Only for attempts whose router traces them."""
+"""Writes trace spans of the stages of attempts, for those attempts that their router traces."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class Stage(NamedTuple):
 
 
 def stages(clock: AttemptClock, leg: Leg, ended: float) -> Iterator[Stage]:
-    """What there was of it until it ended: one after the other, without gaps."""
+    """The stages of an attempt until it ended, one after the other, without gaps."""
     yield Stage("queue", clock.queued, clock.scheduled or ended)
     if not clock.scheduled:
         return
-    # A decode leg whose KV did not come computes its prompt itself.
-    is_pulled = leg is Leg.DECODE and bool(clock.arrived or not clock.first_token)
-    computed = clock.arrived if is_pulled else clock.first_token
-    yield Stage("transfer" if is_pulled else "prefill", clock.scheduled, computed or ended)
+    # A decode leg whose KV did not come has computed its prompt itself.
+    is_transferred = leg is Leg.DECODE and bool(clock.arrived or not clock.first_token)
+    computed = clock.arrived if is_transferred else clock.first_token
+    yield Stage("transfer" if is_transferred else "prefill", clock.scheduled, computed or ended)
     if computed and leg not in (Leg.PREFILL, Leg.EMBED):
         yield Stage("decode", computed, ended)
 
 
 class AttemptSpans:
-    """The attempts of one node that are traced and not over."""
+    """The attempts of one node that are traced and have not ended."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[AttemptKey, tuple[str, Leg, AttemptClock]] = {}
 
     def begun(self, submit: Submit, clock: AttemptClock) -> None:
-        """An attempt came."""
+        """An attempt has begun on this node; it is remembered if its router traces it."""
         if submit.traceparent:
             self._open[submit.attempt] = submit.traceparent, submit.leg, clock
 
     def ended(self, attempt: AttemptKey, now: float, error: str = "") -> None:
-        """It is over; unknown ones are ignored. `error` failed its last stage."""
+        """An attempt has ended; one that is not traced is ignored. `error`: why its last stage failed."""
         traceparent, leg, clock = self._open.pop(attempt, ("", Leg.WHOLE, None))
         if clock is None:
             return
         attributes: Attributes = {"baton.request_id": attempt.request_id, "baton.attempt": attempt.attempt}
         found = list(stages(clock, leg, now))
         for stage in found:
-            trouble = error if stage is found[-1] else ""
-            self._tracer.completed(stage.name, traceparent, stage.begun, stage.ended, attributes, trouble)
+            stage_error = error if stage is found[-1] else ""
+            self._tracer.completed(stage.name, traceparent, stage.begun, stage.ended, attributes, stage_error)

@@ -1,9 +1,9 @@
-"""Whose attempt is whose, and what each one brought: so that a router can go on with what another one began.
+"""Knows which router owns each attempt and what the attempt has brought, so that one router can continue for another.
 
-An attempt belongs to the router that submitted it until another one adopts it. When its router's stream ends it runs on
-as an orphan, for a grace, in which that router itself may adopt it, too: its link was cut. What ended of late is kept
-as long: nobody knows whether its last report arrived. Pure: time is an argument, and what follows for the engine is
-returned.
+An attempt belongs to the router that submitted it until another router adopts it. When its router's stream ends, it
+runs on as an orphan for a grace, in which any router may adopt it; that router, too, if only its link was cut. An
+attempt that has ended is kept as long, because nobody knows whether its last report arrived. Pure: time is an argument,
+and what the engine is to abort is returned.
 """
 
 from __future__ import annotations
@@ -22,40 +22,45 @@ from baton.messages.sampling import TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 
 MAX_ENDED = 4096
-"""So many attempts that have ended are kept at most..."""
+"""The most attempts that have ended and are kept."""
 MAX_ENDED_ENTRIES = 4_000_000
-"""... and so many of their tokens and log-probabilities."""
+"""The most tokens and log-probabilities of them that are kept."""
 MAX_FENCES = 4096
-"""Of so many forgotten attempts it is known who adopted them: a late abort must not withdraw what is still read."""
-_TOLD_AT_ONCE = 2048
-"""Tokens in one delta: with 20 log-probabilities each, a message of half a megabyte."""
-_COME_WITH_A_TOKEN = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.HANDED_OFF})
+"""For so many forgotten attempts it is remembered which router adopted them, because a late abort by another router
+must not withdraw blocks that are still read."""
+_MAX_REPLAYED_TOKENS = 2048
+"""The most tokens in one replayed delta; with 20 log-probabilities each, that is a message of half a megabyte."""
+_OUTCOMES_WITH_TOKEN = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.HANDED_OFF})
 
 
 class AttemptState(enum.Enum):
-    """Where an attempt is on its node."""
+    """The states of an attempt on its node."""
 
     RUNNING = enum.auto()
-    """For a router that is attached."""
+    """It runs for a router that is attached."""
     ORPHANED = enum.auto()
-    """It runs on for whoever will adopt it."""
+    """It runs without a router, until one adopts it."""
     ENDED = enum.auto()
-    """Its router was attached then; kept, since the last report may be lost with that router."""
-    UNHEARD = enum.auto()
-    """It ended as an orphan: kept for whoever will adopt it."""
+    """It ended while its router was attached. It is kept, since that router may be lost with the last report."""
+    ENDED_ORPHANED = enum.auto()
+    """It ended as an orphan. It is kept until a router adopts it."""
     FORGOTTEN = enum.auto()
+    """Nothing is kept of it."""
 
 
 class AttemptEvent(enum.Enum):
-    """What happens to it."""
+    """What can happen to an attempt."""
 
     DETACHED = enum.auto()
     """Its router's stream has ended."""
     ADOPTED = enum.auto()
+    """A router has become its owner."""
     FINISHED = enum.auto()
     """The engine has ended all its sequences."""
     ABORTED = enum.auto()
+    """Nobody wants it any more."""
     GRACE_OVER = enum.auto()
+    """No router has adopted it in time."""
 
 
 ATTEMPT_TABLE = {
@@ -64,24 +69,23 @@ ATTEMPT_TABLE = {
     (AttemptState.RUNNING, AttemptEvent.FINISHED): AttemptState.ENDED,
     (AttemptState.RUNNING, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
     (AttemptState.ORPHANED, AttemptEvent.ADOPTED): AttemptState.RUNNING,
-    (AttemptState.ORPHANED, AttemptEvent.FINISHED): AttemptState.UNHEARD,
+    (AttemptState.ORPHANED, AttemptEvent.FINISHED): AttemptState.ENDED_ORPHANED,
     (AttemptState.ORPHANED, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
     (AttemptState.ORPHANED, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
     (AttemptState.ENDED, AttemptEvent.DETACHED): AttemptState.ENDED,
     (AttemptState.ENDED, AttemptEvent.ADOPTED): AttemptState.ENDED,
     (AttemptState.ENDED, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
     (AttemptState.ENDED, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
-    (AttemptState.UNHEARD, AttemptEvent.ADOPTED): AttemptState.ENDED,
-    (AttemptState.UNHEARD, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
-    (AttemptState.UNHEARD, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
+    (AttemptState.ENDED_ORPHANED, AttemptEvent.ADOPTED): AttemptState.ENDED,
+    (AttemptState.ENDED_ORPHANED, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
+    (AttemptState.ENDED_ORPHANED, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
 }
 _RUNS = frozenset({AttemptState.RUNNING, AttemptState.ORPHANED})
-_IS_AWAITED = _RUNS | {AttemptState.UNHEARD}
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """What was told of one of its sequences."""
+    """What was reported of one sequence of an attempt."""
 
     first_index: int
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -90,14 +94,14 @@ class _Sequence:
 
     @property
     def num_entries(self) -> int:
-        """How much of memory it is, in tokens and log-probabilities."""
+        """How much memory it takes, counted in tokens and log-probabilities."""
         per_token = 1 + len(self.logprobs[0].top) if self.logprobs else 0
         embedded = len(self.end.embedding) // 4 if self.end is not None else 0
         return len(self.token_ids) + len(self.logprobs) * per_token + embedded
 
 
 class Attempt:
-    """One attempt and its history, which its request bounds."""
+    """One attempt and all that it has brought, the size of which its request bounds."""
 
     def __init__(
         self,
@@ -108,19 +112,19 @@ class Attempt:
         given: Sequence[int] = (),
         takeover: int = 0,
     ) -> None:
-        """`owner`: the client index of its router's port; `router`: that router's incarnation; `given`: output tokens
-        that it was submitted with; `takeover`: see `baton.messages.node.Adopt`.
+        """`owner`: the client index of its router's port. `router`: that router's incarnation. `given`: output tokens
+        that it was submitted with. `takeover`: see `baton.messages.node.Adopt`.
         """
         self.key = key
         self.owner: int | None = owner
-        """None once that port is closed."""
+        """The client index of its router's port; None once that port is closed."""
         self.router = router
         self.takeover = takeover
-        """The largest number of a router that owned it; 0: none of them numbers."""
+        """The largest takeover number of a router that owned it; 0: none had a number."""
         self.clock = clock
         self.given = tuple(given)
         self.timings: StageTimings | None = None
-        """As they were told last."""
+        """The timings that were reported last."""
         self._machine = Machine(f"attempt {key}", AttemptState.RUNNING, ATTEMPT_TABLE)
         self._sequences: dict[int, _Sequence] = {}
 
@@ -130,15 +134,15 @@ class Attempt:
 
     @property
     def runs(self) -> bool:
-        """Whether the engine has not ended it."""
+        """Whether the engine has not ended it yet."""
         return self._machine.state in _RUNS
 
     def feed(self, event: AttemptEvent) -> None:
-        """Raises IllegalEvent, and changes nothing, for one that can't happen now."""
+        """Take a transition; raises IllegalEvent, and changes nothing, for an event that the state does not accept."""
         self._machine.feed(event)
 
     def note(self, delta: RequestDelta) -> None:
-        """This was told of it, or would have been."""
+        """Keep what is reported of the attempt, or would be if it had a router."""
         sequence = self._sequences.get(delta.sequence_index)
         if sequence is None:
             sequence = self._sequences[delta.sequence_index] = _Sequence(delta.first_index)
@@ -152,29 +156,29 @@ class Attempt:
 
     @property
     def num_entries(self) -> int:
-        """Tokens and log-probabilities that it keeps."""
+        """Number of tokens and log-probabilities that it keeps."""
         return len(self.given) + sum(sequence.num_entries for sequence in self._sequences.values())
 
     def replayed(self, num_known: Sequence[int] = ()) -> Iterator[RequestDelta]:
-        """All that it brought so far, in order; tokens that it was given have no log-probabilities.
+        """All that it has brought so far, in order. Tokens that it was submitted with have no log-probabilities.
 
-        `num_known`: so many tokens of each sequence need not be told. An end that comes with its token is told with it;
-        others follow, as they did.
+        `num_known`: the number of leading tokens of each sequence that are left out. An outcome that came with a token
+        comes with it again; others follow in a delta of their own, as they did before.
         """
         yield RequestDelta(self.key, timings=self.timings)
         known = dict(enumerate(num_known))
         if given := self.given[known.get(0, 0) :]:
             yield RequestDelta(self.key, len(self.given) - len(given), given)
         for index, sequence in sorted(self._sequences.items()):
-            yield from self._sequence_again(index, sequence, known.get(index, 0))
+            yield from self._replayed_sequence(index, sequence, known.get(index, 0))
 
-    def _sequence_again(self, index: int, sequence: _Sequence, num_known: int) -> Iterator[RequestDelta]:
+    def _replayed_sequence(self, index: int, sequence: _Sequence, num_known: int) -> Iterator[RequestDelta]:
         end, num_tokens = sequence.end, len(sequence.token_ids)
         first = min(max(0, num_known - sequence.first_index), num_tokens)
-        at_last = end is not None and end.outcome in _COME_WITH_A_TOKEN
-        for start in range(first, num_tokens, _TOLD_AT_ONCE):
-            stop = min(start + _TOLD_AT_ONCE, num_tokens)
-            is_last = stop == num_tokens and at_last
+        ends_with_token = end is not None and end.outcome in _OUTCOMES_WITH_TOKEN
+        for start in range(first, num_tokens, _MAX_REPLAYED_TOKENS):
+            stop = min(start + _MAX_REPLAYED_TOKENS, num_tokens)
+            is_last = stop == num_tokens and ends_with_token
             yield RequestDelta(
                 self.key,
                 sequence.first_index + start,
@@ -185,7 +189,7 @@ class Attempt:
                 timings=end.timings if end is not None and is_last else None,
                 sequence_index=index,
             )
-        if end is not None and not (at_last and first < num_tokens):
+        if end is not None and not (ends_with_token and first < num_tokens):
             yield RequestDelta(
                 self.key,
                 sequence.first_index + num_tokens,
@@ -203,34 +207,39 @@ class Attempt:
 
 
 class AttemptBook:
-    """Every attempt of a node that is not forgotten."""
+    """All attempts of a node that are not forgotten."""
 
     def __init__(self, grace_s: float, max_ended: int = MAX_ENDED, max_ended_entries: int = MAX_ENDED_ENTRIES) -> None:
+        """`grace_s`: how long an orphan runs, and an attempt is kept that has ended."""
         self._grace_s = grace_s
         self._max_ended = max_ended
         self._max_ended_entries = max_ended_entries
         self._attempts: dict[str, Attempt] = {}
         self._deadlines: dict[str, float] = {}
-        """When those that nobody may want any more are forgotten, the earliest first."""
+        """When orphans and ended attempts are forgotten, the earliest first."""
         self._ended: dict[str, int] = {}
-        """How much of memory each that has ended is, the oldest first."""
+        """The `num_entries` of each attempt that has ended, the oldest first."""
         self._num_ended_entries = 0
         self._awaited: set[str] = set()
+        """Attempts that run, and those that ended as orphans."""
         self._fences: FIFOCache[str, int] = FIFOCache(MAX_FENCES)
-        """The largest number of a router that adopted each of those that were forgotten of late."""
+        """The largest takeover number of each adopted attempt that was forgotten lately."""
 
     @property
     def num_awaited(self) -> int:
-        """Those that run, and those that ended as orphans: a node that stops waits for them."""
+        """Number of attempts that a node which stops waits for: those that run, and those that ended as orphans."""
         return len(self._awaited)
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do."""
+        """When `expire` has something to do; None: never."""
         return next(iter(self._deadlines.values()), None)
 
-    def begin(self, attempt: Attempt) -> None:
-        """It runs from now on. One of the same name that has ended is forgotten."""
+    def add(self, attempt: Attempt) -> None:
+        """Add an attempt that runs from now on, and forget one with the same key that has ended.
+
+        Raises ValueError if one with the same key runs.
+        """
         name = str(attempt.key)
         known = self._attempts.get(name)
         if known is not None:
@@ -241,24 +250,24 @@ class AttemptBook:
         self._awaited.add(name)
 
     def get(self, request_id: str) -> Attempt | None:
-        """By the request id that the engine sees."""
+        """The attempt with this request id, as the engine knows it."""
         return self._attempts.get(request_id)
 
     def running(self, key: AttemptKey) -> Attempt | None:
-        """If the engine has not ended it."""
+        """The attempt with this key, if the engine has not ended it."""
         attempt = self._attempts.get(str(key))
         return attempt if attempt is not None and attempt.runs else None
 
     def running_for(self, owner: int) -> list[Attempt]:
-        """Those of one router that have not ended."""
+        """The attempts of one router that have not ended."""
         return [attempt for attempt in self._attempts.values() if attempt.owner == owner and attempt.runs]
 
     def owners(self) -> set[int | None]:
-        """The routers whose attempts have not ended."""
+        """The client indices of routers that have attempts which have not ended; None among them for orphans."""
         return {attempt.owner for attempt in self._attempts.values() if attempt.runs}
 
     def finished(self, attempt: Attempt, now: float) -> None:
-        """The engine has ended it, and that is noted."""
+        """The engine has ended an attempt, and its last delta is kept."""
         attempt.feed(AttemptEvent.FINISHED)
         if self._grace_s <= 0:
             self._forget(attempt, AttemptEvent.GRACE_OVER)
@@ -267,23 +276,24 @@ class AttemptBook:
         if attempt.state is AttemptState.ENDED:
             self._awaited.discard(name)
             self._set_deadline(name, now)
-        # As an orphan it has a deadline already.
+        # An orphan has a deadline already.
         self._ended[name] = attempt.num_entries
         self._num_ended_entries += self._ended[name]
         self._keep_bounds()
 
     def detached(self, owner: int, now: float) -> None:
-        """This router's stream has ended: what it asked for has the grace to find another one."""
+        """A router's stream has ended: its attempts are orphans from now on."""
         for attempt in [attempt for attempt in self._attempts.values() if attempt.owner == owner]:
             attempt.owner = None
             attempt.feed(AttemptEvent.DETACHED)
             self._set_deadline(str(attempt.key), now)
 
-    def owner_above(self, key: AttemptKey, takeover: int, router: str) -> int | None:
-        """The number of the router that owns the attempt, where a router with this number may not touch it; else None.
+    def newer_takeover(self, key: AttemptKey, takeover: int, router: str) -> int | None:
+        """The takeover number of the attempt's owner, if a router with the number `takeover` may not touch the attempt;
+        None if it may.
 
-        A number belongs to one call of the client, so to one router: two that both have it took it without knowing of
-        each other (their clients don't count calls), and the first one to arrive keeps the attempt.
+        A number belongs to one call of the client, so to one router. If two routers have the same number, their clients
+        don't count calls and the routers don't know of each other; then the first one to arrive keeps the attempt.
         """
         attempt = self._attempts.get(str(key))
         if takeover == 0:
@@ -291,11 +301,11 @@ class AttemptBook:
         if attempt is None:
             fence = self._fences.get(str(key), 0)
             return fence if takeover < fence else None
-        is_others = takeover == attempt.takeover and router != attempt.router
-        return attempt.takeover if takeover < attempt.takeover or is_others else None
+        is_taken = takeover == attempt.takeover and router != attempt.router
+        return attempt.takeover if takeover < attempt.takeover or is_taken else None
 
     def adopt(self, key: AttemptKey, owner: int, router: str, now: float, takeover: int = 0) -> Attempt | None:
-        """Make this router the owner of the attempt; None when nothing of it is here. Ask `owner_above` first."""
+        """Make this router the owner of the attempt; None if the attempt is not known. Call `newer_takeover` first."""
         name = str(key)
         attempt = self._attempts.get(name)
         if attempt is None:
@@ -311,24 +321,24 @@ class AttemptBook:
         return attempt
 
     def aborted(self, attempt: Attempt) -> None:
-        """Nobody wants it any more."""
+        """Nobody wants the attempt any more: forget it."""
         self._forget(attempt, AttemptEvent.ABORTED)
 
-    def superseded(self, router: str, keeps: Set[AttemptKey] = frozenset()) -> list[Attempt]:
-        """This run of a router is attached anew, and has tried elsewhere what it had asked for: forget all but what it
-        keeps.
+    def forget_orphans_of(self, router: str, keeps: Set[AttemptKey] = frozenset()) -> list[Attempt]:
+        """Forget the orphans of a router that has attached again, except those that it keeps: it has tried the others
+        on other nodes.
 
         Returns those that run, which are to be aborted.
         """
         orphans = [attempt for attempt in self._attempts.values() if attempt.owner is None and attempt.router == router]
-        left = [attempt for attempt in orphans if attempt.key not in keeps]
-        running = [attempt for attempt in left if attempt.runs]
-        for attempt in left:
+        unwanted = [attempt for attempt in orphans if attempt.key not in keeps]
+        running = [attempt for attempt in unwanted if attempt.runs]
+        for attempt in unwanted:
             self._forget(attempt, AttemptEvent.ABORTED)
         return running
 
     def expire(self, now: float) -> list[Attempt]:
-        """Forget those whose grace is over; returns those that run, which are to be aborted."""
+        """Forget attempts whose grace is over; returns those that run, which are to be aborted."""
         due: list[Attempt] = []
         for name, deadline in self._deadlines.items():
             if deadline > now:
@@ -340,7 +350,7 @@ class AttemptBook:
         return running
 
     def _set_deadline(self, name: str, now: float) -> None:
-        # Behind all others: the grace is one for all, so this is the order of the deadlines.
+        # It goes behind all others: all have the same grace, so the order of the dictionary is that of the deadlines.
         self._deadlines.pop(name, None)
         self._deadlines[name] = now + self._grace_s
 

@@ -1,4 +1,4 @@
-"""The threads that compile grammars, so that neither the engine nor the loop waits for one."""
+"""The threads that compile JSON schemas to grammars, so that neither engine nor event loop waits for them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from baton.text.schema_sandbox import SchemaSandbox
 
 NO_GRAMMARS = "this node's model has no text"
 NUM_COMPILING = 2
-"""Schemas that are compiled at once: each takes a core, and the engine wants all of them."""
+"""Schemas that are compiled at the same time. It is small, because each takes a core that the engine could use."""
 MAX_WAITING = 4096
+"""The most schemas that may wait to be compiled."""
 
 _log = structlog.get_logger(__name__)
 
 
 class GrammarCompiler:
-    """Compiles schemas, tenants in turn. Its methods return at once; what was compiled comes on a thread of its own."""
+    """Compiles JSON schemas, tenants in turn. `compile` returns at once; its callbacks run on a thread of their own."""
 
     def __init__(
         self,
@@ -34,9 +35,9 @@ class GrammarCompiler:
         why_none: str = "",
         sandbox: SchemaSandbox | None = None,
     ) -> None:
-        """`matcher` makes one of a JSON schema, or raises BatonError. None: no request may have one, and why.
+        """`matcher` compiles a JSON schema, or raises BatonError; None: requests with one fail because of `why_none`.
 
-        `sandbox` is closed with this; it lets schemas pass before `matcher` sees them.
+        `sandbox` checks each schema before `matcher` gets it, and is closed with this compiler.
         """
         self._matcher = matcher
         self._why_none = why_none
@@ -47,10 +48,10 @@ class GrammarCompiler:
     def compile(
         self, request: Request, done: Callable[[Sequence[TokenMatcher]], None], failed: Callable[[BatonError], None]
     ) -> None:
-        """Call one of them, with a matcher for each sequence of the request or the reason why there is none: an
-        InvalidRequest if that is the schema's.
+        """Compile the schema of a request, then call `done` with a matcher for each of its sequences, or `failed` with
+        the reason: an InvalidRequest if the schema is at fault.
 
-        Reads nothing of the request that the engine could change while it waits.
+        Nothing of the request that the engine may change is read after this call.
         """
         make, params, sandbox = self._matcher, request.sampling_params, self._sandbox
         if make is None:
@@ -64,14 +65,14 @@ class GrammarCompiler:
                 if sandbox is not None:
                     sandbox.check(params.json_schema)
                 matchers = [make(params.json_schema) for _ in range(num_sequences)]
-                # What an earlier attempt generated may be long, and the engine should not be kept by it.
+                # This is done here and not in the engine, because the output of an earlier attempt may be long.
                 for matcher in matchers:
                     matcher.advance(output)
                 done(matchers)
             except BatonError as error:
                 failed(error)
             except Exception as error:
-                _log.exception("a grammar could not be compiled")
+                _log.exception("could not compile the JSON schema of a request: the request fails")
                 failed(EngineFault(f"json_schema: {error!r}"))
 
         if self._is_closed:
@@ -82,7 +83,7 @@ class GrammarCompiler:
             failed(error)
 
     def close(self) -> None:
-        """Wait for those in hand; nobody else hears anything more. Idempotent."""
+        """Wait for schemas that are being compiled; no callback is called for those that wait. Idempotent."""
         self._is_closed = True
         if self._sandbox is not None:
             self._sandbox.close()
@@ -90,12 +91,12 @@ class GrammarCompiler:
 
 
 def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
-    """The compiler of a node's model. May take a second: to be called before the node serves."""
+    """Load the compiler for a node's model. It may take a second, so call it before the node serves."""
     if config.runner != "torch":
         return GrammarCompiler(None, NO_GRAMMARS)
     try:
         grammars = JsonGrammars.load(config.model, model.vocab_size, model.eos_token_ids)
     except ConfigError as error:
-        _log.warning("requests with a JSON schema will fail here", reason=str(error))
+        _log.warning("requests with a JSON schema will fail on this node", reason=str(error))
         return GrammarCompiler(None, str(error))
     return GrammarCompiler(grammars.matcher, sandbox=SchemaSandbox())

@@ -1,7 +1,7 @@
-"""What a node looks at before it lets a leg near its engine.
+"""Checks a leg before it gets to the engine.
 
-Routers validate what clients send. This guards everybody else's requests against a router that did not: one value that
-makes a runner raise fails the whole step.
+Routers validate what clients send. This check protects all other requests from a router that did not: one value that
+makes the runner raise fails the whole step.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     """Why this node can't run the leg, beginning with the field's name; None when it can."""
     ids, vocab = submit.prompt_token_ids, node.vocab_size
     if not SCOPED_ID_PATTERN.match(submit.attempt.request_id):
-        return "request_id: is none"
+        return "request_id: is not a valid request id"
     if not ids:
-        return "prompt: empty"
+        return "prompt: is empty"
     if min(ids) < 0 or max(ids) >= vocab:
-        return f"prompt: token id outside [0, {vocab})"
+        return f"prompt: has a token id outside of [0, {vocab})"
     if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
-        return f"leg: a {node.role.value} node offers nothing"
+        return f"leg: a {node.role.value} node does not run prefill legs"
     source = submit.kv_source
     if submit.leg is Leg.EMBED and (why := _embedding_objection(submit, node)):
         return why
     if (submit.leg is Leg.DECODE) != (source is not None):
-        return "kv_source: goes with the decode leg alone"
+        return "kv_source: must be set for a decode leg, and for no other leg"
     if source is not None and not (source.node_id and source.incarnation and source.address):
-        return "kv_source: names no node"
+        return "kv_source: must have node id, incarnation and address"
     return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
 
 
 def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
     params = submit.sampling_params
     if not node.embedding_size:
-        return f"leg: {node.node_id} gives no embeddings"
+        return f"leg: the model of {node.node_id} computes no embeddings"
     if submit.output_token_ids or params.n > 1 or params.beam_width or params.has_grammar:
-        return "leg: an embedding is of a prompt alone"
+        return "leg: a request for an embedding can have no output, schema or several sequences"
     return None
 
 
 def _output_objection(submit: Submit, node: NodeDescription) -> str | None:
-    """What an earlier attempt generated must be the beginning of something."""
+    """Why the output of an earlier attempt can't be continued; None if it can."""
     ids, params = submit.output_token_ids, submit.sampling_params
     if not ids:
         return None
     if params.n > 1 or params.beam_width:
-        return "output_token_ids: go with one sequence alone"
+        return "output_token_ids: can be set for a single sequence only"
     if min(ids) < 0 or max(ids) >= node.vocab_size:
-        return f"output_token_ids: token id outside [0, {node.vocab_size})"
+        return f"output_token_ids: has a token id outside of [0, {node.vocab_size})"
     stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | node.eos_token_ids
     for index, token_id in enumerate(ids):
         if index + 1 >= params.min_tokens and token_id in stops:
-            return f"output_token_ids: it ended with token {index}"
+            return f"output_token_ids: token {index} ended the output"
     most = min(params.max_tokens, node.max_model_len - len(submit.prompt_token_ids))
     return f"output_token_ids: {len(ids)} tokens leave nothing to generate" if len(ids) >= most else None
 

@@ -1,1 +1,1 @@
-"""What a node tells: its description, its reports to routers, its events and steps, its prefix cache, its metrics."""
+"""What a node reports: its load and outputs to routers, its events and steps, its prefix cache, its metrics."""

@@ -1,4 +1,4 @@
-"""What routers are told of the outputs of requests."""
+"""Turns the engine's outputs into the deltas that routers are sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 
 _EMBEDDINGS_BYTES = 4 << 20
-"""Of one report, about: a router takes no message of more than 16 MiB."""
+"""About how many bytes of embeddings one report holds: a router takes no message of more than 16 MiB."""
 
 
 def request_delta(
@@ -19,6 +19,7 @@ def request_delta(
     outcome: Outcome | None,
     timings: StageTimings | None = None,
 ) -> RequestDelta:
+    """The delta of one output of the engine."""
     return RequestDelta(
         key,
         output.first_index,
@@ -34,8 +35,8 @@ def request_delta(
     )
 
 
-def in_parts(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:
-    """In reports of their own where their vectors are too much for one; one at least."""
+def split_by_size(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:
+    """Divide deltas among reports, so that no report has too many bytes of embeddings; at least one report."""
     if sum([len(delta.embedding) for delta in deltas]) <= _EMBEDDINGS_BYTES:
         return [deltas]
     parts: list[Sequence[RequestDelta]] = []

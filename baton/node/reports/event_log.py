@@ -1,4 +1,4 @@
-"""The node's latest events, kept in memory for `Node.Trace`, tests and the benchmark."""
+"""The node's latest events, kept in memory for `Node.Trace`, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from baton.messages.node_report import TraceEvent
 
 
 class EventLog:
-    """A bounded ring of events, oldest dropped first. Any thread may record.
+    """A bounded ring of events, which drops the oldest first. Any thread may record.
 
-    Events carry CLOCK_MONOTONIC, which all processes of a host share, so that logs of two nodes can be merged.
+    Times are CLOCK_MONOTONIC, which all processes of a host share, so that logs of two nodes can be merged.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
@@ -24,16 +24,16 @@ class EventLog:
         self._lock = threading.Lock()
 
     def record(self, name: str, attempt: AttemptKey, value: int = 0, detail: str = "") -> None:
-        """Note that something happened now."""
+        """Add an event that happens now."""
         with self._lock:
             self._events.append(TraceEvent(next(self._seq), time.monotonic_ns(), name, attempt, value, detail))
 
     def record_at(self, monotonic_s: float, name: str, attempt: AttemptKey, value: int = 0, detail: str = "") -> None:
-        """Note that something happened at a known moment (seconds, CLOCK_MONOTONIC)."""
+        """Add an event that happened at `monotonic_s` (seconds, CLOCK_MONOTONIC)."""
         with self._lock:
             self._events.append(TraceEvent(next(self._seq), int(monotonic_s * 1e9), name, attempt, value, detail))
 
     def after(self, seq: int) -> Sequence[TraceEvent]:
-        """Kept events with a sequence number above `seq`, oldest first."""
+        """The kept events with a sequence number above `seq`, oldest first."""
         with self._lock:
             return [event for event in self._events if event.seq > seq]

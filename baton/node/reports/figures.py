@@ -1,4 +1,4 @@
-"""What an engine counts, under the names that its readers know from vLLM."""
+"""The metrics of an engine, under vLLM's names where vLLM has them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ from baton.engine.batch import ComputedStep, SchedulerStats, StepTimes
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label
 
 KV_FETCH_HELP = "Requests whose prompt is computed elsewhere, by how far its KV is."
-"""The engine counts who has it, a role who does not yet."""
-
+"""The engine counts requests whose KV has arrived, a role those whose KV has not."""
 
 _ITERATION_TOKENS = (1, 8, *(1 << power for power in range(4, 15)))
-"""vLLM's."""
+"""vLLM's buckets."""
 
 
 class ComputedTotals:
-    """What an engine's steps computed since start."""
+    """What an engine's steps have computed since the start."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
-        """Of prompts; those that were computed again after a preemption included."""
+        """Prompt tokens, those that were computed again after a preemption included."""
         self._tokens = Histogram(_ITERATION_TOKENS)
 
     def note(self, step: ComputedStep) -> None:
-        """One more step."""
+        """Count one more step."""
         self.prompt_tokens += step.num_prefill_tokens
         self._tokens.observe(step.num_prefill_tokens + step.num_decodes)
 
     def figures(self, stats: SchedulerStats) -> list[Figure | Distribution]:
-        """For the page; where the other prompts' tokens came from is in the engine's `stats`."""
+        """The metrics; `stats` has where the tokens of prompts came from that no step computed."""
         hits, text = stats.prefix_cache.num_hit_tokens, "Tokens of prompts, by where their KV is from."
         sources = {
             "local_compute": self.prompt_tokens,
@@ -41,7 +40,7 @@ class ComputedTotals:
 
 
 def engine_figures(stats: SchedulerStats, times: StepTimes) -> list[Figure]:
-    """The engine's part of a node's metrics page."""
+    """The engine's metrics, for the node's metrics page."""
     return [*_requests(stats), *_blocks(stats), *_prefix_cache(stats), *_steps(times), *_faults(stats)]
 
 

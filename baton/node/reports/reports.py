@@ -1,4 +1,4 @@
-"""What a node says of itself: the engine's words in those of routers and of the registry."""
+"""Turns the engine's figures and the node's description into what routers and the registry are told."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from baton.messages.node_report import RefusedLink
 from baton.registry import NodeRecord
 
 _REFUSAL_SHOWN_S = 300.0
+"""How long routers are told of a refused link."""
 
 
 def step_figures(step: ComputedStep) -> StepFigures:
-    """What a router learns of a node's rates."""
+    """The figures of a step, from which routers learn the node's rates."""
     return StepFigures(
         step_ms=step.seconds * 1e3,
         prefill_tokens=step.num_prefill_tokens,
@@ -25,7 +26,7 @@ def step_figures(step: ComputedStep) -> StepFigures:
 
 
 def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:
-    """What a router learns of a node's load."""
+    """The node's load, as routers are told it."""
     return LoadReport(
         running=stats.num_running,
         waiting=stats.num_waiting - stats.num_waiting_for_remote_kvs,
@@ -41,7 +42,7 @@ def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:
 
 
 def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
-    """`load_report(scheduler.make_stats())`, for who needs nothing else of it and asks thousands of times a second."""
+    """The same as `load_report(scheduler.make_stats())`, for callers that ask thousands of times a second."""
     pool = scheduler.kv_cache_manager.pool
     num_running, num_waiting = scheduler.get_request_counts()
     num_uncomputed_tokens, num_context_tokens = scheduler.num_uncomputed_and_context_tokens()
@@ -61,12 +62,12 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
 
 
 def refusal_notice(refused_links: Sequence[RefusedLink]) -> str:
-    """The latest link that was refused of late."""
+    """Why the latest link was refused, if that was in the last minutes; otherwise empty."""
     return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
 
 
 def node_record(node: NodeDescription, started_at: float, lease_s: float, start_number: int = 0) -> NodeRecord:
-    """What the registry has of a node. `started_at`: by the wall clock, in seconds."""
+    """A node's record in the registry. `started_at`: seconds on the wall clock."""
     return NodeRecord(
         name=node.node_id,
         role=node.role.value,

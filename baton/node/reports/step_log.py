@@ -1,4 +1,4 @@
-"""The node's latest engine steps, kept in memory for `Node.Trace`: what a timeline is drawn of."""
+"""The node's latest engine steps, kept in memory for `Node.Trace`, from which timelines are drawn."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from baton.messages.node import StepFigures
 from baton.messages.node_report import TraceStep
 
 _STEP = Struct("<qdQQQ?")
-"""When it was committed, its four figures, and whether there was more to compute."""
+"""One step: when it was committed, its four figures, and whether there was more to compute."""
 
 
 class StepLog:
-    """A bounded ring, oldest dropped first. Lives on the loop.
+    """A bounded ring of steps, which drops the oldest first. Belongs to the event loop.
 
-    It takes its memory at once: a quiet node would take hours to fill as many objects, and look as if it leaked.
+    It allocates its memory at once. If it grew with each step, a quiet node would look for hours as if it leaked.
     """
 
     def __init__(self, capacity: int = 16_384) -> None:
@@ -24,7 +24,7 @@ class StepLog:
         self._num_steps = 0
 
     def record(self, ended_s: float, figures: StepFigures, goes_on: bool) -> None:
-        """A step was committed then, by CLOCK_MONOTONIC; `goes_on`: there was more to compute."""
+        """Add a step that was committed at `ended_s` (seconds, CLOCK_MONOTONIC); `goes_on`: more is to be computed."""
         _STEP.pack_into(
             self._ring,
             self._num_steps % self._capacity * _STEP.size,
@@ -38,7 +38,7 @@ class StepLog:
         self._num_steps += 1
 
     def after(self, seq: int) -> Sequence[TraceStep]:
-        """Kept steps with a number above `seq`, oldest first."""
+        """The kept steps with a number above `seq`, oldest first."""
         first = max(seq, self._num_steps - self._capacity, 0)
         return [self._step(number) for number in range(first, self._num_steps)]
 

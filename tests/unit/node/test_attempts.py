@@ -37,7 +37,7 @@ PATHS: dict[AttemptState, tuple[AttemptEvent, ...]] = {
     AttemptState.RUNNING: (),
     AttemptState.ORPHANED: (AttemptEvent.DETACHED,),
     AttemptState.ENDED: (AttemptEvent.FINISHED,),
-    AttemptState.UNHEARD: (AttemptEvent.DETACHED, AttemptEvent.FINISHED),
+    AttemptState.ENDED_ORPHANED: (AttemptEvent.DETACHED, AttemptEvent.FINISHED),
     AttemptState.FORGOTTEN: (AttemptEvent.ABORTED,),
 }
 
@@ -59,7 +59,7 @@ def test_every_pair_does_what_the_table_says_or_nothing(state: AttemptState, eve
 
 def ended(book: AttemptBook, name: str, num_tokens: int, now: float, num_top: int | None = None) -> Attempt:
     attempt = attempt_of(name)
-    book.begin(attempt)
+    book.add(attempt)
     top = [(1, -0.5)] * (num_top or 0)
     logprobs = [TokenLogprobs(1, -0.5, 1, top)] * num_tokens if num_top is not None else []
     attempt.note(RequestDelta(attempt.key, 0, [1] * num_tokens, logprobs, Outcome.LENGTH))
@@ -122,11 +122,11 @@ def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
 def test_two_of_one_name_never_run_at_once() -> None:
     book = AttemptBook(GRACE_S)
     first = attempt_of("a")
-    book.begin(first)
+    book.add(first)
     with pytest.raises(ValueError, match="runs already"):
-        book.begin(attempt_of("a"))
+        book.add(attempt_of("a"))
     book.finished(first, 0.0)
-    book.begin(attempt_of("a"))
+    book.add(attempt_of("a"))
     assert first.state is AttemptState.FORGOTTEN
     assert book.next_deadline is None
 

@@ -105,9 +105,9 @@ async def test_a_closed_port_takes_nothing() -> None:
 
 async def test_a_report_is_a_sign_of_life() -> None:
     rig = PortRig()
-    rig.port.silent = True
+    rig.port.is_silent = True
     rig.port.push(report(1))
-    assert not rig.port.silent
+    assert not rig.port.is_silent
 
 
 def test_the_log_keeps_the_latest_and_numbers_them_all() -> None:

@@ -273,7 +273,7 @@ async def test_background_work_that_fails_ends_the_node(
 
     async with running(tmp_path, orphan_grace_s=0.01) as (node, _, stream):
         if kind == "heartbeat":
-            monkeypatch.setattr(NodeService, "_look_for_news", broken)
+            monkeypatch.setattr(NodeService, "_push_changed_notice", broken)
         elif kind == "posted-to-loop":
             node.context.post(broken)
         else:

@@ -252,7 +252,7 @@ async def test_vectors_that_are_too_much_for_one_message_come_in_several() -> No
 
 
 def test_a_node_without_embeddings_says_so() -> None:
-    assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: decode-0 gives no embeddings"
+    assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: the model of decode-0 computes no embeddings"
 
 
 async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
@@ -417,7 +417,7 @@ BAD = [
     ("output_token_ids", {"output_token_ids": (1, VOCAB)}),
     ("output_token_ids", {"output_token_ids": (1,), "sampling_params": replace(PARAMS, n=2)}),
     ("output_token_ids", {"output_token_ids": (1,), "sampling_params": replace(PARAMS, beam_width=2)}),
-    ("output_token_ids: it ended with token 1", {"output_token_ids": (1, 9), "sampling_params": STOPS_AT_9}),
+    ("output_token_ids: token 1 ended the output", {"output_token_ids": (1, 9), "sampling_params": STOPS_AT_9}),
     ("output_token_ids", {"output_token_ids": (1, 2, 3, 4)}),
     ("output_token_ids", {"output_token_ids": (1,), "prompt_token_ids": (1,) * 127}),
     ("leg", {"leg": Leg.EMBED, "output_token_ids": (1,)}),
@@ -451,7 +451,7 @@ async def test_what_can_be_no_request_is_refused(request_id: str) -> None:
     port = rig.service.open_port("router-0")
     rig.ask(port, attempt=KEY._replace(request_id=request_id))
     (delta,) = await deltas(port)
-    assert (delta.outcome, delta.error) == (Outcome.ERROR, "request_id: is none")
+    assert (delta.outcome, delta.error) == (Outcome.ERROR, "request_id: is not a valid request id")
     await rig.service.wait_idle()
 
 

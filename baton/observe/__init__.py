@@ -1,1 +1,2 @@
-"""What a process tells about itself: logs, metrics, spans, its event loop, and the line that says that it is ready."""
+"""How a process is observed: logs, metrics, trace spans, the load of its event loop, and its announcement that it is
+ready."""

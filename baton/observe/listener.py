@@ -1,7 +1,7 @@
-"""Accepts the connections of a listening socket, within limits, and says in one line what it can't accept.
+"""Accepts the connections of a listening socket, within limits, and logs in one line why it can't accept more.
 
-It takes the place of asyncio's own loop of accepting, which on a process without free descriptors tries as often as the
-backlog is long, writes a traceback each time, and begins again a second later: 157,606 of them in eight seconds, and a
+It replaces asyncio's own accept loop. In a process without free descriptors that loop tries as often as the backlog is
+long, writes a traceback each time, and begins again a second later: that was 157,606 tracebacks in eight seconds, and a
 full disk.
 """
 
@@ -26,26 +26,28 @@ from baton.security.connection_limit import ConnectionLimit, Place, Refusal
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""Connections that wait in the kernel, where they take no descriptor of this process."""
+"""The most connections that wait in the kernel, where they take no descriptor of this process."""
 ACCEPTED_AT_ONCE = 32
-"""In one turn of the loop."""
+"""The most connections that are accepted in one turn of the event loop."""
 UNHEARD_AT_ONCE = 64
-"""While more connections than that wait to be heard one new one is accepted in a turn; the others wait in the kernel:
-taken faster than they are heard they would pile up here, each with what it has sent, to as many as may be open."""
+"""While more connections than this have sent something that is not handled yet, one new connection is accepted in a
+turn, and the others wait in the kernel. If connections were accepted faster than they are handled, they would pile up
+here, each with what it has sent."""
 PAUSE_S = 1.0
-"""After the kernel had no connection to give: it will not have one in the next turn either."""
+"""How long nothing is accepted after the process ran out of descriptors or memory."""
 HANDSHAKE_S = 10.0
-"""For TLS: until then nobody knows who is there."""
+"""How long a TLS handshake may take; until it is done nobody knows who the client is."""
 HANDSHAKES_AT_ONCE = 4
-"""Handshakes that begin in one turn of the loop: each is a signature, half a millisecond's work or more."""
+"""The most TLS handshakes that begin in one turn of the event loop: each needs a signature, which takes half a
+millisecond or more."""
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: to close is to reset, so that a refused connection leaves nothing behind."""
+"""SO_LINGER by which closing resets the connection, so that a refused connection leaves nothing behind."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there (port 0: on a free one; no host: on every address); raises OSError.
+    """A socket that listens at this address (port 0: a free port; no host: all addresses); raises OSError.
 
-    It listens at once: two may be bound to one port as long as neither listens.
+    It listens at once, because two sockets can be bound to one port as long as neither listens.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -62,8 +64,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return made
 
 
-# asyncio gives each TLS connection a buffer of 256 KiB to read into: a thousand of a stranger's take 256 MB before one
-# of them has said anything. A TLS record has at most 16 KiB (RFC 8446, 5.1).
+# asyncio gives each TLS connection a buffer of 256 KiB to read into, so that a thousand connections of a stranger take
+# 256 MB before one of them has sent anything. A TLS record has at most 16 KiB (RFC 8446, 5.1).
 sslproto.SSLProtocol.max_size = 32 << 10
 
 _SocketTransport: Any = vars(selector_events)["_SelectorSocketTransport"]
@@ -85,7 +87,7 @@ _SocketTransport._call_connection_lost = _call_connection_lost
 
 
 class Listener:
-    """One port. Belongs to the running loop; it does not close the socket that it was given."""
+    """Accepts connections at one port. Belongs to the running event loop, and does not close the listening socket."""
 
     def __init__(
         self,
@@ -96,10 +98,9 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         num_unheard: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`name` is what logs call it, and no other listener of the process has it. `listening`: from
-        `listening_socket`. The protocol tells its place when something is asked for, and gives it back when its
-        connection is lost. `num_unheard`: connections of the process that have said what nobody has had the time to
-        look at.
+        """`name` is the port's name in logs; no other listener of the process may have it. `listening` comes from
+        `listening_socket`. A protocol calls its `Place` when a request comes, and releases it when its connection is
+        lost. `num_unheard` counts connections of the process that have sent something that is not handled yet.
         """
         self._name = name
         self._listening = listening
@@ -110,7 +111,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: deque[asyncio.Future[None]] = deque()
-        """Connections that have sent something and wait for their handshake's turn."""
+        """Connections that have sent something and wait until their handshake may begin."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_open = False
         self._full = LimitedLog(_log)
@@ -142,7 +143,7 @@ class Listener:
         self._loop.add_reader(self._listening, self._accept)
 
     def _accept(self) -> None:
-        # Never none: who floods may be many for ever, and whoever is new is heard before those.
+        # At least one is accepted: a flood may last for ever, and a new client must be heard during it.
         num_unheard = self._num_unheard() + len(self._greeting)
         for _ in range(ACCEPTED_AT_ONCE if num_unheard <= UNHEARD_AT_ONCE else 1):
             try:
@@ -156,7 +157,7 @@ class Listener:
             self._take(accepted, address[0] if isinstance(address, tuple) else "")
 
     def _wait(self, error: OSError) -> None:
-        """Out of descriptors or of memory: whoever waits in the kernel goes on waiting."""
+        """The process is out of descriptors or memory: connections go on waiting in the kernel for PAUSE_S."""
         self._failing.happened(
             "the port %s can't accept connections (%s): those who connect wait until others leave; a higher limit of"
             " open files (ulimit -n) allows more",
@@ -206,7 +207,7 @@ class Listener:
     async def _connect(self, accepted: socket.socket, place: Place) -> None:
         try:
             if self._tls is not None:
-                await self._may_shake_hands(accepted, place)
+                await self._wait_for_handshake(accepted, place)
             await self._loop.connect_accepted_socket(
                 lambda: self._protocol(place),
                 accepted,
@@ -214,18 +215,20 @@ class Listener:
                 ssl_handshake_timeout=HANDSHAKE_S if self._tls is not None else None,
             )
         except BaseException as error:
-            # Its protocol has heard of no connection, and so of no end of one.
+            # The protocol has not got the connection, so it will not release the place either.
             place.release()
             accepted.close()
             if not isinstance(error, Exception):
                 raise
             _log.debug("a connection to the port %s failed in its handshake: %s", self._name, str(error))
-            # asyncio's frames keep the future that keeps the error that keeps them, and TLS's buffers until that is
-            # collected.
+            # The error keeps asyncio's frames, and those keep the error. Without this, the cycle would keep TLS buffers
+            # until the garbage collector finds it.
             traceback.clear_frames(error.__traceback__)
 
-    async def _may_shake_hands(self, accepted: socket.socket, place: Place) -> None:
-        """Wait until the client has begun, and then for a turn: a crowd that begins at one moment holds nobody up."""
+    async def _wait_for_handshake(self, accepted: socket.socket, place: Place) -> None:
+        """Wait until the client has sent something, then until its handshake may begin: a crowd of clients that begin at
+        one moment must not hold up the others.
+        """
         begun = self._loop.create_future()
         self._loop.add_reader(accepted, _done, begun)
         try:
@@ -237,20 +240,20 @@ class Listener:
         turn = self._loop.create_future()
         self._greeting.append(turn)
         if len(self._greeting) == 1:
-            self._loop.call_soon(self._let_some)
+            self._loop.call_soon(self._begin_some_handshakes)
         await turn
         self._waits_for_peer(accepted, place)
 
-    def _let_some(self) -> None:
+    def _begin_some_handshakes(self) -> None:
         for _ in range(min(HANDSHAKES_AT_ONCE, len(self._greeting))):
             _done(self._greeting.popleft())
         if self._greeting:
-            self._loop.call_soon(self._let_some)
+            self._loop.call_soon(self._begin_some_handshakes)
 
 
 def _end(accepted: socket.socket) -> None:
-    """Ends a connection: the handshake or transport that reads from the socket finds its end there, and closes it."""
-    with suppress(OSError):  # it is closed already, or its peer has left
+    """Shut a connection down: the handshake or transport that reads from the socket finds its end and closes it."""
+    with suppress(OSError):  # the socket is closed already, or its peer has left
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         accepted.shutdown(socket.SHUT_RDWR)
 

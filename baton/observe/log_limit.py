@@ -1,4 +1,4 @@
-"""Log lines about conditions that last: the first time at once, then one line an interval that says how often."""
+"""Limits log lines about conditions that last: the first is written at once, then one in each interval with a count."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ INTERVAL_S = 60.0
 
 
 class LimitedLog:
-    """One condition's lines in a log: at most one an interval, whoever causes the condition and however often.
+    """The log lines about one condition: at most one in each interval, whoever causes the condition and however often.
 
-    Make one for each condition and keep it. What is not written is counted, and the next line has the count. Not for
-    use by several threads.
+    Make one for each condition and keep it. Lines that are not written are counted, and the next line has the count.
+    Not for use by several threads.
     """
 
     def __init__(
@@ -23,19 +23,19 @@ class LimitedLog:
         interval_s: float = INTERVAL_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`now`: seconds on any clock that does not go back."""
+        """`now` returns seconds on a clock that does not go back."""
         self._log = log
         self._level = level
         self._interval_s = interval_s
         self._now = now
         self._last_at: float | None = None
-        """When the last line was written; None: the condition is not on."""
+        """When the last line was written; None while the condition does not hold."""
         self.num_unwritten = 0
-        """Times since the last line."""
+        """How often it happened since the last line."""
 
     def happened(self, message: str, *args: object) -> bool:
-        """The condition is on, or on again. `message` and `args` as `logging` has them. Returns whether a line was
-        written.
+        """The condition holds, or still holds: write a line if the last one is an interval old. `message` and `args` are
+        those of `logging`. Returns whether a line was written.
         """
         now = self._now()
         if self._last_at is not None and now - self._last_at < self._interval_s:
@@ -49,8 +49,8 @@ class LimitedLog:
         return True
 
     def is_over(self, message: str, *args: object) -> None:
-        """The condition has ended: one line with the rest of the count, and the next time it is news again. Nothing
-        when it was not on.
+        """The condition has ended: write a line with the rest of the count, so that the next time counts as the first.
+        Does nothing if the condition did not hold.
         """
         if self._last_at is None:
             return

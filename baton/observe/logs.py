@@ -1,4 +1,4 @@
-"""Logs, set up once in each process: for people on a terminal, JSON lines elsewhere. Always to stderr."""
+"""Sets up the logs of a process: text on a terminal, JSON lines elsewhere, by default on stderr."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from baton.messages.ids import AttemptKey
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "text", "json")
-_OF_THIS_PROCESS: dict[str, str] = {}
+_PROCESS_CONTEXT: dict[str, str] = {}
+"""Fields that each line of this process has."""
 
 
 def log_level(verbosity: int, environ: Mapping[str, str], default: str) -> str:
-    """-v is info, -vv is debug; else BATON_LOG; else the default. Raises UsageError for a level that is none."""
+    """The log level: info for -v, debug for -vv, else BATON_LOG, else the default. Raises UsageError for other values."""
     if verbosity:
         return "info" if verbosity == 1 else "debug"
     level = environ.get("BATON_LOG", "").lower() or default
@@ -29,7 +30,7 @@ def log_level(verbosity: int, environ: Mapping[str, str], default: str) -> str:
 
 
 def log_format(flag: str | None, environ: Mapping[str, str]) -> str:
-    """The flag, else BATON_LOG_FORMAT, else auto: text on a terminal, JSON elsewhere. Raises UsageError."""
+    """The log format: the flag, else BATON_LOG_FORMAT, else auto. Raises UsageError for an unknown one."""
     form = flag or environ.get("BATON_LOG_FORMAT", "").lower() or "auto"
     if form not in FORMATS:
         raise UsageError(f"the log format {form!r} is none of {', '.join(FORMATS)}")
@@ -37,13 +38,13 @@ def log_format(flag: str | None, environ: Mapping[str, str]) -> str:
 
 
 def of_attempt(key: AttemptKey) -> dict[str, str | int]:
-    """What a line about an attempt says of it: for `extra` of a standard logger."""
+    """The fields of a log line about an attempt, for `extra` of a standard logger."""
     return {"request": key.request_id, "attempt": key.attempt}
 
 
 def log_also(**context: str) -> None:
-    """Have each further line of this process say this, too."""
-    _OF_THIS_PROCESS.update(context)
+    """Add these fields to each further log line of this process."""
+    _PROCESS_CONTEXT.update(context)
 
 
 def configure_logging(
@@ -54,17 +55,17 @@ def configure_logging(
     form: str = "auto",
     **context: str,
 ) -> None:
-    """Send every log of this process, libraries' included, to the stream, in a form of `FORMATS`.
+    """Send all logs of this process, those of libraries included, to the stream, in one of `FORMATS`.
 
-    `context` is in each line.
+    Each line has the fields of `context`.
     """
     out = sys.stderr if stream is None else stream
-    _OF_THIS_PROCESS.clear()
+    _PROCESS_CONTEXT.clear()
     log_also(**context)
 
     def add_context(_logger: object, _method: str, event: EventDict) -> EventDict:
-        # Not a context variable: those start empty in every thread.
-        return {**event, **_OF_THIS_PROCESS}
+        # These fields are not in a context variable, because those start empty in every thread.
+        return {**event, **_PROCESS_CONTEXT}
 
     shared: list[Processor] = [
         add_context,

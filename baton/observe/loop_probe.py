@@ -1,9 +1,9 @@
-"""How long an event loop is held: while one turn's callbacks run, no socket is read and no timer fires.
+"""Measures how long an event loop is held: while the callbacks of one turn run, no socket is read and no timer fires.
 
-A turn is everything between two looks at the sockets (`select`). It is measured where it begins and where it ends, so
-nothing is sampled and no turn is missed. Two clocks are read: the wall's, which is what clients and peers notice, and
-the thread's processor time, which leaves out what the system gave to others. A turn that is long by the first clock
-and short by the second was not held by our own work: the machine was busy, or another thread had the interpreter.
+A turn is everything between two calls of `select`. Each turn is measured where it begins and where it ends; nothing is
+sampled. Two clocks are read: real time, which is what clients and peers notice, and the thread's processor time, which
+does not count the time that the system gave to others. A turn that is long by the first clock and short by the second
+was not held by this process's own work: the machine was busy, or another thread had the interpreter.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from baton.observe.metrics import Distribution, Figure, Histogram
 
 HELD_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 WINDOW_S = 60.0
-"""A scraper that asks at least this often sees the longest turn of all."""
+"""A scraper that asks at least this often sees the longest of all turns."""
 _SHORT_S = HELD_BUCKETS_S[0]
-"""Shorter turns, nearly all of them, are only counted: the processor's clock costs more than they may."""
+"""Shorter turns, which are nearly all, are only counted: reading the processor's clock would cost too much of them."""
 _CPU_READING_S = 0.005
 """How old a reading of the processor's clock may be when a turn begins, and so how much too long a turn may seem."""
 
-
 READY_AT_ONCE = 512
-"""Descriptors that are served in one turn: four thousand clients that leave at one moment held it for their sum."""
+"""The most descriptors that are served in one turn: when four thousand clients leave at one moment, serving all of them
+at once would hold the loop."""
 
 
 class Longest:
-    """The largest value of the last window or two: of a current window and of the one before it."""
+    """The largest value of the current window and the one before it."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -38,12 +38,12 @@ class Longest:
         self._since = 0.0
 
     def observe(self, now: float, value: float) -> None:
-        """`now`: seconds on a monotonic clock."""
+        """Take a value. `now`: seconds on a monotonic clock."""
         self._turn_over(now)
         self._current = max(self._current, value)
 
     def value(self, now: float) -> float:
-        """0 where there was none."""
+        """The largest value; 0 if there was none."""
         self._turn_over(now)
         return max(self._current, self._previous)
 
@@ -61,7 +61,7 @@ class LoopProbe:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.thread_time
     ) -> None:
-        """`cpu_clock`: processor time of the calling thread, in seconds."""
+        """`clock` returns seconds of real time, `cpu_clock` seconds of processor time of the calling thread."""
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._held = Histogram(HELD_BUCKETS_S)
@@ -73,16 +73,16 @@ class LoopProbe:
         self._began: float | None = None
         self._cpu_read_at = -_CPU_READING_S
         self._cpu_s = 0.0
-        """What the processor's clock said at that moment."""
+        """The processor's clock at `_cpu_read_at`."""
 
     def begin_turn(self) -> None:
-        """The loop has looked at its sockets and goes on to run what is ready."""
+        """`select` has returned, and the loop runs what is ready."""
         self._began = now = self._clock()
         if now - self._cpu_read_at >= _CPU_READING_S:
             self._cpu_read_at, self._cpu_s = now, self._cpu_clock()
 
     def end_turn(self) -> None:
-        """All of it has run, and the loop is about to look at its sockets again."""
+        """All of it has run, and the loop is about to call `select`."""
         if self._began is None:
             return
         now = self._clock()
@@ -98,7 +98,7 @@ class LoopProbe:
         self._longest_cpu.observe(now, cpu)
 
     def figures(self) -> Iterator[Figure | Distribution]:
-        """For the metrics page."""
+        """The metrics, for the metrics page."""
         if self._num_short:
             for histogram in (self._held, self._held_cpu):
                 histogram.observe(self._short_s / self._num_short, self._num_short)
@@ -113,8 +113,8 @@ class LoopProbe:
 
 
 class _BoundedPoll:
-    """An epoll object that tells of some descriptors at a time. The kernel begins with the others when it is asked
-    again, so none waits for ever.
+    """An epoll object that returns at most READY_AT_ONCE descriptors at a time. The kernel begins with the others when it
+    is asked again, so none waits for ever.
     """
 
     def __init__(self, real: Any) -> None:
@@ -124,12 +124,12 @@ class _BoundedPoll:
         return getattr(self._real, name)
 
     def poll(self, timeout: float | None = None, maxevents: int = -1) -> list[tuple[int, int]]:
-        told: list[tuple[int, int]] = self._real.poll(timeout, min(maxevents, READY_AT_ONCE))
-        return told
+        ready: list[tuple[int, int]] = self._real.poll(timeout, min(maxevents, READY_AT_ONCE))
+        return ready
 
 
 class _ProbedSelector(selectors.DefaultSelector):
-    """Tells a probe where the turns of the loop begin and end."""
+    """A selector that tells a probe when turns of the loop begin and end."""
 
     def __init__(self, probe: LoopProbe) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _ProbedSelector(selectors.DefaultSelector):
 
 
 class ProbedEventLoop(asyncio.SelectorEventLoop):
-    """asyncio's event loop with a probe of its own."""
+    """asyncio's event loop with a `LoopProbe` of its own."""
 
     def __init__(self) -> None:
         self.probe = LoopProbe()

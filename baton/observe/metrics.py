@@ -1,4 +1,4 @@
-"""Figures of a process as Prometheus text."""
+"""The metrics of a process, and their rendering as Prometheus text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FIRST_TOKEN_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-"""vLLM's, of what comes before a request's first token."""
+"""vLLM's buckets for times until a request's first token."""
 _PREFIX = "baton_"
 _Key = TypeVar("_Key", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A metric's value now. A name that ends in _total is a counter's, any other one a gauge's."""
+    """The value of a counter, if its name ends in _total, or else of a gauge."""
 
     name: str
     help: str
@@ -36,21 +36,21 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A histogram now."""
+    """The state of a histogram."""
 
     name: str
     help: str
     buckets: Sequence[tuple[float, int]]
-    """Upper bound, the last one infinite, and how many values lie within it or below."""
+    """Pairs of an upper bound, of which the last is infinite, and the number of values up to it."""
     total: float
     labels: Mapping[str, str]
 
 
 class Histogram:
-    """Counts values by size."""
+    """Counts values in buckets."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the buckets' upper ones, ascending, without the infinite one."""
+        """`bounds`: the upper bounds of the buckets, ascending, without the infinite one."""
         self._bounds = (*bounds, math.inf)
         self._counts = [0] * len(self._bounds)
         self.total = 0.0
@@ -60,28 +60,28 @@ class Histogram:
         return sum(self._counts)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count`: how many times."""
+        """Count a value, `count` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self.total += value * count
 
     def now(self, name: str, text: str, labels: Mapping[str, str] | None = None) -> Distribution:
-        """For the page."""
+        """The histogram's state, for the metrics page."""
         buckets = list(zip(self._bounds, itertools.accumulate(self._counts), strict=True))
         return Distribution(name, text, buckets, self.total, labels or {})
 
 
 def by_label(name: str, text: str, label: str, values: Mapping[_Key, float]) -> list[Figure]:
-    """One metric with a value for each value of a label."""
+    """The figures of one metric that has a label: one for each of the label's values."""
     return [Figure(name, text, value, {label: key}) for key, value in values.items()]
 
 
 def render(figures: Iterable[Figure | Distribution], labels: Mapping[str, str]) -> bytes:
-    """The page. `labels` are those of the process, on every figure."""
+    """Render the metrics page. `labels` are added to every figure."""
     return generate_latest(_Page(figures, labels))
 
 
 class _Page(Collector):
-    """What `generate_latest` wants to read from."""
+    """A collector, from which `generate_latest` reads the figures."""
 
     def __init__(self, figures: Iterable[Figure | Distribution], labels: Mapping[str, str]) -> None:
         self._figures = figures

@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry's SDK: the only home of its packages."""
+"""A tracer that uses OpenTelemetry's SDK; no other module imports it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from baton import __version__
 from baton.observe.tracing import Attributes, Span
 
-_LAST_WORDS_S = 1.5
-"""How long the end of a process may wait for its collector."""
+_CLOSE_WITHIN_S = 1.5
+"""How long a process that ends may wait for its collector of spans."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def exporter_of(environ: Mapping[str, str]) -> SpanExporter:
-    """The exporter that the environment names; it reads where to and how from there itself.
+    """The exporter that the environment names, which reads its other settings from the environment itself.
 
     Raises ValueError for one that is not known, ImportError for one that is not installed.
     """
@@ -46,14 +46,14 @@ def exporter_of(environ: Mapping[str, str]) -> SpanExporter:
 
 
 class OtelTracer:
-    """A `Tracer` over a provider of its own; sampling is as the environment says."""
+    """A `Tracer` with a provider of its own. It samples as the environment says."""
 
     def __init__(self, exporter: SpanExporter, role: str, name: str, incarnation: str) -> None:
         named = Resource.create({"service.instance.id": incarnation, "service.version": __version__})
         if str(named.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):
             named = named.merge(Resource({"service.name": f"baton-{role}"}))
         self._exporter = exporter
-        # Whose end the process waits for is its own decision.
+        # Otherwise the SDK would make the process wait at its end; `close` decides for how long.
         self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("baton", __version__)
@@ -69,14 +69,14 @@ class OtelTracer:
         self._start(name, parent, begun, attributes, SpanKind.INTERNAL).end(ended, {}, error)
 
     def close(self) -> None:
-        # One that does not answer would be asked again and again, for as long as its timeouts go.
+        # The SDK would ask a collector that does not answer again and again, until its own timeouts are over.
         sending = threading.Thread(target=self._provider.shutdown, name="baton-last-spans", daemon=True)
         sending.start()
-        sending.join(_LAST_WORDS_S)
+        sending.join(_CLOSE_WITHIN_S)
         self._exporter.shutdown()
 
     def _start(self, name: str, parent: str, at: float, attributes: Attributes, kind: SpanKind) -> _Span:
-        # What is no traceparent begins a trace of its own.
+        # With an invalid traceparent the span begins a trace of its own.
         context = _PROPAGATOR.extract({"traceparent": parent}, Context())
         begun_ns = _wall_ns(at)
         of = {**self._own, **attributes}
@@ -84,7 +84,7 @@ class OtelTracer:
 
 
 class _Span:
-    """One span. Its end is told by the clock of its begin: two readings of the day's could make it negative."""
+    """One span. Its duration is from the monotonic clock: two readings of the wall clock could make it negative."""
 
     def __init__(self, span: OtSpan, begun: float, begun_ns: int) -> None:
         self._span = span

@@ -1,4 +1,4 @@
-"""What a process holds, as the kernel and its event loop count it: what leaks is seen here first."""
+"""Metrics of a process from the kernel and the event loop, such as memory and descriptors: leaks show here first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from baton.observe.metrics import Distribution, Figure, by_label
 
 _PROC = Path("/proc/self")
 _UTIME, _STIME, _NUM_THREADS = 11, 12, 17
-"""Places in /proc/self/stat behind the name of the command (proc_pid_stat(5))."""
+"""Positions in /proc/self/stat after the name of the command (proc_pid_stat(5))."""
 _RESIDENT = 1
-"""Place in /proc/self/statm, in pages (proc_pid_statm(5))."""
+"""Position in /proc/self/statm of the resident memory in pages (proc_pid_statm(5))."""
 
 
 def process_figures() -> Iterator[Figure | Distribution]:
-    """For the metrics page; call it on the event loop. A system without /proc tells only of the loop."""
+    """The metrics of this process; call it on the event loop. Without /proc there are only those of the event loop."""
     loop = asyncio.get_running_loop()
     tasks = len(asyncio.all_tasks(loop))
     yield Figure("event_loop_tasks", "Tasks of the event loop that have not ended.", tasks, {})
@@ -29,11 +29,11 @@ def process_figures() -> Iterator[Figure | Distribution]:
     faults = current_watch.get().faults
     yield from by_label("background_faults_total", "Background tasks that raised, by kind.", "kind", faults)
     if _PROC.is_dir():
-        yield from _held_by_the_kernel()
+        yield from _kernel_figures()
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use and not swapped out; 0 on a system without /proc."""
+    """Bytes of memory of this process that are in use and not swapped out; 0 on a system without /proc."""
     try:
         fields = (_PROC / "statm").read_text().split()
     except OSError:
@@ -41,11 +41,11 @@ def resident_bytes() -> int:
     return int(fields[_RESIDENT]) * resource.getpagesize()
 
 
-def _held_by_the_kernel() -> Iterator[Figure]:
+def _kernel_figures() -> Iterator[Figure]:
     fields = (_PROC / "stat").read_text().rpartition(")")[2].split()
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # One of them is that of the directory that is being read.
+    # One descriptor is that of the directory that is being read.
     descriptors = len(os.listdir(_PROC / "fd")) - 1
     for name, text, value in (
         ("process_cpu_seconds_total", "Processor time of all threads.", cpu_s),

@@ -1,7 +1,7 @@
-"""The line with which a process tells whoever started it that it is ready, or why it never will be.
+"""How a process tells the one that started it that it is ready, or why it can't start.
 
-One JSON object and a newline on an inherited descriptor, as in s6: nobody has to ask again and again, or to sleep.
-systemd names a socket instead (sd_notify(3)), and only wants to know that it serves.
+It writes one JSON object and a newline to an inherited descriptor, as with s6, so that the parent neither polls nor
+sleeps. systemd passes a socket instead (sd_notify(3)), and is told only that the process serves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Ready:
 
     incarnation: str
     address: str
-    """HOST:PORT where it really listens."""
+    """HOST:PORT where it listens, with the port that it got."""
     operator_address: str = ""
     http_address: str = ""
 
@@ -30,12 +30,12 @@ class Failed:
     """The process can't start."""
 
     error: str
-    """One line: what, and how to fix it."""
+    """One line: what failed, and how to fix it."""
     exit_code: int
 
 
 def announce(fd: int | None, news: Ready | Failed, environ: Mapping[str, str] = os.environ) -> None:
-    """Write the line and close the descriptor; does nothing without one or when nobody listens any more."""
+    """Write the line and close the descriptor; does nothing without a descriptor, or when nobody reads from it."""
     if isinstance(news, Ready) and environ.get("NOTIFY_SOCKET"):
         _tell_systemd(environ["NOTIFY_SOCKET"])
     if fd is None:
@@ -46,14 +46,14 @@ def announce(fd: int | None, news: Ready | Failed, environ: Mapping[str, str] = 
 
 
 def _tell_systemd(address: str) -> None:
-    # An @ stands for the zero byte of a name that is in no file system.
+    # An @ stands for the zero byte with which abstract socket names begin (unix(7)).
     name = "\0" + address[1:] if address.startswith("@") else address
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"READY=1", name)
 
 
 def parse_announcement(line: bytes) -> Ready | Failed:
-    """What `announce` wrote; raises ValueError for anything else."""
+    """Parse a line that `announce` wrote; raises ValueError for any other."""
     found = json.loads(line)
     try:
         return Failed(**found) if "error" in found else Ready(**found)
@@ -62,14 +62,14 @@ def parse_announcement(line: bytes) -> Ready | Failed:
 
 
 class AnnouncementReader:
-    """Puts the line together from the pieces that arrive."""
+    """Puts announcements together from the pieces that arrive."""
 
     def __init__(self) -> None:
-        self._seen = b""
+        self._partial_line = b""
 
     def feed(self, piece: bytes) -> Iterator[Ready | Failed]:
-        """The announcements that this piece completes; lines that are none are skipped."""
-        *lines, self._seen = (self._seen + piece).split(b"\n")
+        """The announcements that this piece completes; other lines are skipped."""
+        *lines, self._partial_line = (self._partial_line + piece).split(b"\n")
         for line in lines:
             with suppress(ValueError):
                 yield parse_announcement(line)

@@ -1,4 +1,4 @@
-"""Whether this process has a tracer, which its environment says."""
+"""Starts the tracer of a process, if its environment asks for traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
 
 
 def start_tracing(environ: Mapping[str, str], role: str, name: str, incarnation: str) -> Tracer | None:
-    """The tracer of this process; None where nobody asked for traces, or they can't be had, which is logged."""
+    """The tracer of this process; None if the environment asks for none, or if it can't be made, which is logged."""
     if not is_asked_for(environ):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Spans of requests, for whoever collects traces. Nothing is imported, and nothing done, unless the environment asks.
+"""The interface of tracers. OpenTelemetry is imported, and spans are made, only if the environment asks for them.
 
-The variables are OpenTelemetry's own (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, ...), the context between
-processes is the W3C's `traceparent`. A request is one span of its router with a child for each stage, in whichever
-process that stage was; each process measures its own by its own clock.
+The variables are OpenTelemetry's own (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, ...); the context between
+processes is a `traceparent` (W3C Trace Context). A request is one span of its router, with a child for each stage, in
+the process where that stage was. Each process measures its stages by its own clock.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ Attributes = Mapping[str, str | int | float]
 
 
 class Span(Protocol):
-    """What goes on until `end`. Times are in seconds on the process's monotonic clock."""
+    """A span that lasts until `end`. Times are seconds on the process's monotonic clock."""
 
     @property
     def traceparent(self) -> str:
-        """What makes another process's spans its children."""
+        """The context that makes spans of another process children of this one."""
         ...
 
     @property
     def trace_id(self) -> str:
-        """32 hexadecimal digits."""
+        """The id of the trace, 32 hexadecimal digits."""
         ...
 
     def end(self, at: float, attributes: Attributes, error: str = "") -> None:
-        """It is over; `error` says that it failed, and why. Call once."""
+        """End the span; `error`: why it failed, empty if it did not. To be called once."""
         ...
 
 
 class Tracer(Protocol):
-    """Where a process leaves its spans. Every method returns at once, but for `close`."""
+    """Takes the spans of one process. All methods but `close` return at once."""
 
     def begin(self, name: str, parent: str, at: float, attributes: Attributes) -> Span | None:
-        """A request comes, with its caller's traceparent or none; None where it is not sampled."""
+        """Begin the span of a request; `parent`: its caller's traceparent, or empty. None if it is not sampled."""
         ...
 
     def completed(
         self, name: str, parent: str, begun: float, ended: float, attributes: Attributes, error: str = ""
     ) -> None:
-        """A stage is over, of the span that the traceparent names."""
+        """Add the span of a stage that is over, as a child of the span with the traceparent `parent`."""
         ...
 
     def close(self) -> None:
-        """Send what is left, if that takes no longer than a moment. Blocks."""
+        """Send the remaining spans, if that takes no longer than a moment. Blocks."""
         ...

@@ -226,8 +226,8 @@ class Listener:
             traceback.clear_frames(error.__traceback__)
 
     async def _wait_for_handshake(self, accepted: socket.socket, place: Place) -> None:
-        """Wait until the client has sent something, then until its handshake may begin: a crowd of clients that begin at
-        one moment must not hold up the others.
+        """Wait until the client has sent something, then until its handshake may begin: a crowd of clients that begin
+        at one moment must not hold up the others.
         """
         begun = self._loop.create_future()
         self._loop.add_reader(accepted, _done, begun)

@@ -34,8 +34,8 @@ class LimitedLog:
         """How often it happened since the last line."""
 
     def happened(self, message: str, *args: object) -> bool:
-        """The condition holds, or still holds: write a line if the last one is an interval old. `message` and `args` are
-        those of `logging`. Returns whether a line was written.
+        """The condition holds: write a line if the last one is an interval old. `message` and `args` are those of
+        `logging`. Returns whether a line was written.
         """
         now = self._now()
         if self._last_at is not None and now - self._last_at < self._interval_s:

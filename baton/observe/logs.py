@@ -20,7 +20,7 @@ _PROCESS_CONTEXT: dict[str, str] = {}
 
 
 def log_level(verbosity: int, environ: Mapping[str, str], default: str) -> str:
-    """The log level: info for -v, debug for -vv, else BATON_LOG, else the default. Raises UsageError for other values."""
+    """The log level: info for -v, debug for -vv, else BATON_LOG, else the default. Raises UsageError."""
     if verbosity:
         return "info" if verbosity == 1 else "debug"
     level = environ.get("BATON_LOG", "").lower() or default

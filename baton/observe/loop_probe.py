@@ -113,8 +113,8 @@ class LoopProbe:
 
 
 class _BoundedPoll:
-    """An epoll object that returns at most READY_AT_ONCE descriptors at a time. The kernel begins with the others when it
-    is asked again, so none waits for ever.
+    """An epoll object that returns at most READY_AT_ONCE descriptors at a time. The kernel begins with the others when
+    it is asked again, so none waits for ever.
     """
 
     def __init__(self, real: Any) -> None:

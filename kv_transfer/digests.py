@@ -82,7 +82,7 @@ class LazyInbox(Generic[Item]):
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called from the other thread when it adds an item, if the last `collect` found that one is awaited."""
+        """`wake` is called from the other thread when it adds an item, if the last `collect` found one awaited."""
         self._wake = wake
         self._items: deque[Item] = deque()
         self._is_awaited = False

@@ -1,4 +1,4 @@
-"""What a receiver compares: digests of a runner's blocks, each computed once."""
+"""Digests of blocks, which a receiver compares: each is computed once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def memory_of(content: bytes, block_bytes: int) -> KVMemory:
 
 
 class CountingDigests:
-    """Digests of numbers that a test changes."""
+    """Computes digests of numbers that a test can change, and notes which were asked for."""
 
     def __init__(self) -> None:
         self.content = dict(enumerate(range(100, 140)))
@@ -94,7 +94,7 @@ def test_blocks_of_a_device_are_copied_to_the_host_first() -> None:
     assert block_digests(memory)([]) == []
 
 
-def test_who_does_not_wait_for_digests_is_not_woken() -> None:
+def test_an_inbox_wakes_its_loop_only_for_items_that_are_awaited() -> None:
     woken: list[bool] = []
     collected: list[int] = []
     inbox = LazyInbox[int](lambda: woken.append(True))
@@ -108,7 +108,7 @@ def test_who_does_not_wait_for_digests_is_not_woken() -> None:
     assert (woken, collected) == ([True], [0, 1])
 
 
-def test_what_is_found_just_before_somebody_waits_is_not_missed() -> None:
+def test_an_item_that_comes_just_before_it_is_awaited_is_not_missed() -> None:
     collected: list[int] = []
     inbox = LazyInbox[int](lambda: None)
 
@@ -135,7 +135,7 @@ def test_how_many_blocks_have_a_digest(setting: KVDigests, kind: str, every: int
     assert digest_every(setting, kind) == every
 
 
-def test_a_sample_is_one_in_so_many_and_other_ones_in_every_flight() -> None:
+def test_a_sample_is_one_block_in_so_many_and_differs_between_flights() -> None:
     places = range(3 * SAMPLE_EVERY)
     for flight in (0, 5, 2**64 - 1):
         assert sum(is_digested(AttemptKey("r", 1, flight), place, SAMPLE_EVERY) for place in places) == 3
@@ -161,7 +161,7 @@ def test_a_cached_block_keeps_the_digest_it_was_computed_with() -> None:
     assert digest.asked == [9]
 
 
-def test_what_is_computed_anew_has_a_new_digest() -> None:
+def test_a_block_that_is_computed_again_has_a_new_digest() -> None:
     digest = CountingDigests()
     offered = OfferedDigests(digest)
     request = request_with_keys(10, 2)

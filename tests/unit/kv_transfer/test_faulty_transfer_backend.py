@@ -1,4 +1,4 @@
-"""Each fault on demand does what its name says, and none of them breaks the backends' contract."""
+"""Each injected fault does what its name says, and none of them breaks the backends' contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TARGETS = [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 class Bench:
-    """A receiver with faults and a sender whose block i goes to local block i."""
+    """A receiver with injected faults, and a sender whose block i is read into local block i."""
 
     def __init__(self, faults: Faults) -> None:
         self.fabric = FakeTransferFabric()
@@ -38,7 +38,7 @@ class Bench:
         self.backend.connect(self.sender)
 
     def right(self) -> list[int]:
-        """Local blocks that hold what the sender's do."""
+        """The local blocks that hold the same bytes as the sender's."""
         size = BLOCK_BYTES
         base = self.local.base_address
         return [i for i in range(NUM_BLOCKS) if ctypes.string_at(base + i * size, size) == pattern(i, 1, size)]
@@ -64,7 +64,7 @@ def test_a_delayed_read_begins_late() -> None:
     assert bench.right() == TARGETS
 
 
-def test_a_late_read_says_so_long_after_its_last_byte() -> None:
+def test_a_late_read_is_reported_done_long_after_its_last_byte() -> None:
     bench = Bench(Faults(late=1.0))
     handle = bench.backend.post_read("sender", WHOLE)
     assert bench.backend.poll(handle) is ReadState.IN_PROGRESS
@@ -84,7 +84,7 @@ def test_a_slow_read_brings_one_block_after_the_other() -> None:
     assert [*seen, bench.right()] == [TARGETS[:count] for count in range(len(TARGETS) + 1)]
 
 
-def test_a_stalled_read_goes_on_when_it_is_told_to() -> None:
+def test_a_stalled_read_goes_on_when_it_is_resumed() -> None:
     bench = Bench(Faults(stall=1.0))
     handle = bench.backend.post_read("sender", WHOLE)
     assert all(bench.backend.poll(handle) is ReadState.IN_PROGRESS for _ in range(100))
@@ -94,7 +94,7 @@ def test_a_stalled_read_goes_on_when_it_is_told_to() -> None:
     assert bench.right() == TARGETS
 
 
-def test_a_dropped_block_is_not_missed_by_who_only_asks_for_done() -> None:
+def test_a_read_with_a_dropped_block_is_reported_done() -> None:
     bench = Bench(Faults(drop=1.0))
     bench.polls_until_done(bench.backend.post_read("sender", WHOLE))
     assert bench.right() == TARGETS[:-1]
@@ -133,7 +133,7 @@ def test_a_disconnected_read_writes_half_and_then_never_again_and_takes_the_othe
     assert bench.backend.poll(bench.backend.post_read("sender", WHOLE)) is ReadState.IN_PROGRESS
 
 
-def test_a_duplicate_says_done_again() -> None:
+def test_a_duplicate_is_reported_done_again() -> None:
     bench = Bench(Faults(duplicate=1.0))
     handle = bench.backend.post_read("sender", WHOLE)
     bench.polls_until_done(handle)
@@ -156,7 +156,7 @@ def everything(seed: int) -> Faults:
 
 
 def ending(seed: int) -> tuple[list[str], list[int]]:
-    """How many reads with all faults at once end, and the blocks that are right then. Checks what must always hold."""
+    """Run reads with all faults at once and check what must always hold; returns their ends and the right blocks."""
     bench, rng, ends = Bench(everything(seed)), Random(seed), []
     for number in range(12):
         bench.backend.disconnect("sender")

@@ -71,7 +71,7 @@ TIMES = LeaseTimes(lease_s=10, unclaimed_s=30, grace_s=5)
 
 
 class Pair:
-    """Both books, and the link between them."""
+    """The lease book, the transfer book, and the link between them."""
 
     def __init__(self) -> None:
         self._clock = FakeClock(100.0)
@@ -85,7 +85,7 @@ class Pair:
         self._said: list[str] = []
 
     def say(self, line: str) -> list[str]:
-        """What the two do when this happens."""
+        """Play one event, and return what the two books do."""
         self._said = []
         match line.split():
             case ["offer", first, *blocks]:
@@ -182,7 +182,7 @@ class Pair:
                     self._said.append(f"{who}* {_act(effect)}")
 
     def state(self) -> str:
-        """How it ended."""
+        """The final states, as the last line of a conversation."""
         lease, transfer = self._leases.state(ATTEMPT), self._transfers.state(ATTEMPT)
         return f"= lease {lease.name if lease else 'over'}, transfer {transfer.name if transfer else 'over'}"
 
@@ -242,7 +242,7 @@ def _act(effect: Any) -> str:
 
 
 def replay(text: str) -> str:
-    """The conversation as it is held now."""
+    """The conversation as the code holds it now."""
     pair, told = Pair(), []
     for line in text.splitlines():
         if line.startswith("#"):

@@ -20,7 +20,7 @@ def test_equal_fingerprints_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(LayoutFingerprint)])
-def test_any_difference_refuses_and_prints_both(name: str) -> None:
+def test_any_difference_is_named_and_both_sides_are_printed(name: str) -> None:
     value = getattr(OURS, name)
     theirs = replace(OURS, **{name: value + 1 if isinstance(value, int) else value + "x"})
     detail = layout_mismatch(OURS, theirs)

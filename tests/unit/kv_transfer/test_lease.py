@@ -1,4 +1,4 @@
-"""The conversations about a lease that matter, and the bounds of what a sender keeps. Its table: test_lease_table."""
+"""Conversations about leases, and the bounds of what a sender keeps. The table of states is in test_lease_table."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_late_subscription_gets_everything_from_its_first_block_on(book: Lease
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_who_asks_for_blocks_beyond_the_prompt_is_refused(book: LeaseBook, is_early: bool) -> None:
+def test_a_subscription_beyond_the_prompt_is_refused(book: LeaseBook, is_early: bool) -> None:
     refused = "TellReader 1 (OfferLost a#1 it was asked for from block 4 on, and has 3 REFUSED)"
     if is_early:
         book.received(1, Subscribe(A, 4))
@@ -83,7 +83,7 @@ def test_who_asks_for_blocks_beyond_the_prompt_is_refused(book: LeaseBook, is_ea
     assert lines(book.received(1, ConfirmRead(A))) == ["TellReader 1 (ReadConfirmed a#1 False [])"]
 
 
-def test_progress_beyond_what_was_offered_is_counted_and_not_believed(book: LeaseBook) -> None:
+def test_progress_beyond_what_was_offered_is_counted_and_ignored(book: LeaseBook) -> None:
     book.offer(A, 0, (5, 6))
     book.received(1, Subscribe(A, 0))
     assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
@@ -91,7 +91,7 @@ def test_progress_beyond_what_was_offered_is_counted_and_not_believed(book: Leas
     assert book.counters["read_progress_bad"] == 1
 
 
-def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
+def test_blocks_before_the_subscription_are_not_offered_to_its_reader(book: LeaseBook) -> None:
     book.received(1, Subscribe(A, 3))
     assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1"]
     assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None 0)"]
@@ -144,7 +144,7 @@ def test_a_suspect_on_a_live_link_waits_for_its_reader(book: LeaseBook, clock: F
 
 
 def test_reads_that_never_end_do_not_keep_their_senders_blocks_for_ever(book: LeaseBook, clock: FakeClock) -> None:
-    """The reader lives and says that reads go on; nothing of them will be used, and the agent stays awake for them."""
+    """The reader lives and says that reads go on. What they bring is not used, but the agent keeps making progress."""
     _reading(book)
     book.received(1, Abandon(A, True))
     for _ in range(299):
@@ -289,13 +289,13 @@ def test_a_withdrawn_offer_that_nobody_reads_is_released(book: LeaseBook) -> Non
     assert lines(book.ended(A)) == ["Released a#1"]
 
 
-def test_a_broken_promise_is_admitted(book: LeaseBook) -> None:
+def test_a_reader_that_confirms_is_told_of_a_broken_promise(book: LeaseBook) -> None:
     _reading(book)
     book.withdraw(A, "preempted", promise_broken=True)
     assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
 
 
-def test_nobody_confirms_what_is_not_computed(book: LeaseBook) -> None:
+def test_a_prompt_that_is_not_computed_can_not_be_confirmed(book: LeaseBook) -> None:
     book.offer(A, 0, (5,))
     book.received(1, Subscribe(A, 0))
     assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
@@ -334,7 +334,7 @@ def test_a_newer_process_of_the_same_node_ends_the_older_ones_leases(book: Lease
     assert book.counters["message_on_closed_link"] == 1
 
 
-def test_a_reader_that_is_wrongly_taken_for_gone_hears_of_it(book: LeaseBook) -> None:
+def test_a_reader_that_is_wrongly_taken_for_gone_is_told(book: LeaseBook) -> None:
     _reading(book)
     assert book.may_be_read_by("d0.x")
     assert lines(book.reader_gone("d0.x")) == ["CutLink 1 d0.x is gone", "OpenLeases 0", "Released a#1"]
@@ -414,7 +414,7 @@ def test_every_end_is_released_once_whatever_came_before(clock: FakeClock) -> No
         assert open_counts[-1] == "OpenLeases 0"
 
 
-def test_stats_tell_the_oldest(book: LeaseBook, clock: FakeClock) -> None:
+def test_stats_have_the_age_of_the_oldest_lease(book: LeaseBook, clock: FakeClock) -> None:
     _reading(book)
     clock.advance(3)
     book.offer(B, 0, (1,))
@@ -449,7 +449,7 @@ def test_the_answer_waits_for_digests_that_are_not_known_and_nothing_else_does()
     assert book.counters == {"digested_after_end": 1}
 
 
-def test_whoever_waits_for_digests_that_nobody_can_compute_gets_a_no() -> None:
+def test_a_reader_that_waits_for_digests_that_can_not_be_computed_gets_a_no() -> None:
     book = with_digests()
     book.received(1, ConfirmRead(A))
     no = ["TellReader 1 (ReadConfirmed a#1 False [])"]
@@ -457,14 +457,14 @@ def test_whoever_waits_for_digests_that_nobody_can_compute_gets_a_no() -> None:
     assert book.digested(A, (90,)) == []
 
 
-def test_an_aborted_request_takes_nothing_back_from_who_waits_for_digests() -> None:
+def test_an_abort_takes_nothing_back_from_a_reader_that_waits_for_digests() -> None:
     book = with_digests()
     book.received(1, ConfirmRead(A))
     assert book.withdraw(A, "aborted") == []
     assert lines(book.digested(A, (90,))) == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])"]
 
 
-def test_nobody_is_answered_whose_link_has_ended() -> None:
+def test_a_reader_whose_link_has_ended_is_not_answered() -> None:
     book = with_digests()
     book.received(1, ConfirmRead(A))
     book.link_closed(1)
@@ -477,7 +477,7 @@ def test_a_broken_promise_needs_no_digests() -> None:
     assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
 
 
-def test_what_a_window_has_left_behind_is_not_counted(book: LeaseBook) -> None:
+def test_null_blocks_are_not_counted(book: LeaseBook) -> None:
     book.offer(A, 0, (5, 0, 6, 0))
     assert [handoff.num_blocks for handoff in book.open_handoffs()] == [2]
 
@@ -504,12 +504,12 @@ def test_a_reader_hears_once_that_its_prompt_has_begun(book: LeaseBook, order: s
     ]
 
 
-def test_the_first_blocks_say_what_nobody_said_before(book: LeaseBook) -> None:
+def test_the_first_offer_tells_a_reader_that_the_prompt_has_begun(book: LeaseBook) -> None:
     book.received(1, Expect(A))
     assert lines(book.offer(A, 0, (5,))) == ["TellReader 1 (Begun a#1)"]
 
 
-def test_what_is_expected_is_kept_as_long_as_the_link_lives(book: LeaseBook, clock: FakeClock) -> None:
+def test_an_expected_prompt_is_kept_as_long_as_the_link_lives(book: LeaseBook, clock: FakeClock) -> None:
     book.begun(A)
     book.offer(A, 0, (5,), CLOSING)
     book.ended(A)
@@ -539,8 +539,8 @@ def test_a_prompt_may_be_queued_for_as_long_as_its_readers_link_lives(
 
 
 @pytest.mark.parametrize("end", ["abandoned", "link lost", "withdrawn"])
-def test_a_wait_for_a_request_that_never_comes_ends_with_whoever_waits(book: LeaseBook, end: str) -> None:
-    """The router died between its two messages: the reader's own request ends, and nothing of it is remembered."""
+def test_a_wait_for_a_request_that_never_comes_ends_with_its_reader(book: LeaseBook, end: str) -> None:
+    """The router died between its two messages. The reader's own request ends, and the sender remembers nothing."""
     book.received(1, Expect(A))
     match end:
         case "abandoned":
@@ -555,7 +555,9 @@ def test_a_wait_for_a_request_that_never_comes_ends_with_whoever_waits(book: Lea
 
 
 @pytest.mark.parametrize("computed", [False, True])
-def test_whoever_no_longer_expects_it_frees_its_blocks_at_once(book: LeaseBook, computed: bool) -> None:
+def test_blocks_are_free_at_once_when_their_reader_abandons_an_expected_attempt(
+    book: LeaseBook, computed: bool
+) -> None:
     book.received(1, Expect(A))
     book.begun(A)
     if computed:
@@ -578,7 +580,7 @@ def test_a_reader_hears_that_what_it_expects_is_withdrawn(book: LeaseBook, compu
     assert lines(book.received(1, Expect(A))) == ["TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"]
 
 
-def test_what_is_over_is_recognised_for_a_while(book: LeaseBook, clock: FakeClock) -> None:
+def test_attempts_that_are_over_are_recognised_for_a_while(book: LeaseBook, clock: FakeClock) -> None:
     over = "TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"
     book.withdraw(A, "aborted")
     clock.advance(TIMES.remembered_s)
@@ -591,7 +593,7 @@ def test_what_is_over_is_recognised_for_a_while(book: LeaseBook, clock: FakeCloc
 
 
 @pytest.mark.parametrize("place", range(5))
-def test_no_more_than_so_many_of_those_that_are_over_are_recognised(book: LeaseBook, place: int) -> None:
+def test_the_number_of_recognised_attempts_that_are_over_is_bounded(book: LeaseBook, place: int) -> None:
     keys = [AttemptKey(f"r{number}", 1) for number in range(TIMES.max_remembered + 1)]
     for key in keys:
         book.withdraw(key, "aborted")

@@ -1,4 +1,4 @@
-"""The link's messages survive the wire, and what is unknown there reads as nothing."""
+"""The link's messages are the same after encoding and decoding, and unknown ones are read as None."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_sender_messages(message: SenderMessage) -> None:
     assert link_codec.read_sender_message(kv_link_pb2.OpenResponse.FromString(data)) == message
 
 
-def test_greetings() -> None:
+def test_hello_and_welcome() -> None:
     hello = LinkHello(1, "c", "d0", "d0.x", "p0.y", LAYOUT, "host:7")
     assert link_codec.read_hello(link_codec.write_hello(hello)) == hello
     welcome = LinkWelcome("p0", "p0.y", LAYOUT, b"\x00agent", 2**63, 1000, "DRAM", 0, 1000)
@@ -87,7 +87,7 @@ def test_greetings() -> None:
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0", "ä", "a\n"])
-def test_what_can_be_no_request_reads_as_nothing(request_id: str) -> None:
+def test_a_message_with_an_invalid_request_id_is_read_as_none(request_id: str) -> None:
     odd = A._replace(request_id=request_id)
     for message in (
         Expect(odd),
@@ -100,7 +100,7 @@ def test_what_can_be_no_request_reads_as_nothing(request_id: str) -> None:
         assert link_codec.read_reader_message(link_codec.write_reader_message(message)) is None
 
 
-def test_what_is_unknown_reads_as_nothing() -> None:
+def test_an_unknown_message_is_read_as_none() -> None:
     assert link_codec.read_reader_message(kv_link_pb2.OpenRequest()) is None
     assert link_codec.read_sender_message(kv_link_pb2.OpenResponse()) is None
     assert link_codec.read_hello(kv_link_pb2.OpenRequest()) is None

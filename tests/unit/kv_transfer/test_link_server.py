@@ -1,4 +1,4 @@
-"""The sender's end of links, where a real one can't be timed; the rest is in tests/contract/test_kv_link.py."""
+"""A case of the sender's end of links that a real link can't time; the rest is in tests/contract/test_kv_link.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Handler:
     def link_closed(self, link: int, reason: str) -> None: ...
 
 
-async def test_a_link_that_was_being_greeted_when_the_node_stopped_is_not_opened() -> None:
+async def test_a_link_in_its_handshake_when_the_node_stops_is_not_opened() -> None:
     handler, call = _Handler(), _WelcomeTakesAWhile()
     memory = PeerMemory("p0.first", b"", 0, 1, 64, "DRAM", 0)
     call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), memory, handler)

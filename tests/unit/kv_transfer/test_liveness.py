@@ -1,4 +1,4 @@
-"""What the kernel says of a process that may be gone, and the process itself of whether it runs."""
+"""How a process that may be gone is probed: its port, and whether it answers a gRPC handshake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from kv_transfer.link.liveness import PortState, is_running, nobody_listens, probe_port
 
 
-async def test_a_port_is_refused_when_its_process_has_let_go_of_it() -> None:
+async def test_connections_are_refused_when_the_process_has_closed_its_port() -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     assert not await nobody_listens(address)
@@ -33,7 +33,7 @@ async def test_a_process_that_accepts_nothing_is_not_gone() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:none", "127.0.0.1:99999999", "no.such.host.invalid:1"])
-async def test_what_can_not_be_asked_says_nothing(address: str) -> None:
+async def test_an_address_that_can_not_be_reached_is_silent(address: str) -> None:
     assert not await nobody_listens(address)
     assert await probe_port(address) is PortState.SILENT
 
@@ -51,17 +51,17 @@ async def serve():
 
 asyncio.run(serve())
 """
-"""Soon keeps its loop and the interpreter busy, for good."""
+"""A gRPC server that soon blocks its event loop and the interpreter for good."""
 
 
-async def test_a_process_that_is_busy_runs_and_one_that_is_stopped_does_not() -> None:
+async def test_a_busy_process_runs_and_a_stopped_one_does_not() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY_SERVER, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         address = f"127.0.0.1:{int(await process.stdout.readline())}"
         assert await is_running(address, within_s=20.0)
         process.send_signal(signal.SIGSTOP)
-        # It is sent to one of its threads, and the others run on until that one has had its turn.
+        # The kernel delivers the signal to one thread, and the others run on until that one has handled it.
         await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert not await is_running(address, within_s=0.5)
         process.send_signal(signal.SIGCONT)
@@ -73,5 +73,5 @@ async def test_a_process_that_is_busy_runs_and_one_that_is_stopped_does_not() ->
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:none", "no.such.host.invalid:1"])
-async def test_what_can_not_be_asked_is_not_said_to_run(address: str) -> None:
+async def test_an_address_that_can_not_be_reached_does_not_run(address: str) -> None:
     assert not await is_running(address, within_s=0.1)

@@ -1,4 +1,4 @@
-"""The mover over the in-process fake: order, answers, and who may still write."""
+"""The mover over the in-process fake: the order of reads, their answers, and which reads may still write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL = WindowLimits(bytes_in_flight=8 * BLOCK_BYTES, posts_in_flight=2, piece_b
 
 
 class WatchedBackend(FakeTransferBackend):
-    """Counts what the mover calls, in which order it posts, and can fail a read as a broken transport would."""
+    """Counts the mover's calls, notes the order of its posts, and can fail a read as a broken transport would."""
 
     calls = 0
     pumped: threading.Event | None = None
@@ -119,7 +119,7 @@ class Bench:
         return self.events.get(timeout=WITHIN_S)
 
     def round_trip(self, peer: PeerMemory) -> None:
-        """Everything that was asked before has been taken in."""
+        """Wait until the mover has executed all earlier commands."""
         self.mover.connect(peer)
         assert self.next() == Connected(peer.incarnation)
 
@@ -132,7 +132,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def faults() -> Iterator[queue.SimpleQueue[BackgroundFault]]:
-    """Those that end the process."""
+    """The faults that would end the process."""
     met: queue.SimpleQueue[BackgroundFault] = queue.SimpleQueue()
     token = current_watch.set(BackgroundWatch(met.put))
     yield met
@@ -175,7 +175,7 @@ def failure(event: MoverEvent) -> tuple[int, TransferCause]:
 # When it looks
 
 
-def test_the_pause_grows_with_silence_and_ends_without_work() -> None:
+def test_the_pause_grows_while_nothing_arrives_and_is_endless_without_work() -> None:
     assert pause(None, 0) is None
     assert pause(None, 3) == LEASE_PUMP_S
     assert pause(0.0, 0) == SHORTEST_PAUSE_S
@@ -213,7 +213,7 @@ def test_it_pumps_exactly_while_a_lease_is_out(bench: Bench) -> None:
 # Reads
 
 
-def test_a_read_is_answered_with_what_it_took(bench: Bench) -> None:
+def test_a_read_is_answered_with_its_bytes_times_and_ranges(bench: Bench) -> None:
     bench.attach("sender")
     bench.mover.read(7, "sender", [ReadRange(0, 9, 3), ReadRange(10, 3, 4)])
     done = bench.next()
@@ -297,7 +297,7 @@ def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> N
 # Peers
 
 
-def test_connect_says_why_not(bench: Bench) -> None:
+def test_a_connect_that_fails_is_answered_with_the_cause(bench: Bench) -> None:
     peer = bench.add_sender("sender")
     bench.mover.connect(dataclasses.replace(peer, block_bytes=1))
     event = bench.next()
@@ -337,7 +337,7 @@ def test_a_killed_peer_fails_its_reads_and_no_others(bench: Bench) -> None:
     assert bench.mover.reads_in_flight == 0
 
 
-def test_disconnect_waits_for_reads_in_flight_and_can_be_taken_back(bench: Bench) -> None:
+def test_disconnect_waits_for_reads_in_flight_and_connect_cancels_it(bench: Bench) -> None:
     peer = bench.attach("sender")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
@@ -359,7 +359,7 @@ def test_disconnect_waits_for_reads_in_flight_and_can_be_taken_back(bench: Bench
 
 
 class StuckBench(Bench):
-    """A read that has failed, of a peer that lives, and may still write. Its mover looks as often as it can."""
+    """A read that failed and may still write, of a peer that lives. Its mover polls as often as it can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class StuckBench(Bench):
         until(lambda: self.mover.stuck_reads == 1)
 
     def probe(self) -> None:
-        """Let it ask once more."""
+        """Let the mover probe the peer once more."""
         num_posted = len(self.backend.posted)
         self.manual.advance(MAX_PROBE_INTERVAL_S)
         until(lambda: len(self.backend.posted) > num_posted)
@@ -437,7 +437,7 @@ def test_slow_reads_arrive_whole(faulty: Callable[[Faults], Bench]) -> None:
 
 
 @pytest.mark.parametrize("faults", [Faults(drop=1.0), Faults(corrupt=1.0)])
-def test_silent_damage_is_damage_and_looks_done(faulty: Callable[[Faults], Bench], faults: Faults) -> None:
+def test_a_read_with_silent_damage_is_reported_done(faulty: Callable[[Faults], Bench], faults: Faults) -> None:
     bench = faulty(faults)
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
@@ -458,7 +458,7 @@ def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Be
     until(lambda: bench.mover.stuck_reads == 0)
 
 
-def test_stuck_is_a_matter_of_the_clock() -> None:
+def test_a_read_without_progress_is_stuck_after_a_while() -> None:
     bench = Bench()
     clock = FakeClock()
     mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
@@ -482,7 +482,7 @@ def test_stuck_is_a_matter_of_the_clock() -> None:
 
 
 class SlowBench(Bench):
-    """A mover that takes turns by hand; each turn takes `turn_s`, and one block is in flight at once."""
+    """A mover whose turns the test calls; each takes `turn_s`, and one block is in flight at a time."""
 
     def __init__(self, *senders: str, turn_s: float = 0.25) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ class SlowBench(Bench):
         self.mover.turn()
 
     def pass_s(self, seconds: float) -> list[MoverEvent]:
-        """What is said meanwhile."""
+        """The events that are delivered meanwhile."""
         for _ in range(int(seconds / self.turn_s)):
             self.turn()
         said = []
@@ -511,7 +511,7 @@ class SlowBench(Bench):
         return said
 
 
-def test_a_read_of_which_nothing_arrives_is_said_to_be_stalled_once_and_may_still_end() -> None:
+def test_a_read_of_which_nothing_arrives_is_reported_stalled_once_and_may_still_end() -> None:
     bench = SlowBench("sender", "other")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 2)])
@@ -528,7 +528,7 @@ def test_a_read_of_which_nothing_arrives_is_said_to_be_stalled_once_and_may_stil
     bench.mover.stop()
 
 
-def test_a_read_that_is_queued_behind_others_which_get_on_is_not_stalled() -> None:
+def test_a_read_that_is_queued_behind_others_which_make_progress_is_not_stalled() -> None:
     """A block takes six seconds, and each of twenty reads has to wait for those before it."""
     bench = SlowBench("sender")
     for read_id in range(1, 21):
@@ -544,7 +544,7 @@ def test_a_read_that_is_queued_behind_others_which_get_on_is_not_stalled() -> No
     bench.mover.stop()
 
 
-def test_a_mover_that_was_held_up_takes_nothing_for_stalled() -> None:
+def test_a_mover_that_was_held_up_reports_nothing_as_stalled() -> None:
     bench = SlowBench("sender")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
@@ -559,7 +559,7 @@ def test_a_mover_that_was_held_up_takes_nothing_for_stalled() -> None:
 
 def test_a_call_into_the_agent_that_does_not_return_is_a_fault_and_an_idle_mover_is_none() -> None:
     class Hanging(SlowBench):
-        """Its agent hangs in a call, during which time passes."""
+        """The transfer agent hangs in a call, during which time passes."""
 
         def poll_for_ever(self, handle: ReadHandle) -> ReadState:
             with pytest.raises(EngineFault, match="does not return"):
@@ -583,7 +583,7 @@ def test_a_call_into_the_agent_that_does_not_return_is_a_fault_and_an_idle_mover
 
 
 class ThreadNotingDigests:
-    """The digest of block n is 1000 + n; notes who computes it."""
+    """Computes 1000 + n as the digest of block n, and notes in which thread."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
@@ -612,7 +612,7 @@ def digesting(digests: ThreadNotingDigests) -> Iterator[Bench]:
     bench.mover.stop()
 
 
-def test_a_mover_with_nothing_to_move_computes_digests_itself_when_it_has_said_that_it_read(
+def test_a_mover_with_nothing_to_move_computes_digests_itself_after_read_done(
     digesting: Bench, digests: ThreadNotingDigests
 ) -> None:
     digesting.attach("sender")
@@ -652,7 +652,7 @@ def test_every_block_of_a_long_read_that_is_wanted_is_digested_once(digesting: B
     digesting.assert_silent()
 
 
-def test_digests_that_can_not_be_computed_are_said_to_be_none_and_end_nothing(
+def test_digests_that_can_not_be_computed_are_reported_and_the_mover_goes_on(
     digesting: Bench, digests: ThreadNotingDigests
 ) -> None:
     digests.fail = True
@@ -663,7 +663,7 @@ def test_digests_that_can_not_be_computed_are_said_to_be_none_and_end_nothing(
     digesting.round_trip(peer)
 
 
-def test_nobody_computes_what_nobody_wants(digesting: Bench, digests: ThreadNotingDigests) -> None:
+def test_digests_that_are_not_wanted_are_not_computed(digesting: Bench, digests: ThreadNotingDigests) -> None:
     peer = digesting.attach("sender")
     digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)])
     assert isinstance(digesting.next(), ReadDone)
@@ -698,8 +698,8 @@ def test_the_agent_lives_in_the_movers_thread(bench: Bench) -> None:
     mover.stop()
 
 
-def test_an_answer_that_is_lost_ends_the_process(faults: queue.SimpleQueue[BackgroundFault]) -> None:
-    """Somebody would wait for it for ever."""
+def test_an_event_that_can_not_be_delivered_ends_the_process(faults: queue.SimpleQueue[BackgroundFault]) -> None:
+    """Somebody would wait for that event for ever."""
     bench = Bench()
 
     def deliver(event: MoverEvent) -> None:
@@ -712,7 +712,7 @@ def test_an_answer_that_is_lost_ends_the_process(faults: queue.SimpleQueue[Backg
     mover.stop()
 
 
-def test_so_do_digests_that_are_lost_in_the_thread_that_computes_them(
+def test_digests_that_can_not_be_delivered_end_the_process(
     digesting: Bench, faults: queue.SimpleQueue[BackgroundFault]
 ) -> None:
     digesting.attach("stopped")
@@ -746,7 +746,7 @@ def test_an_agent_that_can_not_be_pumped_ends_the_process(
 
 
 def test_a_read_that_can_not_be_released_fails_alone(bench: Bench) -> None:
-    """The agent says DONE and then that it can't let go of it: what that read brought is in doubt, and nothing else."""
+    """The agent reports DONE and then fails to release the read: only what that read brought is in doubt."""
     bench.attach("sender")
     release = bench.backend.release
 
@@ -784,7 +784,7 @@ def test_stop_answers_what_is_queued_and_everything_later(bench: Bench) -> None:
     bench.mover.stop()
 
 
-def test_stop_does_not_wait_for_ever_and_leaves_memory_that_is_written_alone() -> None:
+def test_stop_does_not_wait_for_ever_and_keeps_memory_that_may_be_written() -> None:
     bench = Bench()
     clock = FakeClock()
     mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)

@@ -1,4 +1,4 @@
-"""Transfers: every transition, the conversations that matter, and what a peer can't make them do."""
+"""Transfers: every transition, the conversations that matter, and messages of a peer that must do no harm."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_counts_tell_how_far_transfers_are(book: TransferBook) -> None:
 
 
 def _reading(book: TransferBook, closing: Closing | None = None) -> None:
-    """Five blocks offered, read 1 in flight."""
+    """Offer five blocks, so that read 1 is in flight."""
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
     book.received("p0.x", Offer(A, 0, (5, 6, 7, 8, 9), 1000, closing))
@@ -161,7 +161,7 @@ def test_a_closing_offer_without_blocks_confirms_what_was_read(book: TransferBoo
     assert lines(book.received("p0.x", Offer(A, 5, (), 1000, CLOSING))) == ["TellSender p0.x (ConfirmRead a#1)"]
 
 
-def test_a_lease_that_was_not_held_brings_nothing(book: TransferBook) -> None:
+def test_a_transfer_fails_if_the_lease_was_not_held(book: TransferBook) -> None:
     _confirming(book)
     effects = book.received("p0.x", ReadConfirmed(A, False))
     failed = [effect for effect in effects if isinstance(effect, Failed)]
@@ -170,7 +170,9 @@ def test_a_lease_that_was_not_held_brings_nothing(book: TransferBook) -> None:
 
 
 @pytest.mark.parametrize("closing", [None, CLOSING])
-def test_a_lost_offer_under_a_read_goes_into_quarantine(book: TransferBook, closing: Closing | None) -> None:
+def test_a_transfer_whose_offer_is_lost_during_a_read_is_quarantined(
+    book: TransferBook, closing: Closing | None
+) -> None:
     _reading(book, closing)
     effects = book.received("p0.x", OfferLost(A, "aborted"))
     assert lines(effects) == [
@@ -229,7 +231,7 @@ def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: Tra
     assert book.state(A) is None
 
 
-def test_reads_that_outlive_their_link_are_told_on_a_new_one(book: TransferBook) -> None:
+def test_reads_that_outlive_their_link_are_reported_to_the_sender_on_a_new_one(book: TransferBook) -> None:
     _reading(book)
     book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")
     assert lines(book.reopen(SOURCE)) == ["OpenLink (KVSource p0 p0.x host:1)"]
@@ -338,7 +340,7 @@ def test_late_and_duplicate_messages_change_nothing(book: TransferBook) -> None:
     assert sum(book.counters.values()) == 6
 
 
-def test_a_peer_with_too_much_in_quarantine_gets_nothing_more(book: TransferBook) -> None:
+def test_no_transfer_begins_from_a_sender_with_too_many_quarantined_blocks(book: TransferBook) -> None:
     _reading(book)
     book.ended(A)
     effects = lines(book.plan(TransferPlan(B, SOURCE, 4, (1,), 0)))
@@ -420,7 +422,7 @@ def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(see
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whatever_a_sender_says_reads_stay_within_the_plan_and_the_pool(seed: int) -> None:
+def test_whatever_a_sender_sends_reads_stay_within_the_plan_and_the_pool(seed: int) -> None:
     rng, book = Random(seed), TransferBook(max_quarantined_blocks=1000, vocab_size=100)
     edges = [0, 1, 4, 5, 6, 99, 100, 2**31, 2**32 - 1, -1]
     filled: list[int] = []
@@ -465,10 +467,10 @@ def test_whatever_a_sender_says_reads_stay_within_the_plan_and_the_pool(seed: in
     assert set(filled) <= set(PLAN.block_ids)
 
 
-def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) -> None:
+def test_blocks_outside_of_every_window_are_neither_offered_nor_read(book: TransferBook) -> None:
     book.plan(TransferPlan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
     book.peer_ready("p0.x", 100)
-    # The second is offered and not wanted, the fourth neither.
+    # The second block is offered and not wanted; the fourth is neither.
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000))) == [
         "StartRead 1 p0.x [(ReadRange 40 5 1), (ReadRange 41 7 1)] []"
     ]
@@ -479,7 +481,7 @@ def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) ->
     assert lines(book.read_done(2, 64))[-1] == "TellSender p0.x (ConfirmRead a#1)"
 
 
-def test_chunks_of_which_nothing_is_wanted_read_nothing(book: TransferBook) -> None:
+def test_an_offer_of_which_no_block_is_wanted_starts_no_read(book: TransferBook) -> None:
     book.plan(TransferPlan(A, SOURCE, 18, (0, 0, 0, 0, 43), 0))
     book.peer_ready("p0.x", 100)
     assert lines(book.received("p0.x", Offer(A, 0, (0, 0), 1000))) == []
@@ -488,7 +490,7 @@ def test_chunks_of_which_nothing_is_wanted_read_nothing(book: TransferBook) -> N
     ]
 
 
-def test_what_is_wanted_must_be_offered(book: TransferBook) -> None:
+def test_a_wanted_block_must_be_offered(book: TransferBook) -> None:
     book.plan(TransferPlan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
     book.peer_ready("p0.x", 100)
     effects = book.received("p0.x", Offer(A, 0, (5, 0, 0), 1000))
@@ -496,7 +498,7 @@ def test_what_is_wanted_must_be_offered(book: TransferBook) -> None:
 
 
 def with_digests(book: TransferBook) -> None:
-    """Both reads of an attempt are done, the second's digests are not known, and the sender was asked for its word."""
+    """Finish both reads of an attempt: the second's digests are not known, and the sender was asked to confirm."""
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
     book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, 1))
@@ -511,7 +513,9 @@ LAST = {42: 70, 43: 200, 10: 210}
 
 
 @pytest.mark.parametrize("digested_first", [True, False])
-def test_a_prompt_arrives_when_it_is_held_and_equal(book: TransferBook, digested_first: bool) -> None:
+def test_a_prompt_arrives_when_its_lease_was_held_and_its_digests_are_equal(
+    book: TransferBook, digested_first: bool
+) -> None:
     with_digests(book)
     answers: list[Callable[[], list[TransferEffect]]] = [
         lambda: book.digested(2, LAST),
@@ -551,14 +555,14 @@ def test_digests_of_other_than_all_blocks_prove_nothing(book: TransferBook, said
 
 
 def failed_with(effects: list[TransferEffect]) -> int:
-    """How many leading blocks the one failure among these says are valid."""
+    """The number of valid blocks of the one failure among these effects."""
     (failed,) = (effect for effect in effects if isinstance(effect, Failed))
     return failed.num_valid_blocks
 
 
 @pytest.fixture
 def keeping() -> TransferBook:
-    """Two blocks are read and digested and three are being read, for who keeps what a failed transfer brought."""
+    """A book that keeps valid blocks: two blocks are read and digested, and three are being read."""
     book = TransferBook(keeps_valid_blocks=True)
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
@@ -590,7 +594,7 @@ def test_blocks_that_were_read_and_confirmed_and_compared_outlive_a_failure(
 
 
 @pytest.mark.parametrize("fails", FAILURES.values(), ids=FAILURES)
-def test_what_was_read_proves_nothing_without_the_senders_word(
+def test_blocks_that_the_sender_did_not_confirm_are_not_valid(
     keeping: TransferBook, fails: Callable[[TransferBook], list[TransferEffect]]
 ) -> None:
     assert failed_with(fails(keeping)) == 0
@@ -611,26 +615,28 @@ def test_a_block_counts_only_once_its_own_digest_is_known() -> None:
     assert failed_with(book.received("p0.x", OfferLost(A, "aborted"))) == 1, "what lies behind a gap does not count"
 
 
-def test_a_part_with_a_wrong_digest_ends_what_is_valid(keeping: TransferBook) -> None:
+def test_no_block_is_valid_from_a_wrong_digest_on(keeping: TransferBook) -> None:
     assert keeping.received("p0.x", PartConfirmed(A, 0, (50, 61))) == [Recorded("prefix_verified", A, 1)]
     assert failed_with(keeping.received("p0.x", OfferLost(A, "aborted"))) == 1
 
 
 @pytest.mark.parametrize("part", [PartConfirmed(A, 1, (60,)), PartConfirmed(A, 0, DIGESTS[:3])], ids=["gap", "unasked"])
-def test_a_word_on_other_blocks_than_were_asked_about_is_no_word(keeping: TransferBook, part: PartConfirmed) -> None:
+def test_a_confirmation_of_other_blocks_than_were_asked_about_is_ignored(
+    keeping: TransferBook, part: PartConfirmed
+) -> None:
     assert keeping.received("p0.x", part) == []
     assert keeping.counters["PartConfirmed_bad"] == 1
     assert failed_with(keeping.received("p0.x", OfferLost(A, "aborted"))) == 0
 
 
-def test_the_whole_answer_is_about_the_parts_too(keeping: TransferBook) -> None:
+def test_the_confirmation_of_all_blocks_replaces_those_of_parts(keeping: TransferBook) -> None:
     keeping.received("p0.x", PartConfirmed(A, 0, DIGESTS[:2]))
     keeping.read_done(2, 192)
     keeping.digested(2, LAST)
     assert failed_with(keeping.received("p0.x", ReadConfirmed(A, True, (50, 1, 70, 200, 210)))) == 1
 
 
-def test_a_lease_that_was_lost_later_was_held_through_the_parts(keeping: TransferBook) -> None:
+def test_confirmed_parts_stay_valid_when_the_lease_is_lost_later(keeping: TransferBook) -> None:
     keeping.received("p0.x", PartConfirmed(A, 0, DIGESTS[:2]))
     keeping.read_done(2, 192)
     assert failed_with(keeping.received("p0.x", ReadConfirmed(A, False))) == 2
@@ -646,18 +652,18 @@ def test_the_sender_is_asked_about_leading_blocks_alone() -> None:
     assert "TellSender p0.x (ConfirmPart a#1 5)" in lines(book.read_done(1, 64))
     book.digested(1, {41: 70})
     book.digested(2, {43: 210})
-    # Those that were here count, and so do those where nothing is wanted.
+    # Blocks that were here already are valid, and so are those where nothing is wanted.
     assert book.received("p0.x", PartConfirmed(A, 1, (0, 70, 0, 210))) == [Recorded("prefix_verified", A, 5)]
 
 
 @pytest.mark.parametrize(("keeps", "every"), [(False, 1), (True, 16), (True, 0)])
-def test_who_does_not_keep_it_or_compares_a_sample_asks_for_no_parts(keeps: bool, every: int) -> None:
+def test_no_parts_are_confirmed_without_all_digests_or_if_valid_blocks_are_not_kept(keeps: bool, every: int) -> None:
     book = TransferBook(keeps_valid_blocks=keeps, digest_every=every)
     _reading(book)
     assert lines(book.read_done(1, 320)) == ["TellSender p0.x (ReadProgress a#1 5)"]
 
 
-def test_what_the_sender_held_arrives_whatever_becomes_of_it(book: TransferBook) -> None:
+def test_a_confirmed_prompt_arrives_even_if_its_sender_is_lost(book: TransferBook) -> None:
     with_digests(book)
     book.received("p0.x", ReadConfirmed(A, True, DIGESTS))
     assert lines(book.received("p0.x", OfferLost(A, "gone"))) == []
@@ -666,7 +672,7 @@ def test_what_the_sender_held_arrives_whatever_becomes_of_it(book: TransferBook)
     assert lines(book.digested(2, LAST))[0].startswith("Arrived a#1")
 
 
-def test_digests_that_nobody_waits_for_change_nothing(book: TransferBook) -> None:
+def test_digests_of_transfers_that_are_over_change_nothing(book: TransferBook) -> None:
     with_digests(book)
     book.abandon(A)
     assert lines(book.digested(2, LAST)) == []
@@ -684,7 +690,7 @@ def test_digests_begin_where_the_plan_does_and_leave_out_what_is_not_wanted(book
     assert lines(book.received("p0.x", ReadConfirmed(A, True, (60, 70, 0, 90))))[0].startswith("Arrived a#1")
 
 
-def test_who_compares_nothing_asks_for_no_digests() -> None:
+def test_a_book_that_compares_nothing_asks_for_no_digests() -> None:
     book = TransferBook(digest_every=0)
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
@@ -744,7 +750,9 @@ def test_a_transfer_that_is_over_awaits_no_digests(book: TransferBook) -> None:
         (1, 0, 0, []),
     ],
 )
-def test_what_is_compared_is_what_both_sides_look_at(ours: int, theirs: int, flight: int, to_digest: list[int]) -> None:
+def test_the_blocks_that_are_compared_have_a_digest_on_both_sides(
+    ours: int, theirs: int, flight: int, to_digest: list[int]
+) -> None:
     book, attempt = TransferBook(digest_every=ours), A._replace(flight=flight)
     book.plan(replace(PLAN, attempt=attempt))
     book.peer_ready("p0.x", 100)
@@ -779,7 +787,7 @@ def test_blocks_are_planned_when_the_sender_has_begun(book: TransferBook) -> Non
     assert lines(book.expect(c, SOURCE)) == ["TellSender p0.x (Expect c#1)"], "the link is there"
 
 
-def test_whoever_gives_up_what_it_expects_says_so(book: TransferBook) -> None:
+def test_the_sender_is_told_when_an_expected_attempt_is_abandoned(book: TransferBook) -> None:
     book.expect(A, SOURCE)
     assert lines(book.abandon(A)) == [], "nobody was told"
     book.peer_ready("p0.x", 100)
@@ -790,7 +798,7 @@ def test_whoever_gives_up_what_it_expects_says_so(book: TransferBook) -> None:
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_what_will_not_come_fails_before_it_has_blocks(book: TransferBook, has_begun: bool) -> None:
+def test_an_attempt_can_fail_before_it_has_blocks(book: TransferBook, has_begun: bool) -> None:
     book.expect(A, SOURCE)
     book.expect(B, SOURCE)
     book.peer_ready("p0.x", 100)
@@ -803,7 +811,7 @@ def test_what_will_not_come_fails_before_it_has_blocks(book: TransferBook, has_b
     assert lines(book.abandon(A) + book.abandon(B)) == []
 
 
-def test_nothing_is_read_of_what_has_no_blocks(book: TransferBook) -> None:
+def test_nothing_is_read_for_an_attempt_without_blocks(book: TransferBook) -> None:
     book.expect(A, SOURCE)
     book.peer_ready("p0.x", 100)
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == []

@@ -1,4 +1,4 @@
-"""Ranges of blocks, and whose turn it is."""
+"""Ranges of blocks, and the order in which a window posts them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_neighbours_on_one_side_only_are_not_merged() -> None:
 
 
 @pytest.mark.parametrize("limits", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_window_that_lets_nothing_through_is_refused(limits: tuple[int, int, int]) -> None:
+def test_a_window_with_a_bound_of_zero_is_refused(limits: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be 1 or more"):
         WindowLimits(*limits)
 
@@ -82,7 +82,7 @@ def test_posts_in_flight_are_bounded() -> None:
     assert len(pop_all(w)) == 1
 
 
-def test_a_block_longer_than_the_window_still_goes() -> None:
+def test_a_block_larger_than_the_window_is_posted_alone() -> None:
     w = FairWindow(WindowLimits(10, 1, 10), BLOCK)
     w.submit(1, "a", [ReadRange(0, 0, 2)])
     popped = pop_all(w)

@@ -15,7 +15,7 @@ OTHER = KVSource("p1", "p1.first", "host:2")
 
 
 class Host:
-    """Says of a port that it is taken, and something else from some moment on."""
+    """A host on which a process listens at a port until some moment, and then answers as `then` says."""
 
     def __init__(self) -> None:
         self.ends_at: dict[str, float] = {}
@@ -29,7 +29,7 @@ class Host:
 
 
 def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> list[str]:
-    """Play it in virtual time; returns who was dropped, in order."""
+    """Play a test in virtual time; returns the senders that were dropped, in order."""
     dropped: list[str] = []
 
     async def main() -> None:
@@ -43,7 +43,7 @@ def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> 
     return dropped
 
 
-def test_one_whose_process_ends_within_a_moment_is_dropped() -> None:
+def test_a_sender_whose_process_ends_soon_after_its_link_is_dropped() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.ends_at["host:1"] = asyncio.get_running_loop().time() + 0.1
         senders.link_ended(FIRST)
@@ -54,7 +54,7 @@ def test_one_whose_process_ends_within_a_moment_is_dropped() -> None:
     assert check(play) == ["p0.first"]
 
 
-def test_one_that_lives_is_kept_and_may_come_back_again_and_again() -> None:
+def test_a_sender_that_lives_is_kept_and_may_come_back_repeatedly() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         for _ in range(3):
             senders.link_ended(FIRST)
@@ -66,7 +66,7 @@ def test_one_that_lives_is_kept_and_may_come_back_again_and_again() -> None:
     assert check(play) == []
 
 
-def test_one_that_came_back_is_not_looked_for_any_more() -> None:
+def test_a_sender_that_came_back_is_not_probed_any_more() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.ends_at["host:1"] = asyncio.get_running_loop().time() + 0.1
         senders.link_ended(FIRST)
@@ -79,7 +79,7 @@ def test_one_that_came_back_is_not_looked_for_any_more() -> None:
     assert check(play) == []
 
 
-def test_one_that_comes_back_at_the_last_moment_leaves_no_task() -> None:
+def test_a_sender_that_comes_back_while_it_is_probed_leaves_no_task() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         senders.link_ended(FIRST)
         await asyncio.sleep(0.01)
@@ -88,7 +88,7 @@ def test_one_that_comes_back_at_the_last_moment_leaves_no_task() -> None:
     assert check(play) == []
 
 
-def test_a_successor_ends_those_before_it_and_no_others() -> None:
+def test_a_newer_process_of_a_node_drops_earlier_ones_and_no_other_node() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         for source in (FIRST, OTHER):
             senders.link_ended(source)
@@ -101,7 +101,7 @@ def test_a_successor_ends_those_before_it_and_no_others() -> None:
     assert check(play) == ["p0.first"]
 
 
-def test_one_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
+def test_a_sender_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.ends_at["host:1"] = asyncio.get_running_loop().time() + 10_000
         senders.link_ended(FIRST)
@@ -112,7 +112,7 @@ def test_one_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
     assert check(play) == ["p0.first"]
 
 
-def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
+def test_a_sender_whose_host_does_not_answer_is_dropped_in_the_end() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.then, host.ends_at["host:1"] = PortState.SILENT, 0.0
         senders.link_ended(FIRST)
@@ -126,7 +126,7 @@ def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
     assert check(play) == ["p0.first"]
 
 
-def test_one_that_is_heard_of_now_and_then_is_kept() -> None:
+def test_a_sender_that_answers_now_and_then_is_kept() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         host.then, host.ends_at["host:1"] = PortState.SILENT, 0.0
         senders.link_ended(FIRST)

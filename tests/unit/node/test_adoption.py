@@ -1,4 +1,4 @@
-"""Requests that outlive their router: orphans, adoption, and what the router that lost them can still do."""
+"""Requests that outlive their router: orphans, adoption, and messages of the router that lost them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def whole(num_tokens: int, index: int = 0, seed: int = 3) -> list[int]:
 
 
 def of(sequence_index: int, told: list[RequestDelta]) -> list[RequestDelta]:
-    """One sequence's, checked to be without gaps."""
+    """The deltas of one sequence, which are checked to have no gaps."""
     own = [delta for delta in told if delta.sequence_index == sequence_index]
     for before, after in pairwise(own):
         if after.token_ids:
@@ -52,7 +52,7 @@ def of(sequence_index: int, told: list[RequestDelta]) -> list[RequestDelta]:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 4])
-async def test_an_orphan_runs_on_and_is_told_from_the_beginning_to_who_adopts_it(turns: int) -> None:
+async def test_an_orphan_runs_on_and_is_replayed_from_the_beginning_to_the_router_that_adopts_it(turns: int) -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=LONG)
@@ -71,7 +71,7 @@ async def test_an_orphan_runs_on_and_is_told_from_the_beginning_to_who_adopts_it
     await rig.service.wait_idle()
 
 
-def test_what_ended_as_an_orphan_or_just_before_is_told_as_well() -> None:
+def test_an_attempt_that_ended_as_an_orphan_or_just_before_is_replayed_as_well() -> None:
     run_virtually(_told_as_well())
 
 
@@ -93,7 +93,7 @@ async def _told_as_well() -> None:
         await rig.service.wait_idle()
 
 
-async def test_its_router_is_told_that_it_moved_and_its_aborts_change_nothing() -> None:
+async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_nothing() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=LONG)
@@ -112,7 +112,7 @@ async def test_its_router_is_told_that_it_moved_and_its_aborts_change_nothing() 
 
 
 @pytest.mark.parametrize("how", ["running", "orphaned", "forgotten"])
-async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatever_order_they_speak(how: str) -> None:
+async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatever_order_they_adopt(how: str) -> None:
     rig = rig_with_grace()
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
     rig.ask(first, sampling_params=LONG, takeover=1)
@@ -126,7 +126,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
     elif how == "forgotten":
         third.receive(Abort(KEY, "client left", takeover=3))
         rig.role.aborted.clear()
-    # Its client has left it long ago: it was only slow to say so.
+    # The client has left this router long ago; its message was only slow.
     second.receive(Adopt(KEY, 2))
     second.receive(Abort(KEY, "the client went away", takeover=2))
     first.receive(Abort(KEY, "the client went away", takeover=1))
@@ -145,7 +145,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
     await rig.service.wait_idle()
 
 
-async def test_two_with_the_same_number_know_nothing_of_each_other_and_the_first_one_keeps_it() -> None:
+async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attempt() -> None:
     rig = rig_with_grace()
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
     rig.ask(first, sampling_params=LONG, takeover=1)
@@ -154,13 +154,13 @@ async def test_two_with_the_same_number_know_nothing_of_each_other_and_the_first
     third.receive(Adopt(KEY, 2))
     (late,) = await deltas(third)
     assert (late.outcome, late.takeover) == (Outcome.MOVED, 2)
-    # Its own router may have it told again.
+    # The router that owns it may have it replayed.
     second.receive(Adopt(KEY, 2))
     rig.driver.run()
     assert {delta.outcome for delta in await deltas(second)} == {None, Outcome.LENGTH}
 
 
-async def test_a_router_that_does_not_number_adopts_and_aborts_as_it_always_did() -> None:
+async def test_a_router_without_takeover_numbers_adopts_and_aborts() -> None:
     rig = rig_with_grace()
     first, old = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=LONG, takeover=3)
@@ -174,7 +174,7 @@ async def test_a_router_that_does_not_number_adopts_and_aborts_as_it_always_did(
     assert rig.role.aborted == [KEY]
 
 
-async def test_a_fence_outlives_what_it_protects() -> None:
+async def test_the_takeover_number_is_remembered_after_the_attempt_is_forgotten() -> None:
     """The prefill leg ended long ago and its node has forgotten it, but its blocks may still be read."""
     rig = NodeRig(Role.PREFILL, orphan_grace_s=0.0)
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
@@ -189,7 +189,7 @@ async def test_a_fence_outlives_what_it_protects() -> None:
     assert rig.role.aborted == [KEY]
 
 
-async def test_the_owner_may_have_it_replayed() -> None:
+async def test_the_owner_may_adopt_its_own_attempt_to_have_it_replayed() -> None:
     rig = rig_with_grace()
     port = attach(rig, "router-0")
     rig.ask(port, sampling_params=LONG)
@@ -201,7 +201,7 @@ async def test_the_owner_may_have_it_replayed() -> None:
 
 
 @pytest.mark.parametrize("reason", ["never heard of", "aborted", "ended long ago"])
-async def test_what_is_not_here_is_unknown(reason: str) -> None:
+async def test_an_attempt_that_is_not_here_is_unknown(reason: str) -> None:
     rig = NodeRig(orphan_grace_s=0.0 if reason == "ended long ago" else GRACE_S)
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     if reason != "never heard of":
@@ -216,7 +216,7 @@ async def test_what_is_not_here_is_unknown(reason: str) -> None:
     second.receive(Abort(KEY, "so I tried elsewhere"))
 
 
-async def test_an_adopted_attempt_is_its_new_routers_to_abort() -> None:
+async def test_an_adopted_attempt_can_be_aborted_by_its_new_router() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=LONG)
@@ -231,7 +231,7 @@ async def test_an_adopted_attempt_is_its_new_routers_to_abort() -> None:
     await rig.service.wait_idle()
 
 
-async def test_a_chain_of_lost_routers() -> None:
+async def test_an_attempt_outlives_several_lost_routers() -> None:
     rig = rig_with_grace()
     ports = [attach(rig, f"router-{index}") for index in range(4)]
     rig.ask(ports[0], sampling_params=LONG)
@@ -245,7 +245,7 @@ async def test_a_chain_of_lost_routers() -> None:
     await rig.service.wait_idle()
 
 
-async def test_sequences_and_those_of_them_that_are_over_come_again() -> None:
+async def test_all_sequences_are_replayed_those_that_have_ended_included() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=replace(LONG, n=3))
@@ -280,7 +280,7 @@ async def test_a_beam_search_can_be_adopted() -> None:
         assert [tokens(of(index, told)) for index in range(2)] == best[:2]
 
 
-async def test_what_an_attempt_began_with_comes_first() -> None:
+async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=LONG, output_token_ids=whole(5))
@@ -291,7 +291,7 @@ async def test_what_an_attempt_began_with_comes_first() -> None:
     assert (told[1].first_index, tokens(told)) == (0, whole(12))
 
 
-async def test_logprobs_come_again_with_their_tokens() -> None:
+async def test_logprobs_are_replayed_with_their_tokens() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first, sampling_params=replace(LONG, logprobs=2, seed=0))
@@ -303,7 +303,7 @@ async def test_logprobs_come_again_with_their_tokens() -> None:
         assert [position.token_id for position in delta.logprobs] == list(delta.token_ids)
 
 
-async def test_who_adopts_a_decode_leg_needs_nobody_else_for_the_first_token() -> None:
+async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_leg() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     undisturbed = whole(12, seed=0)
@@ -323,7 +323,7 @@ async def test_who_adopts_a_decode_leg_needs_nobody_else_for_the_first_token() -
     assert [position.token_id for delta in told for position in delta.logprobs] == undisturbed
 
 
-async def test_nobody_else_submits_an_orphan() -> None:
+async def test_another_router_can_not_submit_an_orphan() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(first)
@@ -339,7 +339,7 @@ async def test_nobody_else_submits_an_orphan() -> None:
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_a_router_that_attaches_again_has_given_up_what_it_asked_for(is_open: bool) -> None:
+async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(is_open: bool) -> None:
     rig = rig_with_grace()
     first, other = attach(rig, "router-0"), attach(rig, "router-1")
     stays, moved = AttemptKey("stays", 1, 9), AttemptKey("moved", 1, 9)
@@ -361,8 +361,8 @@ async def test_a_router_that_attaches_again_has_given_up_what_it_asked_for(is_op
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-async def test_a_router_whose_link_was_cut_goes_on_with_what_it_keeps(is_open: bool) -> None:
-    """Whether the node has noticed that the link is cut does not matter. What is not kept is over, as ever."""
+async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_keeps(is_open: bool) -> None:
+    """It does not matter whether the node has noticed that the link is cut. Attempts that are not kept are aborted."""
     rig = rig_with_grace()
     first, dropped = attach(rig, "router-0"), AttemptKey("dropped", 1, 9)
     rig.ask(first, sampling_params=LONG)
@@ -380,7 +380,7 @@ async def test_a_router_whose_link_was_cut_goes_on_with_what_it_keeps(is_open: b
     assert told + tokens(await deltas(again)) == whole(12)
 
 
-async def test_a_later_run_of_the_router_may_adopt_what_the_earlier_one_left() -> None:
+async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process() -> None:
     rig = rig_with_grace()
     first = attach(rig, "router-0", run=1)
     rig.ask(first, sampling_params=LONG)
@@ -392,7 +392,7 @@ async def test_a_later_run_of_the_router_may_adopt_what_the_earlier_one_left() -
     assert tokens(of(0, await deltas(second))) == whole(12)
 
 
-async def test_a_router_that_does_not_read_loses_what_it_asked_for_to_whoever_does() -> None:
+async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another() -> None:
     rig = rig_with_grace()
     slow, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(slow, sampling_params=LONG)
@@ -464,7 +464,7 @@ async def _adopted_in_time(rig: NodeRig) -> None:
     assert tokens(of(0, await deltas(other))) == whole(12)
 
 
-def test_who_is_adopted_has_all_the_time_it_needs() -> None:
+def test_an_adopted_attempt_has_no_deadline() -> None:
     in_time(_adopted_in_time)
 
 
@@ -488,7 +488,7 @@ async def _ends_as_an_orphan(rig: NodeRig) -> None:
     assert rig.role.aborted == [], "it ended by itself"
 
 
-def test_a_node_that_drains_waits_until_somebody_has_heard_of_an_orphans_end() -> None:
+def test_a_node_that_drains_waits_until_a_router_was_told_of_an_orphans_end() -> None:
     in_time(_ends_as_an_orphan)
 
 
@@ -505,5 +505,5 @@ async def _ended_before(rig: NodeRig) -> None:
     assert tokens(of(0, await deltas(other))) == whole(4)
 
 
-def test_a_last_report_that_may_be_lost_is_kept_from_the_loss_of_its_router_on() -> None:
+def test_the_grace_of_an_ended_attempt_begins_when_its_router_is_lost() -> None:
     in_time(_ended_before)

@@ -1,4 +1,4 @@
-"""Whose attempt is whose: every (state, event) pair, and routers that come and go in any order."""
+"""Who owns which attempt: every (state, event) pair, and routers that come and go in any order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ended(book: AttemptBook, name: str, num_tokens: int, now: float, num_top: in
     return attempt
 
 
-def test_what_ended_is_kept_within_bounds_the_latest_longest() -> None:
+def test_ended_attempts_are_kept_within_bounds_and_the_oldest_go_first() -> None:
     book = AttemptBook(GRACE_S, max_ended=3)
     kept = [ended(book, f"a{number}", 1, number) for number in range(5)]
     assert [book.get(str(attempt.key)) is not None for attempt in kept] == [False, False, True, True, True]
@@ -78,7 +78,7 @@ def test_what_ended_is_kept_within_bounds_the_latest_longest() -> None:
     assert large.num_entries == 80
 
 
-def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
+def test_a_long_output_is_replayed_in_pieces_and_its_end_with_the_last() -> None:
     attempt = attempt_of("a")
     attempt.note(RequestDelta(attempt.key, 0, range(5000), outcome=Outcome.STOP, stop_token_id=7))
     _, *pieces = attempt.replayed()
@@ -90,7 +90,7 @@ def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
 
 @pytest.mark.parametrize("num_given", [0, 2])
 @pytest.mark.parametrize("num_known", range(8))
-def test_what_a_router_has_is_not_replayed(num_given: int, num_known: int) -> None:
+def test_tokens_that_a_router_has_are_not_replayed(num_given: int, num_known: int) -> None:
     output = [10, 11, 12, 13, 14]
     attempt = Attempt(AttemptKey("a", 1), 1, "r.1", AttemptClock(), output[:num_given])
     attempt.note(RequestDelta(attempt.key, num_given, output[num_given:4]))
@@ -107,7 +107,7 @@ def test_what_a_router_has_is_not_replayed(num_given: int, num_known: int) -> No
     assert told[-1].first_index + len(told[-1].token_ids) == 5
 
 
-def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
+def test_an_end_that_did_not_come_with_a_token_is_replayed_alone() -> None:
     attempt = attempt_of("a")
     attempt.note(RequestDelta(attempt.key, 0, [1, 2]))
     end = RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone", transfer_cause=TransferCause.PEER_GONE)
@@ -119,7 +119,7 @@ def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
     ]
 
 
-def test_two_of_one_name_never_run_at_once() -> None:
+def test_two_attempts_with_the_same_key_never_run_at_once() -> None:
     book = AttemptBook(GRACE_S)
     first = attempt_of("a")
     book.add(first)
@@ -133,7 +133,7 @@ def test_two_of_one_name_never_run_at_once() -> None:
 
 @dataclass
 class View:
-    """What a router knows of an attempt that it holds: it submitted or adopted it, and nobody took it from it."""
+    """What a router knows of an attempt that it submitted or adopted, and that no other router has adopted since."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, Outcome] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class View:
 
 @dataclass
 class Router:
-    """One run of a router, and its stream while it has one."""
+    """One process of a router, and its stream while it has one."""
 
     name: str
     run: int
@@ -152,7 +152,7 @@ class Router:
 
 
 class AdoptionMachine(RuleBasedStateMachine):
-    """A node and three routers that submit, adopt, abort, die, come back, and are told what came of it all."""
+    """A node and three routers that submit, adopt, abort, die and come back, and check what they are told."""
 
     @initialize()
     def start(self) -> None:
@@ -184,7 +184,7 @@ class AdoptionMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["router-0", "router-1", "router-2"]), again=st.booleans())
     def attach(self, name: str, again: bool) -> None:
-        """A new run of a router, or the latest one once more."""
+        """Attach a new process of a router, or the latest one once more."""
         runs = [router.run for router in self.routers if router.name == name]
         run = runs[-1] if again and runs else next(self.runs)
 
@@ -197,7 +197,7 @@ class AdoptionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attached)
     @rule(data=st.data(), has_noticed=st.booleans())
     def cut(self, data: st.DataObject, has_noticed: bool) -> None:
-        """The link of a router is cut, with all that is on its way: it attaches again and goes on with what it has."""
+        """Cut the link of a router, with all that is on its way: it attaches again and keeps what it has."""
         router = data.draw(st.sampled_from(self.attached))
         wanted = {
             key: view for key, view in router.views.items() if not view.aborted and len(view.ends) < self.params[key].n
@@ -258,7 +258,7 @@ class AdoptionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attached and self.params)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """By whoever: only its owner's counts, or anybody's while nobody owns it."""
+        """Abort an attempt from any router: only its owner's abort counts, or any router's while nobody owns it."""
         router = data.draw(st.sampled_from(self.attached))
         key = data.draw(st.sampled_from(sorted(self.params)))
         owners = [other for other in self.attached if key in other.views]

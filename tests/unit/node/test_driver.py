@@ -1,4 +1,4 @@
-"""The engine's thread: it sleeps, wakes, obeys in order, refuses duplicates, and tells when it dies."""
+"""The engine's thread: it sleeps, wakes, executes commands in order, refuses duplicates, and reports its death."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG_S = 30.0
 
 
 class DriverRig:
-    """A running driver; `news` has what it published."""
+    """A running driver; `news` has all that it has published."""
 
     def __init__(self, ahead: bool = False) -> None:
         self.engine = EngineRig(executor=StepThread() if ahead else None)
@@ -82,7 +82,7 @@ def test_it_runs_what_is_submitted_and_sleeps_in_between(rig: DriverRig) -> None
     assert rig.news.empty(), "it turned although there was nothing to do"
 
 
-def test_a_live_id_ends_the_second_one_alone(rig: DriverRig) -> None:
+def test_a_second_request_with_a_live_id_ends_alone(rig: DriverRig) -> None:
     rig.driver.submit(request("r", client_index=1, leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.submit(request("r", client_index=2))
     while 2 not in (news := rig.news.get(timeout=LONG_S)).outputs:
@@ -94,8 +94,8 @@ def test_a_live_id_ends_the_second_one_alone(rig: DriverRig) -> None:
     assert rig.until_end("r")[-1].outcome is Outcome.KV_LOST
 
 
-def test_orders_are_obeyed_as_they_came(rig: DriverRig) -> None:
-    """An abort right behind its submit finds it; one before it does not; ids nobody knows are fine."""
+def test_commands_are_executed_in_order(rig: DriverRig) -> None:
+    """An abort right after its submit ends the request, one before it does not, and unknown ids are ignored."""
     rig.driver.abort(["r", "nobody"])
     rig.driver.submit(request("r", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.abort(["r"])
@@ -105,7 +105,7 @@ def test_orders_are_obeyed_as_they_came(rig: DriverRig) -> None:
     assert rig.until_end("after")[-1].outcome is Outcome.LENGTH
 
 
-def test_a_released_transfer_wakes_who_waits_for_blocks(rig: DriverRig) -> None:
+def test_released_blocks_wake_a_request_that_waits_for_blocks(rig: DriverRig) -> None:
     big = Request("big", prompt_of(200), SamplingParams(max_tokens=1), leg=Leg.PREFILL)
     rig.driver.submit(big)
     rig.until_end("big")
@@ -143,7 +143,7 @@ def test_a_runner_that_raises_fails_its_step_and_the_engine_goes_on(rig: DriverR
     assert rig.crashes.empty()
 
 
-def test_a_scheduler_that_raises_is_told_once_and_ends_the_thread(
+def test_a_scheduler_that_raises_is_reported_once_and_ends_the_thread(
     rig: DriverRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> SchedulerOutput:
@@ -167,8 +167,8 @@ def test_stop_does_not_wait_for_work_that_is_left(ahead: bool) -> None:
     rig.driver.submit(request("late"))
 
 
-def test_what_a_step_leaves_behind_goes_after_its_news() -> None:
-    """An offer wakes another node; the first token of the same step must not wait for that, nor the offer for work."""
+def test_what_a_step_kept_back_is_posted_after_its_news() -> None:
+    """An offer wakes another node: the step's first token must not wait for that, nor the offer for other work."""
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
     outbox = Outbox(lambda action: action())
 
@@ -196,7 +196,7 @@ SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=
 
 
 class WatchedThread(StepThread):
-    """Says when a step was submitted."""
+    """A step thread that notes when a step was submitted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class WatchedThread(StepThread):
 
 
 class GatedRig:
-    """A driver of a simulated runner, whose steps pass a gate; it decides ahead of it unless told otherwise."""
+    """A driver of a simulated runner whose steps wait at a gate; by default it schedules the next step meanwhile."""
 
     def __init__(self, allowed: int, ahead: bool = True, connector: KVConnector | None = None) -> None:
         self.gate = StepGate(allowed)
@@ -268,7 +268,7 @@ def test_an_end_that_needs_no_step_waits_for_none(ahead: bool) -> None:
     rig.driver.submit(request("runs"))
     assert rig.outputs.get(timeout=LONG_S).request_id == "runs"
     rig.gate.wait_for_step(2)
-    # They are heard between the second step and the third, which nothing lets through.
+    # They are executed between the second step and the third, which the gate does not let pass.
     rig.driver.submit(Request("huge", prompt_of(4000), SamplingParams()))
     rig.driver.submit(request("aborted", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.abort(["aborted"])
@@ -283,13 +283,13 @@ def test_an_end_that_needs_no_step_waits_for_none(ahead: bool) -> None:
     rig.driver.stop()
 
 
-def test_an_arrival_joins_the_step_after_the_one_that_is_computed_meanwhile() -> None:
+def test_kv_that_arrives_during_a_step_is_used_in_the_next_one() -> None:
     rig = GatedRig(allowed=1, ahead=False, connector=FakeConnector())
     rig.driver.submit(request("d", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.submit(Request("stream", prompt_of(6), SamplingParams(max_tokens=20)))
     assert rig.outputs.get(timeout=LONG_S).request_id == "stream"
     rig.gate.wait_for_step(2)
-    # Heard between the second step and the third.
+    # It is executed between the second step and the third.
     rig.driver.tell_transfer(KVTransferOutput(arrived={"d": ArrivedKV((7,))}))
     rig.gate.allow(3)
     told = [rig.outputs.get(timeout=LONG_S) for _ in range(3)]
@@ -311,7 +311,7 @@ def test_stop_waits_for_the_step_in_flight_and_for_nothing_else() -> None:
     check_no_thread_is_left()
 
 
-def test_the_prefix_cache_is_forgotten_between_two_steps(rig: DriverRig) -> None:
+def test_the_prefix_cache_is_reset_between_two_steps(rig: DriverRig) -> None:
     answers: queue.SimpleQueue[int | CacheInUse] = queue.SimpleQueue()
     rig.driver.watch_kv_cache()
     rig.driver.submit(request("r"))
@@ -324,7 +324,7 @@ def test_the_prefix_cache_is_forgotten_between_two_steps(rig: DriverRig) -> None
         cleared += told.events if isinstance(told, KVEventBatch) else ()
 
 
-def test_a_cache_in_use_is_not_forgotten_and_says_whose_it_is(rig: DriverRig) -> None:
+def test_a_prefix_cache_in_use_is_not_reset_and_the_error_says_what_uses_it(rig: DriverRig) -> None:
     answers: queue.SimpleQueue[int | CacheInUse] = queue.SimpleQueue()
     rig.driver.submit(request("p", leg=Leg.PREFILL))
     rig.until_end("p")

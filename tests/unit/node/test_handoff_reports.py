@@ -1,4 +1,4 @@
-"""What the books and links of a hand-off tell operators."""
+"""What operators are told by the lease book, the transfer book and the links."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_lease_is_listed_from_its_first_offer_to_its_end(clock: FakeClock) -> 
     reading = replace(granted, state="READING", peer="d0", peer_incarnation="d0.x", num_blocks=3)
     assert book.open_handoffs() == [reading]
     book.link_closed(1)
-    # Who may be reading is known though its link has ended.
+    # The reader, which may still read, is known though its link has ended.
     assert book.open_handoffs() == [replace(reading, state="SUSPECT")]
     clock.advance(5)
     book.tick()
@@ -72,7 +72,7 @@ def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: FakeClock) ->
     book.received("p0.x", Offer(A, 1, (5,), 1000))
     assert book.open_handoffs() == [replace(planned, state="READING")]
     book.abandon(A)
-    # One block may still be written to, the other was never asked for.
+    # One block may still be written to; the other was never offered.
     assert book.open_handoffs() == [replace(planned, state="QUARANTINED", num_blocks=1)]
     assert book.ended_handoffs() == [EndedHandoffs("p0", "cancelled", 1)]
     book.read_done(1, 64)
@@ -127,7 +127,7 @@ def test_refusals_are_bounded_in_number_and_length(clock: FakeClock) -> None:
     assert all(len(link.story) <= 1024 for link in kept)
 
 
-def test_figures_have_every_open_state_and_every_end() -> None:
+def test_transfer_metrics_have_every_open_state_and_every_outcome() -> None:
     open_now = [OpenHandoff(A, HandoffSide.READER, "QUARANTINED", "p0", "p0.x", 2, 7.5)]
     ended, refused = [EndedHandoffs("p0", "arrived", 3)], [RefusedLink("p1", "refused", "clusters differ", 1.0, 4)]
     figures = transfer_figures(HandoffReport("layout", open_now, ended, refused))
@@ -157,7 +157,7 @@ def test_failures_are_counted_by_cause_and_sender() -> None:
     }
 
 
-def test_what_reads_took_is_told_by_sender() -> None:
+def test_durations_and_sizes_of_reads_are_counted_by_sender() -> None:
     reads = {"p0": ReadHistograms(), "p1": ReadHistograms()}
     reads["p0"].add(5000, 3, 0.5, 0.25)
     reads["p0"].add(1000, 1, 0.25, 0.125)
@@ -177,7 +177,7 @@ def test_what_reads_took_is_told_by_sender() -> None:
     assert [by_bound["kv_transfer_seconds"][bound] for bound in (0.2, 0.3, 0.5)] == [0, 1, 2]
 
 
-def test_a_senders_figures_say_what_is_suspect_and_how_old_its_leases_are(clock: FakeClock) -> None:
+def test_a_senders_metrics_show_suspect_blocks_and_the_age_of_its_leases(clock: FakeClock) -> None:
     def said() -> dict[str, float]:
         return {_sample(figure): figure.value for figure in lease_figures(book.stats())}
 

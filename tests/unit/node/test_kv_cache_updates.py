@@ -1,4 +1,4 @@
-"""What routers are told of a node's prefix cache: whoever applies the updates knows what the node has."""
+"""Updates about a node's prefix cache: a router that applies them knows what the node has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.router_parts import decode
 
 
 class Rig:
-    """A node without a wire, with so few blocks that its cache forgets."""
+    """A node without gRPC, with so few blocks that its prefix cache evicts some."""
 
     def __init__(self) -> None:
         runner = FakeRunner(13, 4, num_host_blocks=5)
@@ -38,7 +38,7 @@ class Rig:
         self.scheduler = Scheduler(limits, fields, clock, role.connector)
         core = EngineCore(self.scheduler, runner)
         self.late_news: list[StepNews] | None = None
-        """What the loop has not heard yet, while it is busy."""
+        """The news that the event loop, while it is busy, has not handled yet."""
         self.driver = FakeEngineDriver(core, self._publish, lambda error: None)
         description = decode(block_size=4, max_model_len=48, num_blocks=12, vocab_size=1000)
         self.service = NodeService(description, role, self.driver, EventLog(), clock, lambda: None)
@@ -65,14 +65,14 @@ class Rig:
         return self.scheduler.kv_cache_manager.kv_events
 
     def cached(self) -> dict[Tier, set[bytes]]:
-        """What can be found, from the pools themselves."""
+        """The cached blocks, read from the pools themselves."""
         manager = self.scheduler.kv_cache_manager
         assert manager.host is not None
         return {"device": set(manager.pool.keys), "host": set(manager.host.pool.keys)}
 
 
 class Router:
-    """Keeps a copy of what its node has."""
+    """A router that keeps a copy of what the node has."""
 
     def __init__(self, port: Port) -> None:
         self.port = port
@@ -85,7 +85,7 @@ class Router:
         self.port.receive(WatchKVCache())
 
     async def listen(self) -> None:
-        """Take in every report so far."""
+        """Apply all reports so far."""
         stream = self.port.reports()
         for _ in range(self.port.num_queued):
             update = (await anext(stream)).kv_cache
@@ -129,7 +129,7 @@ async def test_a_router_that_applies_the_updates_knows_what_the_node_has() -> No
     assert router.found == rig.cached() == {"device": set(), "host": set()}
 
 
-async def test_who_does_not_watch_is_told_nothing_and_nothing_is_recorded() -> None:
+async def test_a_router_that_does_not_watch_is_told_nothing_and_nothing_is_recorded() -> None:
     rig = Rig()
     router = rig.router()
     rig.work(router, prompt_of(12))
@@ -138,7 +138,7 @@ async def test_who_does_not_watch_is_told_nothing_and_nothing_is_recorded() -> N
     assert not rig.log.is_recording
 
 
-async def test_a_second_router_begins_with_everything() -> None:
+async def test_a_second_router_gets_a_snapshot_first() -> None:
     rig = Rig()
     first, second = rig.router(), rig.router()
     first.watch()
@@ -152,7 +152,7 @@ async def test_a_second_router_begins_with_everything() -> None:
     assert second.updates[0].restart
 
 
-async def test_what_happened_before_somebody_asked_is_nothing_to_him() -> None:
+async def test_events_before_a_router_watches_are_not_sent_to_it() -> None:
     rig = Rig()
     first, second = rig.router(), rig.router()
     first.watch()
@@ -170,7 +170,7 @@ async def test_what_happened_before_somebody_asked_is_nothing_to_him() -> None:
     assert second.updates[0].restart
 
 
-async def test_asking_again_begins_again() -> None:
+async def test_watching_again_sends_a_new_snapshot() -> None:
     rig = Rig()
     router = rig.router()
     router.watch()
@@ -182,7 +182,7 @@ async def test_asking_again_begins_again() -> None:
     assert router.found == rig.cached()
 
 
-async def test_more_events_in_a_turn_than_are_kept_begin_again() -> None:
+async def test_more_events_in_a_turn_than_are_kept_send_a_new_snapshot() -> None:
     rig = Rig()
     rig.scheduler.kv_cache_manager.kv_events = KVEventLog(capacity=2)
     router = rig.router()
@@ -216,7 +216,7 @@ async def test_the_last_router_that_watched_ends_the_recording() -> None:
 
 
 @pytest.mark.parametrize("most_hashes", [1, 2, 3, 100])
-async def test_a_snapshot_that_is_too_much_for_one_message_comes_in_several(most_hashes: int) -> None:
+async def test_a_large_snapshot_comes_in_several_messages(most_hashes: int) -> None:
     keys = [bytes([number]) * 32 for number in range(5)]
     found: dict[Tier, frozenset[bytes]] = {"device": frozenset(keys[:3]), "host": frozenset(keys[2:])}
     router = Rig().router()
@@ -227,10 +227,10 @@ async def test_a_snapshot_that_is_too_much_for_one_message_comes_in_several(most
     assert (router.found, router.sequence, router.num_restarts) == (found, 7, 1)
 
 
-def test_an_empty_cache_begins_with_nothing() -> None:
+def test_the_snapshot_of_an_empty_cache_is_empty() -> None:
     assert kv_cache_updates(KVSnapshot({"device": frozenset()}, 3)) == [KVCacheUpdate(3, 3, [], restart=True)]
 
 
-def test_a_batch_says_from_where_on_it_counts() -> None:
+def test_a_batch_has_the_sequence_number_that_it_follows() -> None:
     events = [BlockRemoved([b"a"]), BlockRemoved([b"b"])]
     assert kv_cache_updates(KVEventBatch(events, 9, complete=True)) == [KVCacheUpdate(7, 9, events)]

@@ -1,4 +1,4 @@
-"""The metrics page: what an engine counts, as a Prometheus parser reads it, and the port it is served on."""
+"""The metrics page: an engine's metrics as a Prometheus parser reads them, and the port where they are served."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Samples = dict[str, float]
 
 
 def samples(page: bytes) -> Samples:
-    """Each sample's value by its name and its labels: name{key=value,...}."""
+    """The value of each sample, by its name and labels: name{key=value,...}."""
     found: Samples = {}
     for family in text_string_to_metric_families(page.decode()):
         assert family.name.startswith("baton_")
@@ -47,7 +47,7 @@ def page_of(rig: EngineRig) -> Samples:
     return samples(render(engine_figures(rig.core.make_stats(), rig.core.step_times), {}))
 
 
-def test_a_figure_has_its_processs_labels_and_its_own() -> None:
+def test_a_figure_has_the_labels_of_its_process_and_its_own() -> None:
     figures = [
         Figure("kv_cache_usage_perc", "Used.", 0.5, {}),
         *by_label("num_preemptions_total", "Preemptions.", "mode", {"swap": 2, "recompute": 1}),
@@ -76,7 +76,7 @@ def test_histograms_of_one_name_are_one_metric() -> None:
     assert [counted["p1", bound] for bound in ("0.1", "1.0", "+Inf")] == [1, 1, 1]
 
 
-def test_who_waits_for_what_and_where_prompts_were_found() -> None:
+def test_waiting_requests_by_reason_and_prefix_cache_hits_by_source() -> None:
     rig = EngineRig(max_num_seqs=1)
     prompt = prompt_of(16)
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
@@ -112,7 +112,7 @@ def test_preemptions_and_the_host_tier() -> None:
         assert (page["kv_host_cache_usage_perc"] > 0) is (mode == "swap")
 
 
-def test_what_went_wrong_is_counted() -> None:
+def test_faults_are_counted() -> None:
     rig = EngineRig()
     rig.connector.raise_in = "get_num_new_matched_tokens"
     rig.add("unlucky", 8, leg=Leg.DECODE)
@@ -129,7 +129,7 @@ def test_what_went_wrong_is_counted() -> None:
 
 
 class SlowConnector(FakeConnector):
-    """Deciding takes it 1 s, committing 4 s."""
+    """A connector with which scheduling takes 1 s and committing 4 s."""
 
     clock: FakeClock
 
@@ -143,7 +143,7 @@ class SlowConnector(FakeConnector):
 
 
 class SlowRunner(FakeRunner):
-    """A step takes 2 s."""
+    """A runner whose steps take 2 s."""
 
     clock: FakeClock
 
@@ -218,12 +218,12 @@ async def test_the_page_is_where_prometheus_looks(port: int) -> None:
     ],
     ids=["elsewhere", "post", "post to a probe", "nothing", "no path", "endless"],
 )
-async def test_whoever_asks_for_something_else_is_told(port: int, question: bytes, answer: bytes) -> None:
+async def test_other_paths_and_methods_are_refused(port: int, question: bytes, answer: bytes) -> None:
     assert (await ask(port, question)).startswith(answer)
     assert (await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_probes_hear_of_life_and_readiness_without_a_key(tmp_path: Path) -> None:
+async def test_liveness_and_readiness_probes_need_no_key(tmp_path: Path) -> None:
     ready: list[bool] = []
     write_keys(tmp_path / "keys", [])
     locked = PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys"))
@@ -240,6 +240,6 @@ async def test_probes_hear_of_life_and_readiness_without_a_key(tmp_path: Path) -
     await page.stop()
 
 
-async def test_a_port_that_is_taken_is_said(port: int) -> None:
+async def test_a_port_that_is_in_use_is_an_error_that_names_it(port: int) -> None:
     with pytest.raises(ConfigError, match="choose another one"):
         await MetricsPage(lambda: b"").start("127.0.0.1", port)

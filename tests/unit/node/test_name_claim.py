@@ -1,4 +1,4 @@
-"""One name, one node."""
+"""Only one process at a time can have a name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEW = replace(record_of(prefill(run=2), started_at=2.0), lease_s=LEASE_S)
 
 
 def answers(said: Mapping[str, str | BatonError]) -> Asks:
-    """What comes from each address."""
+    """Answers for each address as `said` has them."""
 
     async def asks(record: NodeRecord) -> str:
         answer = said.get(record.address, Unreachable("nobody there"))
@@ -40,7 +40,7 @@ def store() -> FakeRegistryStore:
     return FakeRegistryStore()
 
 
-async def test_a_name_that_nobody_has_is_free(store: FakeRegistryStore) -> None:
+async def test_a_name_without_a_record_is_free(store: FakeRegistryStore) -> None:
     registry = FakeRegistry(store, "c")
     await registry.lease(record_of(prefill("another")))
     await require_free_name(registry, "p1", answers({}))
@@ -48,7 +48,7 @@ async def test_a_name_that_nobody_has_is_free(store: FakeRegistryStore) -> None:
 
 
 @pytest.mark.parametrize("said", [Unreachable("refused"), "somebody.else"])
-async def test_a_record_whose_process_is_gone_stands_in_nobodys_way(
+async def test_a_record_whose_process_is_gone_does_not_block_its_name(
     store: FakeRegistryStore, said: str | BatonError
 ) -> None:
     registry = FakeRegistry(store, "c")
@@ -57,7 +57,7 @@ async def test_a_record_whose_process_is_gone_stands_in_nobodys_way(
     await registry.close()
 
 
-async def test_the_second_of_a_name_is_told_who_has_it(store: FakeRegistryStore) -> None:
+async def test_the_second_process_of_a_name_is_told_which_one_has_it(store: FakeRegistryStore) -> None:
     registry = FakeRegistry(store, "c")
     await registry.lease(OLD)
     with pytest.raises(
@@ -68,7 +68,9 @@ async def test_the_second_of_a_name_is_told_who_has_it(store: FakeRegistryStore)
 
 
 @pytest.mark.parametrize("said", [DeadlineExceeded("silent"), PermissionDenied("not you")])
-async def test_who_does_not_say_lives_if_it_renews_its_record(store: FakeRegistryStore, said: BatonError) -> None:
+async def test_a_process_that_does_not_identify_itself_lives_if_it_renews_its_record(
+    store: FakeRegistryStore, said: BatonError
+) -> None:
     registry, asks = FakeRegistry(store, "c"), answers({OLD.address: said})
     lease = await registry.lease(OLD)
     with pytest.raises(ConfigError, match="is taken"):
@@ -78,7 +80,7 @@ async def test_who_does_not_say_lives_if_it_renews_its_record(store: FakeRegistr
     await registry.close()
 
 
-async def test_what_an_earlier_process_left_is_taken_back_when_its_heir_is_there(store: FakeRegistryStore) -> None:
+async def test_the_record_of_an_earlier_process_is_removed_when_its_successor_is_there(store: FakeRegistryStore) -> None:
     registry = FakeRegistry(store, "c")
     await (await registry.lease(OLD)).abandon()
     silent = replace(record_of(prefill(run=3), started_at=1.5), lease_s=LEASE_S)
@@ -89,7 +91,7 @@ async def test_what_an_earlier_process_left_is_taken_back_when_its_heir_is_there
     await registry.close()
 
 
-async def test_a_start_has_no_number_while_the_registry_is_away(store: FakeRegistryStore) -> None:
+async def test_a_start_has_no_number_while_the_registry_does_not_answer(store: FakeRegistryStore) -> None:
     registry = FakeRegistry(store, "c")
     assert await start_number(registry, "p1") == 1
     store.stop()
@@ -97,7 +99,7 @@ async def test_a_start_has_no_number_while_the_registry_is_away(store: FakeRegis
     await registry.close()
 
 
-async def test_of_two_that_start_at_once_the_later_gives_way(store: FakeRegistryStore) -> None:
+async def test_of_two_processes_that_start_at_once_the_later_one_ends(store: FakeRegistryStore) -> None:
     registry = FakeRegistry(store, "c")
     await registry.lease(OLD)
     await registry.lease(NEW)
@@ -114,7 +116,7 @@ async def test_of_two_that_start_at_once_the_later_gives_way(store: FakeRegistry
 
 
 @pytest.mark.timeout(20)
-async def test_a_router_that_asked_who_is_there_keeps_no_thread_for_it() -> None:
+async def test_asking_for_an_incarnation_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
     with pytest.raises(Unreachable):
         await asks_with(PLAIN)(replace(OLD, address=f"127.0.0.1:{free_ports(1)}"))

@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the engine: what waits for one waits alone, and fails alone."""
+"""JSON schemas are compiled beside the engine: a request that waits for its schema or fails with it delays no other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANY = range(1000)
 
 
 class Compiler:
-    """Makes matchers when it is let."""
+    """Compiles matchers once its gate is open."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -50,7 +50,7 @@ class Compiler:
 
 
 class Rig:
-    """A driver with its compiler."""
+    """An engine's driver with a compiler."""
 
     def __init__(self) -> None:
         self.engine: EngineCore = EngineRig().core
@@ -102,7 +102,7 @@ def test_others_run_while_a_grammar_is_compiled(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("schema", ["bad", "worse"])
-def test_one_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, schema: str) -> None:
+def test_a_schema_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, schema: str) -> None:
     rig.compiler.gate.set()
     rig.driver.submit(request("bad", schema))
     rig.driver.submit(request("good", "schema"))
@@ -112,7 +112,7 @@ def test_one_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, schema: 
     assert rig.end("good").outcome is Outcome.LENGTH
 
 
-def test_one_that_is_aborted_meanwhile_is_over_at_once(rig: Rig) -> None:
+def test_a_request_that_is_aborted_meanwhile_ends_at_once(rig: Rig) -> None:
     rig.driver.submit(request("g", "schema"))
     rig.compiler.begun.get(timeout=LONG_S)
     rig.driver.abort(["g"])
@@ -122,7 +122,7 @@ def test_one_that_is_aborted_meanwhile_is_over_at_once(rig: Rig) -> None:
     assert rig.end("next").outcome is Outcome.LENGTH
 
 
-def test_a_schema_is_compiled_here_only_after_a_child_has_let_it_pass() -> None:
+def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
     made: list[str] = []
 
     def matcher(json_schema: str) -> TokenMatcher:
@@ -173,7 +173,7 @@ def test_each_sequence_has_a_matcher_of_its_own(rig: Rig, leg: Leg, num_matchers
     assert len({id(matcher) for matcher in matchers}) == num_matchers
 
 
-def test_matchers_know_what_an_earlier_attempt_generated(rig: Rig) -> None:
+def test_matchers_begin_after_the_output_of_an_earlier_attempt(rig: Rig) -> None:
     rig.compiler.gate.set()
     told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
     resumed = request("g", "schema")

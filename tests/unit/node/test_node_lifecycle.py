@@ -1,4 +1,4 @@
-"""A node's life: the table, pair by pair, and what it takes to end one."""
+"""The lifecycle of a node: every (state, event) pair of its table, and what ends a node."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_pair(state: NodeState, event: NodeEvent) -> None:
         assert life.story == story
 
 
-async def test_a_drain_asked_for_twice_or_before_a_signal_forces_nothing() -> None:
+async def test_a_second_drain_or_a_signal_after_a_drain_forces_nothing() -> None:
     """An orchestrator asks to drain first and sends SIGTERM then: that signal is the first one."""
     stop = NodeStop()
     stop.drain()
@@ -62,7 +62,7 @@ async def test_a_new_role_ends_an_incarnation_and_no_process() -> None:
     assert stop.pop_next_role() is None
 
 
-async def test_a_signal_outweighs_a_new_role() -> None:
+async def test_after_a_signal_no_new_role_follows() -> None:
     stop = NodeStop()
     stop.change_role(Role.DECODE)
     stop()

@@ -1,4 +1,4 @@
-"""The small parts of a node: an attempt's clock, a router's port, the ring of events."""
+"""Small parts of a node: an attempt's clock, a router's port, the event log."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_reports_come_in_order_and_end_with_the_port() -> None:
     assert rig.closed == [rig.port]
 
 
-async def test_a_reader_that_waits_is_woken_by_a_report_and_by_the_end() -> None:
+async def test_a_waiting_router_is_woken_by_a_report_and_by_the_end() -> None:
     rig = PortRig()
     reading = asyncio.ensure_future(anext(rig.port.reports()))
     rig.port.push(report(1))
@@ -92,7 +92,7 @@ async def test_a_reader_that_waits_is_woken_by_a_report_and_by_the_end() -> None
         await ending
 
 
-async def test_a_closed_port_takes_nothing() -> None:
+async def test_a_closed_port_ignores_messages_and_reports() -> None:
     rig = PortRig()
     rig.port.receive(Abort(KEY, "x"))
     rig.port.refuse(KEY, "unreadable")
@@ -110,7 +110,7 @@ async def test_a_report_is_a_sign_of_life() -> None:
     assert not rig.port.is_silent
 
 
-def test_the_log_keeps_the_latest_and_numbers_them_all() -> None:
+def test_the_event_log_keeps_the_latest_events_and_numbers_them_all() -> None:
     log = EventLog(capacity=3)
     for number in range(5):
         log.record("e", KEY, number)
@@ -119,14 +119,14 @@ def test_the_log_keeps_the_latest_and_numbers_them_all() -> None:
     assert log.after(5) == []
 
 
-def test_a_known_moment_keeps_its_time() -> None:
+def test_an_event_with_a_known_time_keeps_it() -> None:
     log = EventLog()
     log.record_at(12.5, "scheduled", KEY, 7)
     (event,) = log.after(0)
     assert (event.monotonic_ns, event.name, event.attempt, event.value) == (12_500_000_000, "scheduled", KEY, 7)
 
 
-def test_threads_record_without_losing_or_doubling() -> None:
+def test_events_of_several_threads_are_neither_lost_nor_doubled() -> None:
     log = EventLog()
 
     def write() -> None:

@@ -39,7 +39,7 @@ KEY = AttemptKey("r", 1, 5)
 
 
 class Running:
-    """A node that serves, and everything a test wants of it."""
+    """A node that serves, and the parts of it that tests use."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ async def until_end(stream: HeardStream) -> RequestDelta:
     raise AssertionError
 
 
-async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
+async def test_a_node_serves_drains_and_ends(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
         stream.send(submit())
         assert (await until_end(stream)).outcome is Outcome.LENGTH
@@ -128,7 +128,7 @@ async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
             await until_end(stream)
 
 
-async def test_a_router_goes_on_with_what_another_one_lost(tmp_path: Path) -> None:
+async def test_a_router_adopts_what_a_lost_router_had_submitted(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
         stream.send(submit(max_tokens=400))
         reports = aiter(stream)
@@ -151,7 +151,7 @@ async def test_a_router_goes_on_with_what_another_one_lost(tmp_path: Path) -> No
         assert tokens == expected_tokens((1, 2, 3), 400, seed=0, vocab_size=vocab)
 
 
-async def test_its_metrics_page_has_the_engines_figures_and_the_roles(tmp_path: Path) -> None:
+async def test_the_metrics_page_has_the_figures_of_engine_and_role(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, _, stream):
         node.role.shown = [Figure("kv_leases", "Leases.", 7, {"state": "granted"})]
         idle = await metrics(node)
@@ -168,7 +168,7 @@ async def test_its_metrics_page_has_the_engines_figures_and_the_roles(tmp_path: 
 
 
 async def metrics(node: Running, path: str = "/metrics") -> list[str]:
-    """The page's lines."""
+    """The lines of the metrics page."""
     reader, writer = await asyncio.open_connection("127.0.0.1", node.node.metrics_port)
     writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
     text = (await reader.read()).decode()
@@ -176,7 +176,7 @@ async def metrics(node: Running, path: str = "/metrics") -> list[str]:
     return text.splitlines()
 
 
-async def test_a_drain_waits_for_what_runs_however_often_it_is_asked_for(tmp_path: Path) -> None:
+async def test_a_drain_waits_for_running_requests_however_often_it_is_asked_for(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
         stream.send(submit(Leg.PREFILL))
         assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
@@ -224,8 +224,10 @@ async def test_an_engine_that_dies_ends_the_node_and_its_streams(
             await node.task
 
 
-async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that waits for tokens that were dropped would wait for ever; one whose node is gone goes elsewhere."""
+async def test_a_step_whose_news_can_not_be_handled_ends_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a router would wait for ever for the dropped tokens. If its node is gone, it tries another."""
     async with running(tmp_path) as (node, _, stream):
 
         def broken(attempt: AttemptKey) -> None:
@@ -240,7 +242,7 @@ async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -> None:
-    """Its links would go on beating, and every hand-off wait for bytes that nobody moves."""
+    """Its links would go on sending heartbeats, and every hand-off would wait for bytes that nobody reads."""
 
     class Unpumped(FakeTransferBackend):
         def pump(self) -> None:
@@ -253,7 +255,7 @@ async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -
     async with running(tmp_path, make_role) as (node, _, stream):
         stream.send(submit(Leg.PREFILL))
         assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
-        # What the first lease does.
+        # The first lease of a node does this.
         role = node.node.role
         assert isinstance(role, PrefillRole)
         role.handoff.mover.set_open_leases(1)
@@ -303,7 +305,7 @@ async def test_a_stop_before_it_is_ready_ends_it_in_order(tmp_path: Path) -> Non
     await node.registry.close()
 
 
-async def test_a_router_that_comes_while_the_node_ends_is_turned_away(tmp_path: Path) -> None:
+async def test_a_router_that_attaches_while_the_node_ends_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
         node.stop()
         with pytest.raises(NodeLost):
@@ -314,7 +316,7 @@ async def test_a_router_that_comes_while_the_node_ends_is_turned_away(tmp_path: 
         await node.task
 
 
-async def test_a_node_becomes_another_one_when_its_work_is_done_and_keeps_its_model(tmp_path: Path) -> None:
+async def test_a_node_changes_its_role_when_its_work_is_done_and_keeps_its_model(tmp_path: Path) -> None:
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
         client = NodeClient(first.address)
@@ -338,7 +340,7 @@ async def test_a_node_becomes_another_one_when_its_work_is_done_and_keeps_its_mo
         stream.send(submit())
         assert (await until_end(stream)).outcome is Outcome.LENGTH
         assert ready.empty(), "it is that already"
-        # Of the drain that ends it no new role is left.
+        # A drain for good leaves no new role.
         await again.set_role(Role.PREFILL)
         node.stop()
         await task
@@ -377,11 +379,11 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
 
 
 class Changing:
-    """A node that may become another one."""
+    """A node that may change its role."""
 
     def __init__(self) -> None:
         self.reported = HandoffReport()
-        """By the role that it has first."""
+        """What the role of the first incarnation reports."""
         self.made: list[tuple[Role, RoleContext]] = []
         self.stop = NodeStop()
         self.registry = FakeRegistry(FakeRegistryStore(), "test")

@@ -1,4 +1,4 @@
-"""The node between its routers and its engine, over a real engine that is turned by hand."""
+"""The service between routers and engine, with a real engine whose turns the tests call."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_request_ends_once_and_leaves_nothing() -> None:
     await rig.service.wait_idle()
 
 
-async def test_each_router_hears_of_its_own_requests_alone() -> None:
+async def test_each_router_is_told_of_its_own_requests_only() -> None:
     rig = NodeRig()
     first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     other = AttemptKey("req", 1, 8)
@@ -66,7 +66,7 @@ async def test_each_router_hears_of_its_own_requests_alone() -> None:
     assert {delta.attempt for delta in await deltas(second)} == {other}
 
 
-async def test_a_router_without_requests_hears_of_the_load_a_few_times_a_second_and_when_work_ends() -> None:
+async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_second_and_when_work_ends() -> None:
     rig = NodeRig()
     asking, watching = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     await heard(watching)
@@ -82,7 +82,7 @@ async def test_a_router_without_requests_hears_of_the_load_a_few_times_a_second_
     assert len(await deltas(asking)) == 9, "who asked hears of every step"
 
 
-async def test_steps_are_kept_for_a_timeline_and_told_once() -> None:
+async def test_steps_are_kept_for_a_timeline_and_returned_once() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
@@ -99,7 +99,7 @@ async def test_steps_are_kept_for_a_timeline_and_told_once() -> None:
     assert rig.service.steps(4) == []
 
 
-def test_a_ring_of_steps_tells_of_those_that_it_still_has() -> None:
+def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
     log, most = StepLog(3), 2**63
     steps = [
         TraceStep(number, number * 10**9, StepFigures(number / 7, number, most - number, most), number % 2 == 0)
@@ -134,7 +134,7 @@ def several(n: int, **fields: Any) -> Submit:
 
 
 class Ticking(FakeClock):
-    """Each look at it takes a moment."""
+    """A clock that advances with each reading."""
 
     def monotonic(self) -> float:
         self.advance(0.001)
@@ -150,7 +150,7 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
         rig.driver.turn()
     rig.driver.run()
     got = await deltas(port)
-    # What came last says how long all of it took.
+    # The last delta has the time of the whole attempt.
     assert got[-1].timings is not None
     assert got[-1].timings.decode_ms > 0.0
     for index in range(3):
@@ -187,7 +187,7 @@ async def test_one_sequence_or_all_are_aborted() -> None:
     await rig.service.wait_idle()
 
 
-async def test_a_beam_search_comes_as_its_best_sequences() -> None:
+async def test_a_beam_search_is_reported_as_its_best_sequences() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     params = SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3)
@@ -219,7 +219,7 @@ async def test_an_aborted_beam_search_is_over() -> None:
     await rig.service.wait_idle()
 
 
-async def test_an_embedding_comes_with_the_end_and_whoever_adopts_it_hears_of_it_again() -> None:
+async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() -> None:
     rig = NodeRig(orphan_grace_s=10.0)
     port = rig.service.open_port("router-0", "router-0.a")
     rig.ask(port, leg=Leg.EMBED)
@@ -234,7 +234,7 @@ async def test_an_embedding_comes_with_the_end_and_whoever_adopts_it_hears_of_it
     rig.service.close()
 
 
-async def test_vectors_that_are_too_much_for_one_message_come_in_several() -> None:
+async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
     rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     assert len(await heard(port)) == len(await heard(other)) == 1
@@ -290,7 +290,7 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
 
 
 def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
-    """Nothing else is left for a while: a lease whose reader is only queued is waited for, however long."""
+    """It does so after nothing else was left for a while: a lease whose reader is queued is waited for without bound."""
 
     async def main() -> None:
         rig = NodeRig(Role.PREFILL, clock=LoopClock())
@@ -330,7 +330,7 @@ async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None
     assert not rig.scheduler.requests
 
 
-async def test_nobody_ends_or_takes_over_what_runs_for_another_router() -> None:
+async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None:
     rig = NodeRig()
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(owner)
@@ -343,7 +343,7 @@ async def test_nobody_ends_or_takes_over_what_runs_for_another_router() -> None:
     assert rig.role.aborted == []
 
 
-async def test_a_stranger_who_submits_the_same_attempt_is_told_so() -> None:
+async def test_a_router_that_submits_the_attempt_of_another_is_told_so() -> None:
     rig = NodeRig()
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(owner)
@@ -353,7 +353,7 @@ async def test_a_stranger_who_submits_the_same_attempt_is_told_so() -> None:
     assert (await deltas(owner))[-1].outcome is Outcome.LENGTH
 
 
-async def test_a_router_that_detaches_gives_up_what_it_asked_for() -> None:
+async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() -> None:
     rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(port)
@@ -431,7 +431,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "values"), BAD)
-async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values: dict[str, Any]) -> None:
+async def test_values_that_would_fail_the_engine_are_refused_with_the_fields_name(
+    field: str, values: dict[str, Any]
+) -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, **values)
@@ -446,7 +448,7 @@ async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values:
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0"])
-async def test_what_can_be_no_request_is_refused(request_id: str) -> None:
+async def test_an_invalid_request_id_is_refused(request_id: str) -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, attempt=KEY._replace(request_id=request_id))
@@ -455,11 +457,11 @@ async def test_what_can_be_no_request_is_refused(request_id: str) -> None:
     await rig.service.wait_idle()
 
 
-async def test_an_attempt_that_begins_behind_what_was_generated_goes_on_there() -> None:
+async def test_an_attempt_with_earlier_output_continues_after_it() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     undisturbed = expected_tokens(PROMPT, 9, seed=3, vocab_size=VOCAB)
-    # Where min_tokens forbids it nothing has ended, whatever the tokens are.
+    # Before min_tokens no token ends the output.
     params = replace(PARAMS, max_tokens=9, min_tokens=9, stop_token_ids=frozenset(undisturbed))
     rig.ask(port, output_token_ids=undisturbed[:5], sampling_params=params)
     rig.driver.run()
@@ -469,7 +471,7 @@ async def test_an_attempt_that_begins_behind_what_was_generated_goes_on_there() 
     assert told[-1].outcome is Outcome.STOP
 
 
-async def test_an_attempt_is_taken_before_the_engine_hears_of_it() -> None:
+async def test_an_attempt_is_reported_as_begun_before_the_engine_gets_it() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
@@ -498,7 +500,7 @@ async def test_absurd_lengths_end_at_the_models_length() -> None:
     assert len(tokens(got)) == 128 - len(PROMPT)
 
 
-async def test_draining_is_told_at_once_and_refuses_new_work() -> None:
+async def test_draining_is_reported_at_once_and_refuses_new_work() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
@@ -516,7 +518,7 @@ async def test_draining_is_told_at_once_and_refuses_new_work() -> None:
     await rig.service.wait_idle()
 
 
-async def test_a_node_that_has_closed_takes_no_more_routers() -> None:
+async def test_a_node_that_has_closed_accepts_no_more_routers() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.service.close()
@@ -538,7 +540,7 @@ async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None
 
 
 async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
-    """A step of half a second holds the inbox that long; to the client it is all the same queue."""
+    """A step of half a second delays the inbox that long; for the client that is time in the queue."""
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
@@ -565,7 +567,7 @@ async def test_a_load_report_counts_each_request_once() -> None:
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 0, 1)
 
 
-async def test_reports_tell_those_who_predict_what_a_step_was_and_what_is_left() -> None:
+async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() -> None:
     rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(port)
@@ -585,7 +587,7 @@ async def test_reports_tell_those_who_predict_what_a_step_was_and_what_is_left()
     assert [report.step for report in await heard(other)] == [None], "nothing was computed"
 
 
-async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
+async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
@@ -604,7 +606,7 @@ async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
     await rig.service.wait_idle()
 
 
-async def test_the_drain_call_asks_the_process_and_the_trace_tells_what_was() -> None:
+async def test_drain_asks_the_process_and_trace_returns_the_events() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.service.drain()
@@ -638,5 +640,5 @@ async def _refused_link() -> None:
     beating.cancel()
 
 
-def test_a_refused_link_is_told_once_until_it_is_old_or_settled() -> None:
+def test_a_refused_link_is_reported_once_until_it_is_old_or_a_link_opens() -> None:
     run_virtually(_refused_link())

@@ -290,7 +290,7 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
 
 
 def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
-    """It does so after nothing else was left for a while: a lease whose reader is queued is waited for without bound."""
+    """It does so when nothing else was left for a while; a lease whose reader is queued is waited for without bound."""
 
     async def main() -> None:
         rig = NodeRig(Role.PREFILL, clock=LoopClock())

@@ -20,7 +20,7 @@ def transfer_figures(report: HandoffReport) -> list[Figure]:
     states = Counter(handoff.state for handoff in report.open)
     by_state = {state.name.lower(): states[state.name] for state in _LIVE_STATES}
     oldest_s = max((handoff.age_s for handoff in report.open), default=0.0)
-    ended = "Transfers that ended, by sender and outcome: arrived, or why not."
+    ended = "Transfers that ended, by sender and outcome: arrived, or the cause of the failure."
     return [
         *by_label("kv_open_transfers", "Transfers that are not over, by state.", "state", by_state),
         Figure("kv_transfer_age_seconds", "Age of the oldest open transfer; 0: there is none.", oldest_s, {}),
@@ -44,17 +44,17 @@ def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[F
 
 def handshake_figures(handshakes: Mapping[str, Histogram]) -> list[Distribution]:
     """Metrics of how long it took until senders' memory was readable."""
-    text = "From opening a link to its sender's memory being readable."
+    text = "Time from opening a link until the sender's memory was readable."
     return [seconds.now("kv_handshake_seconds", text, {"peer": peer}) for peer, seconds in sorted(handshakes.items())]
 
 
 def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Distribution]:
     """Metrics of a reader's reads, by sender; the sum of bytes over the sum of seconds is the bandwidth."""
     metrics: list[tuple[str, str, Callable[[ReadHistograms], Histogram]]] = [
-        ("kv_transfer_seconds", "What reads took, on this node's clock.", lambda of: of.seconds),
-        ("kv_transfer_post_seconds", "Of it, what posting them took.", lambda of: of.post_seconds),
-        ("kv_transfer_bytes", "Bytes that each of them brought.", lambda of: of.num_bytes),
-        ("kv_transfer_descriptors", "Descriptors that were posted for each.", lambda of: of.descriptors),
+        ("kv_transfer_seconds", "Durations of reads, on this node's clock.", lambda of: of.seconds),
+        ("kv_transfer_post_seconds", "Time of reads that was spent on posting them.", lambda of: of.post_seconds),
+        ("kv_transfer_bytes", "Bytes of each read.", lambda of: of.num_bytes),
+        ("kv_transfer_descriptors", "Descriptors that were posted for each read.", lambda of: of.descriptors),
     ]
     return [
         histogram(of).now(name, text, {"peer": peer})
@@ -66,11 +66,11 @@ def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Distribution]:
 def lease_figures(stats: LeaseStats) -> list[Figure]:
     """Metrics of a sender's leases."""
     leases = {"granted": stats.granted, "reading": stats.reading, "suspect": stats.suspect}
-    suspect = "Blocks whose lease is over though they may still be read."
+    suspect = "Blocks of leases that are over though a reader may still read them."
     return [
-        *by_label("kv_leases", "Leases that are out, by state.", "state", leases),
+        *by_label("kv_leases", "Open leases, by state.", "state", leases),
         Figure("kv_suspect_blocks", suspect, stats.suspect_blocks, {}),
-        Figure("kv_lease_age_seconds", "Age of the oldest lease; 0: none is out.", stats.oldest_s, {}),
+        Figure("kv_lease_age_seconds", "Age of the oldest open lease; 0: there is none.", stats.oldest_s, {}),
     ]
 
 

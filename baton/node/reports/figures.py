@@ -72,11 +72,12 @@ def _blocks(stats: SchedulerStats) -> list[Figure]:
 
 def _prefix_cache(stats: SchedulerStats) -> list[Figure]:
     cache, source = stats.prefix_cache, "source"
-    hits, requests = "Tokens whose KV was there, by where.", "Requests of which some KV was there, by where."
+    hits = "Tokens of admitted requests whose KV was there already, by source."
+    requests = "Admitted requests of which some KV was there already, by source."
     return [
         _one("prefix_cache_queries_total", "Tokens of admitted requests.", cache.num_tokens),
         *by_label("prefix_cache_hits_total", hits, source, cache.num_hit_tokens),
-        _one("prefix_cache_requests_total", "Admissions that looked for known KV.", cache.num_requests),
+        _one("prefix_cache_requests_total", "Admissions that searched for known KV.", cache.num_requests),
         *by_label("prefix_cache_request_hits_total", requests, source, cache.num_hits),
     ]
 
@@ -85,13 +86,13 @@ def _steps(times: StepTimes) -> list[Figure]:
     seconds = {"schedule": times.schedule_s, "run": times.run_s, "update": times.update_s}
     return [
         _one("engine_steps_total", "Steps that the runner was given.", times.num_steps),
-        *by_label("engine_step_seconds_total", "What steps took, by part.", "stage", seconds),
+        *by_label("engine_step_seconds_total", "Time that steps took, by part.", "stage", seconds),
     ]
 
 
 def _faults(stats: SchedulerStats) -> list[Figure]:
     return [
         _one("skipped_results_total", "Results for requests that had ended meanwhile.", stats.num_skipped_results),
-        _one("unknown_transfers_total", "Transfer reports nobody waited for.", stats.num_unknown_transfers),
+        _one("unknown_transfers_total", "Transfer reports that no request waited for.", stats.num_unknown_transfers),
         _one("kv_connector_errors_total", "Calls of the KV connector that raised.", stats.num_connector_errors),
     ]

@@ -94,7 +94,7 @@ class TransferBook:
 
         `digest_every`: one block in so many is compared with the sender's digest, if there is one; 0: none is. `clock`:
         for the age of transfers only. `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, so
-        senders are asked after each read to confirm it. `vocab_size`: of this node's model; the first token is below.
+        senders are asked after each read to confirm it. `vocab_size`: a first token that is not below it is refused.
         """
         self._vocab_size = vocab_size
         self._digest_every = digest_every

@@ -80,7 +80,9 @@ async def test_a_process_that_does_not_identify_itself_lives_if_it_renews_its_re
     await registry.close()
 
 
-async def test_the_record_of_an_earlier_process_is_removed_when_its_successor_is_there(store: FakeRegistryStore) -> None:
+async def test_the_record_of_an_earlier_process_is_removed_when_its_successor_is_there(
+    store: FakeRegistryStore,
+) -> None:
     registry = FakeRegistry(store, "c")
     await (await registry.lease(OLD)).abandon()
     silent = replace(record_of(prefill(run=3), started_at=1.5), lease_s=LEASE_S)

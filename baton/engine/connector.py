@@ -60,7 +60,7 @@ class LostKV:
     """A prompt's KV will not arrive completely, or its transfer was never begun."""
 
     cause: TransferCause
-    story: str
+    detail: str
     """What happened, for people."""
     num_valid_blocks: int = 0
     """How many leading blocks of those that `update_state_after_alloc` named hold the prompt's KV nevertheless: cache

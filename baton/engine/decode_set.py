@@ -1,9 +1,9 @@
 """Running requests that compute one token per step, at a cost per step that is little more than the token itself.
 
 What a step has to decide about such a request is known in advance: the step before which it needs a block, the step in
-which it reaches its length (a calendar has both), and the output length up to which its commit is no more than an
-append (`Request.attention_at`). The scheduler therefore does not look at each of them in each step, and what a step
-says about all of them is built once and used until one joins or leaves.
+which it reaches its length (a calendar has both), and the output length up to which its commit only appends a token
+(`Request.append_only_until`). The scheduler therefore does not look at each of them in each step, and the group of them
+that a step schedules is built once and used until one joins or leaves.
 
 A request joins when the step that computes the last of its known tokens is decided. Whether that step's token ends it
 is known later, and the next step may be decided before. Ticks count decided steps.
@@ -19,7 +19,7 @@ from baton.values import value
 
 @value(frozen=True, slots=True)
 class DecodeGroup:
-    """The members at one moment. Steps share it, so that nobody writes to it."""
+    """The members at one moment. Several steps share one group, so it is never changed."""
 
     by_client: Mapping[int, Sequence[Request]]
     """The members whose tokens the runner's output names, by client index."""
@@ -126,8 +126,8 @@ class DecodeSet:
         # A request that left and joined again may be named twice for one tick.
         return list({r.request_id: r for r in named if self._due_at.get(r.request_id) == tick}.values())
 
-    def grown(self, request: Request) -> None:
-        """Note that a member got a block."""
+    def note_growth(self, request: Request) -> None:
+        """Note that a member got a block, so it needs the next one `block_size` ticks later."""
         self._note_due(request, self._due_at[request.request_id] + self._block_size)
 
     def tick(self) -> DecodeGroup:

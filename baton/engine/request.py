@@ -78,13 +78,13 @@ class RequestEvent(enum.Enum):
     GRAMMAR_MISSING = enum.auto()
     """Reported by admission: the request came with a schema that is not compiled yet."""
     GRAMMAR_COMPILED = enum.auto()
-    """Reported by admission, which heard it from the node: the schema is compiled."""
+    """Reported by admission, on the node's notice: the schema is compiled."""
     LOAD_BEGUN = enum.auto()
     """Reported by admission: a decode leg has its blocks, and the connector was asked to fill them."""
     LOADED = enum.auto()
-    """Reported by admission, which heard it from the connector: the prompt's KV is here."""
+    """Reported by admission, on the connector's notice: the prompt's KV is here."""
     LOAD_LOST = enum.auto()
-    """Reported by admission, which heard it from the connector: KV does not come, and is computed here."""
+    """Reported by admission, on the connector's notice: KV does not arrive, and is computed here."""
     SEATED = enum.auto()
     """Reported by admission: the request takes part in the step that is being decided."""
     PREEMPTED = enum.auto()
@@ -94,9 +94,9 @@ class RequestEvent(enum.Enum):
     SWAP_LOST = enum.auto()
     """Reported by preemption: the step that was to copy them was lost."""
     BEAM_COMPUTED = enum.auto()
-    """Reported by the ledger: a beam gave up its seat until the search has decided which beams continue."""
+    """Reported by `SchedulerState.park`: a beam gave up its seat until the search has decided which beams continue."""
     STOPPED = enum.auto()
-    """Reported by the ledger, as all that follow: the request ends with the status of that name."""
+    """Reported by `SchedulerState.end`, as all that follow: the request ends with the status of that name."""
     LENGTH_CAPPED = enum.auto()
     ABORTED = enum.auto()
     IGNORED = enum.auto()
@@ -206,7 +206,7 @@ class Request:
         if not sampling_params.ignore_eos:
             self.stop_ids |= eos_token_ids
 
-        # `take` and `end` alone write the status; the ledger writes why it ended.
+        # `transition` and `end` alone write the status; `SchedulerState.end` writes why it ended.
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.error: str | None = None
@@ -238,9 +238,9 @@ class Request:
         """How many of the last output tokens are in no `EngineCoreOutput` yet, because another node sampled them."""
         self.last_logprobs: Sequence[TokenLogprobs] = ()
         """Log-probabilities of the output tokens that the prefill leg hands to the decode leg, until they are sent."""
-        self.attention_at = 0
-        """Of a decoding request: up to this output length a commit only appends the token, unless it is a stop token.
-        """
+        self.append_only_until = 0
+        """While the output of a decoding request is shorter than this, a commit only appends the token, unless it is a
+        stop token."""
 
         # Stopping.
         rule = sampling_params.repetition_detection
@@ -254,7 +254,7 @@ class Request:
         self.parent_id = ""
         """Id of the beam from which this one was forked, until this one runs; otherwise empty."""
 
-    def take(self, event: RequestEvent) -> None:
+    def transition(self, event: RequestEvent) -> None:
         """Change the status as REQUEST_TABLE says.
 
         Raises IllegalEvent, and changes nothing, for an event that the present status does not accept.
@@ -272,7 +272,7 @@ class Request:
         """
         if not status.is_finished:
             raise ValueError(f"{self.request_id} can't end with {status.name}: use a final status, from STOPPED on")
-        self.take(RequestEvent[status.name])
+        self.transition(RequestEvent[status.name])
 
     def take_prompt(self, prompt_token_ids: list[int]) -> None:
         """Set the prompt. The list is never changed, so several requests may share it."""

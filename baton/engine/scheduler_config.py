@@ -1,4 +1,4 @@
-"""The scheduler's limits."""
+"""The scheduler's limits and policies."""
 
 from __future__ import annotations
 
@@ -14,43 +14,47 @@ TransferFailurePolicy = Literal["reroute", "recompute", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one engine. Contradictions raise ConfigError."""
+    """Limits and policies of one engine. Raises ConfigError for values out of bounds and for contradictions."""
 
     num_blocks: int
-    """Blocks in the cache, the null block 0 included."""
+    """Number of blocks in the KV cache, the null block 0 included."""
     block_size: int = 16
+    """Tokens in a block."""
     max_num_batched_tokens: int = 2048
-    """Tokens computed in one step."""
+    """The most tokens that one step computes."""
     max_num_seqs: int = 128
-    """Requests running at once; as many again may wait with their blocks for KV from elsewhere."""
+    """The most requests that run at a time; as many more may wait, with blocks, for KV from another node."""
     max_model_len: int = 4096
-    """Prompt and output of one request together."""
+    """The most tokens of one request, prompt and output together."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one request in one step; 0: no such limit."""
+    """The most tokens of one request that one step computes; 0: no such limit."""
     watermark: float = 0.01
-    """Share of the blocks that a newcomer must leave free while others run."""
+    """Share of the blocks that must stay free when a request is admitted while others run."""
     windows: tuple[int | None, ...] = (None,)
-    """For each group of layers, keys that a query sees at most, itself included: blocks before them are let go of.
-    None: all."""
+    """For each group of layers, the most keys that a query attends to, its own included; None: all of them. Blocks that
+    a window has passed are freed."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
-    """Who is tried first, and who gives way last: whoever came first, or whoever has the smallest priority."""
+    """Which request is admitted first and preempted last: the one that arrived first (fcfs), or the one with the
+    smallest priority number (priority)."""
     priority_ageing_s: float = 60.0
-    """Seconds of waiting that weigh as much as one step of priority; 0: none ever do, and a late one may starve."""
+    """Seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing, and requests of large
+    priority numbers may starve."""
     preemption_mode: PreemptionMode = "recompute"
-    """What becomes of a preempted request's KV: dropped, copied to the host tier, or whichever costs less."""
+    """What happens to the KV of a preempted request: it is dropped and recomputed, copied to the host tier (swap), or
+    whichever of the two costs less (auto)."""
     num_host_blocks: int = 0
-    """Blocks of the host tier, its null block 0 included; 0: there is none."""
+    """Number of blocks in the host tier, its null block 0 included; 0: there is no host tier."""
     on_transfer_failure: TransferFailurePolicy = "reroute"
-    """What becomes of a request whose KV did not arrive: it ends, and whoever sent it is told to try another prefill
-    node; it is computed here, once; or it ends for good."""
+    """What happens to a request whose KV did not arrive: it ends with KV_LOST, so the router tries other nodes
+    (reroute); it is computed here (recompute); or it ends with ERROR (fail)."""
     min_priority: int = -(2**31)
-    """Requests below it are refused: so far ahead nobody may push."""
+    """Requests with a smaller priority number are refused, so that no client can put itself before all others."""
     max_times_passed: int = 16
-    """How often smaller requests may be admitted past one that does not fit now."""
+    """How many later requests may be admitted before one that does not fit now."""
     max_stuck_requests: int = 8
-    """How many that do not fit now are looked past in one step."""
+    """How many requests that do not fit now a step may pass before it stops looking for one that fits."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_blocks < 2 or self.max_num_seqs < 1 or self.max_model_len < 2:
@@ -58,7 +62,9 @@ class SchedulerConfig:
         if not self.windows or any(window is not None and window < 1 for window in self.windows):
             raise ConfigError(f"windows must be at least 1 key or None for each group, not {self.windows}")
         if not self.num_slots:
-            raise ConfigError(f"{self.num_blocks} blocks are not one for each of {len(self.windows)} groups of layers")
+            raise ConfigError(
+                f"num_blocks ({self.num_blocks}) must be more than the number of groups of layers ({len(self.windows)})"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -82,22 +88,24 @@ class SchedulerConfig:
 
     @property
     def effective_max_model_len(self) -> int:
-        """max_model_len, or what the pool can hold: the KV of a request's last token is never computed."""
+        """max_model_len, or what the pool can hold if that is less. A request's last token needs no slot: its KV is
+        never computed."""
         return min(self.max_model_len, max(self.num_slots, self._num_slots_of_one) + 1)
 
     @property
     def max_shared_len(self) -> int:
-        """The same bound for one of several sequences: they share what they begin with, so each holds all of its tokens
-        until all of them run, whatever its windows still see."""
+        """The same bound for one of several sequences. They share their prompt, so each of them holds blocks for all of
+        its tokens until all sequences run, even where windows have passed."""
         return min(self.max_model_len, self.num_slots + 1)
 
     @property
     def _num_slots_of_one(self) -> int:
-        """Tokens of one request alone, computed in the shortest chunks: of what its windows left it holds nothing."""
+        """The most tokens of a lone request that is computed in chunks of one block, and reuses blocks that its windows
+        have passed."""
         windows = [window for window in self.windows if window is not None]
         if not windows or not self.enable_chunked_prefill:
             return self.num_slots
-        # As CacheGroups.num_held has it, for chunks of a block.
+        # The same bound as CacheGroups.num_held, for chunks of one block.
         in_windows = sum(-(-(window - 1) // self.block_size) + 3 for window in windows)
         left = self.num_blocks - 1 - in_windows
         num_whole = len(self.windows) - len(windows)
@@ -107,7 +115,7 @@ class SchedulerConfig:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the pool holds."""
+        """The number of tokens that the pool can hold."""
         return (self.num_blocks - 1) // len(self.windows) * self.block_size
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.engine.batch import EngineCoreEventType
-from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.request import Request
+from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES, SequenceGroup
 from baton.engine.waiting.admission import Admission
@@ -16,7 +16,7 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 
 
 def check_sequences(params: SamplingParams) -> None:
-    """Raises InvalidRequest for a number of sequences or beams out of bounds."""
+    """Raises InvalidRequest for sampling parameters of sequences, beams or repetitions that the engine can't serve."""
     width = params.beam_width
     if width and not MIN_BEAMS <= width <= MAX_BEAMS:
         raise InvalidRequest("beam_width", f"must be {MIN_BEAMS} to {MAX_BEAMS}, not {width}")
@@ -32,35 +32,35 @@ def check_sequences(params: SamplingParams) -> None:
             raise InvalidRequest("repetition_detection", f"{params.repetition_detection} is out of bounds")
 
 
-def open_group(request: Request, ledger: Ledger) -> None:
+def open_group(request: Request, state: SchedulerState) -> None:
     """Open the group or beam search of a new request; a prefill leg needs none, since it computes only the prompt."""
     params = request.sampling_params
     if request.leg is Leg.PREFILL:
         return
     if params.beam_width:
-        request.beams = ledger.beams[request.request_id] = BeamGroup(request, ledger.most_tokens(request))
+        request.beams = state.beams[request.request_id] = BeamGroup(request, state.max_num_tokens(request))
     elif params.n > 1:
-        request.group = ledger.groups[request.request_id] = SequenceGroup(request)
+        request.group = state.groups[request.request_id] = SequenceGroup(request)
 
 
 def take_beam(
     request: Request,
     beams: BeamGroup,
     logprobs: Sequence[TokenLogprobs],
-    ledger: Ledger,
+    state: SchedulerState,
     admission: Admission,
     outputs: OutputsByClient,
 ) -> None:
     """Process a computed beam; behind the last one of a step advance the search, or write the search's result."""
     if beams.is_closed:
         return  # Another beam failed in this step, and ended the whole search.
-    ledger.park(request)
+    state.park(request)
     if not beams.take(request, logprobs[0].top if logprobs else ()):
         return
     if not request.output_token_ids:
-        ledger.events.record(EngineCoreEventType.FIRST_TOKEN, beams.request_id)
+        state.events.record(EngineCoreEventType.FIRST_TOKEN, beams.request_id)
     if beams.search.is_over:
-        ledger.finish_beams(beams, outputs)
+        state.finish_beams(beams, outputs)
     else:
         admission.enter(beams.next_requests())
-        ledger.retire_computed(beams)
+        state.end_computed_beams(beams)

@@ -24,7 +24,7 @@ _AT_EOS = Stop(RequestStatus.STOPPED)
 _AT_LENGTH = Stop(RequestStatus.LENGTH_CAPPED)
 
 
-def most_outputs(request: Request, max_model_len: int) -> int:
+def max_output_tokens(request: Request, max_model_len: int) -> int:
     """The most output tokens that the request and the model's length permit."""
     return min(request.sampling_params.max_tokens, max_model_len - request.num_prompt_tokens)
 

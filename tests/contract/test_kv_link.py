@@ -227,7 +227,7 @@ async def test_of_a_sample_every_other_block_is_compared(make_memory: Callable[[
         notes = rig.receiver.notes
         await notes.until(lambda: len(notes.arrived) + len(notes.failed) == len(damaged))
         assert set(notes.arrived) == {"a#1", "c#1@1"}
-        assert all("is not what p0 computed" in lost.story for lost in notes.failed.values())
+        assert all("is not what p0 computed" in lost.detail for lost in notes.failed.values())
 
 
 async def test_digests_may_be_what_a_prompt_waits_for_last(rig: HandoffRig) -> None:

@@ -41,7 +41,7 @@ class DecodeRun:
             num_full = self._manager.num_slots(request.request_id)
             allocation = self._manager.allocate_slots(request, num_full + 1 - request.num_computed_tokens)
             assert allocation.answer is AllocationAnswer.OK
-            self._decodes.grown(request)
+            self._decodes.note_growth(request)
         self._decodes.tick()
         self._manager.begin_step(self._step)
 

@@ -41,7 +41,7 @@ class SimulatedScheduler(Scheduler):
 
     def decode_run(self) -> DecodeRun | None:
         """Many steps at once; None while anything but decoding is to be decided, or if tokens are not known."""
-        decodes, max_steps = self._ledger.decodes, self.num_quiet_steps()
+        decodes, max_steps = self._state.decodes, self.num_quiet_steps()
         if max_steps < 1 or not isinstance(decodes, CountedDecodes):
             return None
         self._stalled = False
@@ -49,23 +49,23 @@ class SimulatedScheduler(Scheduler):
 
     def bring_up_decodes(self) -> None:
         """Bring the tokens of all requests up to date."""
-        decodes = self._ledger.decodes
+        decodes = self._state.decodes
         if isinstance(decodes, CountedDecodes):
             decodes.bring_up()
 
     def num_quiet_steps(self) -> int:
         """A number of steps that only decode unless something arrives: no request ends in them or lacks a block."""
-        ledger, admission = self._ledger, self._admission
-        num_decodes = len(ledger.decodes)
-        if not num_decodes or ledger.filling or self._in_flight or self._pending or admission.anybody_waits:
+        state, admission = self._state, self._admission
+        num_decodes = len(state.decodes)
+        if not num_decodes or state.filling or self._in_flight or self._pending or admission.anybody_waits:
             return 0
-        several = ledger.beams or ledger.groups or ledger.parked
-        manager = ledger.kv_cache_manager
+        several = state.beams or state.groups or state.parked
+        manager = state.kv_cache_manager
         if several or manager.host is not None or self.config.windows != (None,):
             return 0
         # Each request needs a block every `block_size` steps.
         num_blocks = manager.pool.num_free_blocks // num_decodes
-        return max(0, min(ledger.decodes.num_ticks_left, num_blocks * self.config.block_size))
+        return max(0, min(state.decodes.num_ticks_left, num_blocks * self.config.block_size))
 
     def _fill_step(self, plan: StepPlan) -> None:
         if self._prompts_first:

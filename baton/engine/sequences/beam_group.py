@@ -3,8 +3,8 @@
 A request that has computed its beam is parked: it gives up its seat at once, since other beams may need the seat. When
 the search advances, the best beam that continues the parked one becomes its heir: the same request, in the same blocks,
 with one more token. The other continuations are forked: they share the full blocks and copy the block to which they
-would write. A beam that gets no seat in the next step loses its blocks (see Ledger.free_parked) and recomputes them
-later, so that a search can't starve itself.
+would write. A beam that gets no seat in the next step loses its blocks (see SchedulerState.free_parked) and recomputes
+them later, so that a search can't starve itself.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from typing import NamedTuple
 from baton.engine.batch import EngineCoreEventType, WaitingReason
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache.manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
-from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
 from baton.engine.waiting.request_queue import (
@@ -77,11 +77,11 @@ def _queue(config: SchedulerConfig, places: Places) -> RequestQueue:
 class Admission:
     """Moves requests from `waiting` (no blocks), `remote` (KV in transfer), `arrived` and `swapped` to running."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._config = ledger.config
-        self._manager = ledger.kv_cache_manager
-        config = ledger.config
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._config = state.config
+        self._manager = state.kv_cache_manager
+        config = state.config
         self._places = Places()
         self._for_seat = _queue(config, self._places)
         self._for_load = _queue(config, self._places)
@@ -90,7 +90,7 @@ class Admission:
         self._remote: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
         self._times_passed: dict[str, int] = {}
-        self._prompt_wants_whole_step = False
+        self._prompt_needs_whole_step = False
         self._preempted: set[str] = set()
         """Ids of the waiting requests that were preempted."""
         self._deferred: set[str] = set()
@@ -140,17 +140,17 @@ class Admission:
 
     def add(self, request: Request, outputs: OutputsByClient) -> None:
         """Queue a new request. One that can never fit ends at once."""
-        if request.least_length > self._ledger.most_tokens(request):
+        if request.least_length > self._state.max_num_tokens(request):
             self._refuse(request, outputs)
             return
         try:
-            self._ledger.connector.request_added(request)
+            self._state.connector.request_added(request)
         except Exception as exc:
             self._fail(request, exc, outputs)
             return
         if request.sampling_params.has_grammar and not request.matchers:
             request.place = self._places.behind_all()
-            request.take(RequestEvent.GRAMMAR_MISSING)
+            request.transition(RequestEvent.GRAMMAR_MISSING)
             self._for_grammar[request.request_id] = request
         else:
             self._queue_of(request).add(request)
@@ -159,7 +159,7 @@ class Admission:
         """Queue a request whose grammar is compiled, before those that arrived later; skip one that has ended."""
         request = self._for_grammar.pop(request_id, None)
         if request is not None:
-            request.take(RequestEvent.GRAMMAR_COMPILED)
+            request.transition(RequestEvent.GRAMMAR_COMPILED)
             request.matchers = matchers
             self._queue_of(request).add(request)
 
@@ -179,11 +179,11 @@ class Admission:
         children = group.fork()
         self.enter(children)
         for child in children:
-            self._ledger.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
+            self._state.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Put new sequences or beams, which continue what others computed, next in turn."""
-        self._ledger.requests.update((request.request_id, request) for request in requests)
+        self._state.requests.update((request.request_id, request) for request in requests)
         self._for_seat.prepend_many(requests)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
@@ -191,7 +191,7 @@ class Admission:
         return self._for_seat.last_in_turn(running)
 
     def take_out(self, requests: Collection[Request]) -> None:
-        """Remove requests that are about to end from wherever they wait."""
+        """Remove requests that are about to end from the queues in which they wait."""
         queued, swapped = set(), set()
         for request in requests:
             self._times_passed.pop(request.request_id, None)
@@ -216,7 +216,7 @@ class Admission:
 
     def take_unloaded(self, request_id: str) -> Request | None:
         """Remove and return a request that waits for remote KV, or for the blocks that a load needs; otherwise None."""
-        request = self._remote.pop(request_id, None) or self._ledger.requests.get(request_id)
+        request = self._remote.pop(request_id, None) or self._state.requests.get(request_id)
         if request is None or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request
         queued = request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR)
@@ -227,31 +227,31 @@ class Admission:
 
     def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
         """Take over arrived KV: it can be found in the prefix cache, and the request runs from the next step on."""
-        ledger = self._ledger
-        request.take(RequestEvent.LOADED)
+        state = self._state
+        request.transition(RequestEvent.LOADED)
         request.num_external_tokens = request.num_submitted_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_submitted_tokens
         self.prefix_cache.note_hit("remote", request.num_external_tokens)
-        ledger.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
+        state.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
         self._manager.cache_blocks(request, request.num_submitted_tokens)
         self.fork(request)
         if request.beams is not None:
-            ledger.park(request)
+            state.park(request)
             self.enter([request.beams.restart_from_prompt()])
-            ledger.retire_computed(request.beams)
+            state.end_computed_beams(request.beams)
             return
         request.last_logprobs = arrived.first_logprobs
         has_all = request.sampling_params.logprobs is None or arrived.first_logprobs
         for token_id in arrived.first_token_ids:
             request.output_token_ids.append(token_id)
             request.num_unreported += bool(has_all)
-            stop = check_stop(request, ledger.most_tokens(request))
+            stop = check_stop(request, state.max_num_tokens(request))
             if stop is not None:
-                ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason, error=stop.error)
+                state.end(request, stop.status, outputs, stop_reason=stop.stop_reason, error=stop.error)
                 return
         if not arrived.first_token_ids:
             error, cause = "the KV arrived without a first token", TransferCause.REFUSED
-            ledger.end(request, RequestStatus.KV_LOST, outputs, error=error, transfer_cause=cause)
+            state.end(request, RequestStatus.KV_LOST, outputs, error=error, transfer_cause=cause)
             return
         self._arrived.append(request)
 
@@ -262,20 +262,20 @@ class Admission:
         """
         num_here = 0
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            num_here = self._ledger.give_up_load(request, num_valid_blocks)
+            num_here = self._state.give_up_load(request, num_valid_blocks)
         request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
-        self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, num_here)
+        self._state.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, num_here)
         request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0
-        request.take(RequestEvent.LOAD_LOST)
+        request.transition(RequestEvent.LOAD_LOST)
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._for_grammar[request.request_id] = request
             return
         self._for_seat.prepend(request)
 
-    def take_whole_step_wish(self) -> bool:
+    def pop_needs_whole_step(self) -> bool:
         """Whether a prompt that may not be split into chunks needs a whole step's budget; resets the answer."""
-        is_wanted, self._prompt_wants_whole_step = self._prompt_wants_whole_step, False
-        return is_wanted
+        needs_whole_step, self._prompt_needs_whole_step = self._prompt_needs_whole_step, False
+        return needs_whole_step
 
     def admit_arrived(self, plan: StepPlan) -> None:
         """Run the requests whose KV has arrived, in the order of its arrival: they already hold blocks."""
@@ -399,7 +399,7 @@ class Admission:
             shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
             if shared is not None:
                 return shared
-        decoding = self._ledger.decodes.request_ids
+        decoding = self._state.decodes.request_ids
         sibling = request.group.running_sibling(request, decoding) if request.group is not None else None
         if sibling is None:
             return self._manager.get_computed_blocks(request, with_host=with_host)
@@ -414,7 +414,7 @@ class Admission:
 
     def _parent(self, request: Request) -> Request | None:
         """The beam from which this one was forked, as long as that one's blocks are kept."""
-        parent = self._ledger.parked.get(request.parent_id) if request.parent_id else None
+        parent = self._state.parked.get(request.parent_id) if request.parent_id else None
         return parent if parent is not None and self._manager.has_table(parent.request_id) else None
 
     def _continue_parked(self, request: Request, plan: StepPlan) -> _AdmissionResult:
@@ -427,10 +427,10 @@ class Admission:
         return _AdmissionResult.ADMITTED
 
     def _has_seat(self, plan: StepPlan) -> bool:
-        return plan.token_budget > 0 and len(self._ledger.running) < self._config.max_num_seqs
+        return plan.token_budget > 0 and len(self._state.running) < self._config.max_num_seqs
 
     def _external_tokens(self, request: Request, computed: ComputedBlocks) -> ExternalTokens:
-        external = self._ledger.connector.get_num_new_matched_tokens(request, computed.num_tokens)
+        external = self._state.connector.get_num_new_matched_tokens(request, computed.num_tokens)
         if external.num_tokens is None:
             return external
         if external.num_tokens == 0:
@@ -448,7 +448,7 @@ class Admission:
         elif missing <= plan.token_budget:
             num_tokens = missing
         else:
-            self._prompt_wants_whole_step = True
+            self._prompt_needs_whole_step = True
             return _AdmissionResult.NO_SEAT
         allocation = self._manager.allocate_slots(
             request, missing, computed=computed, num_spared_blocks=self._spared_blocks()
@@ -485,22 +485,22 @@ class Admission:
 
     def _report_begun(self, request: Request) -> None:
         try:
-            self._ledger.connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), 0)
+            self._state.connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), 0)
         except Exception:
             # The decode node that waits for this notice gets the offer of the first blocks instead.
-            self._ledger.num_connector_errors += 1
+            self._state.num_connector_errors += 1
 
     def _load(
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient
     ) -> _AdmissionResult:
         """Reserve blocks for all submitted tokens and one more; the connector fills those that are not cached here."""
-        most_tokens = self._ledger.most_tokens(request)
+        max_num_tokens = self._state.max_num_tokens(request)
         allocation = self._manager.allocate_slots(
             request,
             0,
             computed=computed,
             num_external_tokens=num_external_tokens,
-            num_lookahead_tokens=1 if request.num_submitted_tokens + 1 < most_tokens else 0,
+            num_lookahead_tokens=1 if request.num_submitted_tokens + 1 < max_num_tokens else 0,
             num_spared_blocks=self._spared_blocks(),
         )
         if allocation.answer is AllocationAnswer.LATER:
@@ -509,10 +509,10 @@ class Admission:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
         self._times_passed.pop(request.request_id, None)
-        request.take(RequestEvent.LOAD_BEGUN)
-        self._ledger.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
+        request.transition(RequestEvent.LOAD_BEGUN)
+        self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
         try:
-            self._ledger.connector.update_state_after_alloc(
+            self._state.connector.update_state_after_alloc(
                 request, self._manager.submitted_block_ids(request), num_external_tokens
             )
         except Exception as exc:
@@ -523,7 +523,7 @@ class Admission:
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         block_ids = self._manager.block_ids(request.request_id)
         if request.beams is None or request.is_root:
-            self._ledger.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
+            self._state.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
         parent = self._parent(request)
         if request.is_known:
             plan.add_known(request, num_tokens, block_ids, resumed=True)
@@ -536,13 +536,13 @@ class Admission:
     def _seat(self, request: Request) -> None:
         request.is_known = True
         request.parent_id = ""
-        request.take(RequestEvent.SEATED)
-        self._ledger.running.append(request)
-        self._ledger.filling.append(request)
+        request.transition(RequestEvent.SEATED)
+        self._state.running.append(request)
+        self._state.filling.append(request)
         self._times_passed.pop(request.request_id, None)
 
     def _spared_blocks(self) -> int:
-        return self._config.watermark_blocks if self._ledger.running else 0
+        return self._config.watermark_blocks if self._state.running else 0
 
     def _note_hits(self, request: Request, computed: ComputedBlocks) -> None:
         request.num_computed_tokens = computed.num_tokens
@@ -562,14 +562,14 @@ class Admission:
     def _refuse(self, request: Request, outputs: OutputsByClient) -> _AdmissionResult:
         error = (
             f"a prompt of {request.num_submitted_tokens} tokens leaves no room to generate: this engine holds at most "
-            f"{self._ledger.most_tokens(request)} tokens of a request (max_model_len {self._config.max_model_len}, "
+            f"{self._state.max_num_tokens(request)} tokens of a request (max_model_len {self._config.max_model_len}, "
             f"KV cache {self._config.num_slots})"
         )
         self._times_passed.pop(request.request_id, None)
-        self._ledger.end(request, RequestStatus.IGNORED, outputs, error=error)
+        self._state.end(request, RequestStatus.IGNORED, outputs, error=error)
         return _AdmissionResult.ENDED
 
     def _fail(self, request: Request, exc: Exception, outputs: OutputsByClient) -> _AdmissionResult:
         self._times_passed.pop(request.request_id, None)
-        self._ledger.end_by_connector(request, exc, outputs)
+        self._state.end_after_connector_error(request, exc, outputs)
         return _AdmissionResult.ENDED

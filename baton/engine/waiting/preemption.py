@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.engine.batch import EngineCoreEventType, ModelRunnerOutput, SchedulerOutput
-from baton.engine.ledger import Ledger
 from baton.engine.request import Request, RequestEvent, RequestStatus
+from baton.engine.scheduler_state import SchedulerState
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption_cost import PreemptionRates, swap_is_cheaper
@@ -14,10 +14,10 @@ from baton.messages.node import Leg
 class Preemption:
     """Moves running requests back to `waiting` (their KV is recomputed) or to `swapped` (their KV is kept)."""
 
-    def __init__(self, ledger: Ledger, admission: Admission) -> None:
-        self._ledger = ledger
+    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+        self._state = state
         self._admission = admission
-        self._mode = ledger.config.preemption_mode
+        self._mode = state.config.preemption_mode
         self.rates = PreemptionRates()
         """Measured costs of copying and of computing."""
         self.num_recomputed = 0
@@ -31,38 +31,38 @@ class Preemption:
         `requester`, which lacks a block, is a candidate itself. Computed beams, which are parked, hold blocks as well:
         they count as newer than the running requests, and their search continues without their blocks.
         """
-        ledger = self._ledger
-        candidates = [request for request in ledger.running if request.leg is not Leg.PREFILL]
-        victim = self._admission.last_in_turn([*candidates, *ledger.parked.values()]) or requester
-        if victim.beams is not None and victim.request_id in ledger.parked:
-            ledger.free_parked(victim.beams)
+        state = self._state
+        candidates = [request for request in state.running if request.leg is not Leg.PREFILL]
+        victim = self._admission.last_in_turn([*candidates, *state.parked.values()]) or requester
+        if victim.beams is not None and victim.request_id in state.parked:
+            state.free_parked(victim.beams)
         else:
             self._preempt(victim, plan)
 
     def settle(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """Note that a step's copies are done. If the step was lost, what it swapped out has to be recomputed."""
-        self._ledger.kv_cache_manager.settle(plan.step, runner_output.lost)
+        self._state.kv_cache_manager.settle(plan.step, runner_output.lost)
         if runner_output.lost:
             for request in plan.swapped_out:
                 if request.status is RequestStatus.SWAPPED:
                     self._admission.take_out((request,))
-                    self._ledger.kv_cache_manager.free(request.request_id)
+                    self._state.kv_cache_manager.free(request.request_id)
                     self._requeue(request, RequestEvent.SWAP_LOST)
         elif self._mode == "auto":
             self._measure(plan, scheduler_output, runner_output)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        ledger, manager = self._ledger, self._ledger.kv_cache_manager
-        ledger.running.remove(request)
-        if not ledger.decodes.leave(request.request_id):
-            ledger.filling.remove(request)
+        state, manager = self._state, self._state.kv_cache_manager
+        state.running.remove(request)
+        if not state.decodes.leave(request.request_id):
+            state.filling.remove(request)
         request.num_preemptions += 1
         plan.preempted_req_ids.add(request.request_id)
-        ledger.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
+        state.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
         if self._may_swap(request) and manager.swap_out(request):
             self.num_swapped += 1
             plan.swapped_out.append(request)
-            request.take(RequestEvent.SWAPPED_OUT)
+            request.transition(RequestEvent.SWAPPED_OUT)
             self._admission.put_back(request)
         else:
             self.num_recomputed += 1
@@ -70,14 +70,14 @@ class Preemption:
             self._requeue(request, RequestEvent.PREEMPTED)
 
     def _requeue(self, request: Request, event: RequestEvent) -> None:
-        request.take(event)
+        request.transition(event)
         request.num_computed_tokens = 0
         self._admission.put_back(request)
 
     def _may_swap(self, request: Request) -> bool:
         if self._mode != "auto":
             return self._mode == "swap"
-        num_blocks = self._ledger.kv_cache_manager.num_computed_blocks(request)
+        num_blocks = self._state.kv_cache_manager.num_computed_blocks(request)
         return swap_is_cheaper(num_blocks, request.num_computed_tokens, self.rates)
 
     def _measure(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:

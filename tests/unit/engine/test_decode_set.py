@@ -17,7 +17,7 @@ def test_who_left_and_came_back_before_the_same_tick_needs_one_block() -> None:
     assert decodes.pop_needing_block() == []
     decodes.tick()
     assert decodes.pop_needing_block() == [request]
-    decodes.grown(request)
+    decodes.note_growth(request)
     for _ in range(4):
         decodes.tick()
         needy = decodes.pop_needing_block()

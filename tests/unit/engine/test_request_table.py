@@ -60,7 +60,7 @@ ROADS = {
 def request_in(state: RequestStatus) -> Request:
     request = Request("r", [1, 2, 3], SamplingParams())
     for event in ROADS[state]:
-        request.take(event)
+        request.transition(event)
     assert request.status is state
     return request
 
@@ -69,12 +69,12 @@ def request_in(state: RequestStatus) -> Request:
 def test_every_pair_moves_as_written_here_or_changes_nothing(state: RequestStatus, event: RequestEvent) -> None:
     request = request_in(state)
 
-    def take(event: RequestEvent) -> RequestStatus:
-        request.take(event)
+    def transition(event: RequestEvent) -> RequestStatus:
+        request.transition(event)
         return request.status
 
     illegal = rf"r: {event.name} is illegal in {state.name}"
-    check_pair(take, lambda: request.status, event, EXPECTED.get(state, {}), illegal)
+    check_pair(transition, lambda: request.status, event, EXPECTED.get(state, {}), illegal)
 
 
 @pytest.mark.parametrize("status", [status for status in S if status.is_finished], ids=lambda status: status.name)

@@ -240,7 +240,7 @@ def test_an_abort_of_a_preempted_request() -> None:
 
 def test_only_a_final_status_ends_a_request() -> None:
     rig = EngineRig()
-    with pytest.raises(ValueError, match="PREEMPTED ends nothing"):
+    with pytest.raises(ValueError, match="requests can't be ended with PREEMPTED"):
         rig.core.finish_requests(["r"], RequestStatus.PREEMPTED)
 
 

@@ -408,7 +408,7 @@ class EngineMachine(RuleBasedStateMachine):
         if end.outcome not in (Outcome.STOP, Outcome.LENGTH):
             assert got == []
             return
-        limit = min(params.max_tokens, self.rig.scheduler.most_tokens(request) - request.num_prompt_tokens)
+        limit = min(params.max_tokens, self.rig.scheduler.max_num_tokens(request) - request.num_prompt_tokens)
         search = BeamSearch(params.beam_width, EOS, limit)
         vocab = self.rig.runner.model.vocab_size
         assert got == expected_beams(request.prompt_token_ids, search, vocab_size=vocab)[index]
@@ -417,7 +417,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _undisturbed(self, name: str) -> tuple[list[int], Outcome]:
         """A sequence's whole output on an engine of its own."""
         request = self.rig.requests[split_sequence_id(name)[0]]
-        room = self.rig.scheduler.most_tokens(request) - request.num_prompt_tokens
+        room = self.rig.scheduler.max_num_tokens(request) - request.num_prompt_tokens
         limit = max(0, min(request.sampling_params.max_tokens, room))
         tokens = self.rig.expected(name, limit)
         for index, token_id in enumerate(tokens):

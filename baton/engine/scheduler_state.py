@@ -1,4 +1,4 @@
-"""Every live request of an engine, who runs, and the one way out."""
+"""The state that the parts of the scheduler share: live requests, running requests, blocks, and how a request ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.messages.sampling import TokenLogprobs
 
 
 class OutputsByClient:
-    """Outputs of one call, while they are collected."""
+    """Collects the outputs of one call of the scheduler, by client index."""
 
     def __init__(self) -> None:
         self._by_client: dict[int, list[EngineCoreOutput]] = {}
@@ -32,26 +32,26 @@ class OutputsByClient:
         return bool(self._by_client)
 
     def add(self, client_index: int, output: EngineCoreOutput) -> None:
-        """Append one for this client."""
+        """Append one output for a client."""
         outputs = self._by_client.get(client_index)
         if outputs is None:
             self._by_client[client_index] = [output]
         else:
             outputs.append(output)
 
-    def of(self, client_index: int) -> list[EngineCoreOutput]:
-        """Where to append this client's."""
+    def for_client(self, client_index: int) -> list[EngineCoreOutput]:
+        """The list to which a client's outputs are to be appended."""
         return self._by_client.setdefault(client_index, [])
 
     def seal(self) -> dict[int, EngineCoreOutputs]:
-        """All of them, keyed by client index."""
+        """All outputs by client index, without clients that have none."""
         if not self._by_client:
             return {}
         return {index: EngineCoreOutputs(outputs) for index, outputs in self._by_client.items() if outputs}
 
 
-class Ledger:
-    """What deciding, admitting and committing share. Only they write to it, from one thread."""
+class SchedulerState:
+    """What admission, preemption, scheduling and committing share. Only they write to it, from one thread."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class Ledger:
         self.requests: dict[str, Request] = {}
         """Every request that has not ended."""
         self.groups: dict[str, SequenceGroup] = {}
-        """Requests of several sequences, not all of which have ended, by the request's id."""
+        """Requests of several sequences of which at least one has not ended, by the request's id."""
         self.beams: dict[str, BeamGroup] = {}
         """Beam searches that are not over, by the request's id."""
-        self.broken_groups: list[tuple[SequenceGroup | BeamGroup, Request]] = []
-        """One of their sequences failed, this one: the others must end, too."""
+        self.failed_groups: list[tuple[SequenceGroup | BeamGroup, Request]] = []
+        """Groups of which one sequence, the request beside it, has failed: the other sequences must be ended, too."""
         self.running: list[Request] = []
-        """In order of admission."""
+        """Running requests, in order of admission."""
         self.filling: list[Request] = []
-        """Those of them that don't decode yet: something of their known tokens is still to be computed."""
+        """Running requests that don't decode yet: some of their known tokens are still to be computed."""
         self.decodes = decodes
-        """The others."""
+        """Running requests that decode."""
         self.kv_cache_manager = KVCacheManager(
             BlockPool(config.num_blocks),
             BlockHasher(key_fields, config.block_size),
@@ -90,9 +90,10 @@ class Ledger:
         self.events = EventLog(clock)
         self.num_connector_errors = 0
         self._finished_req_ids: set[str] = set()
-        self._some_left = False
+        self._running_has_ended = False
+        """Whether `running` may have requests that don't run any more."""
         self.parked: dict[str, Request] = {}
-        """Computed beams. They keep their blocks for those who go on with them, until the next step is decided."""
+        """Computed beams. They keep their blocks for the beams that continue them, until the next step is decided."""
 
     def end(
         self,
@@ -107,10 +108,12 @@ class Ledger:
         logprobs: Sequence[TokenLogprobs] = (),
         embedding: bytes = b"",
     ) -> None:
-        """Settle the request's blocks and write its last output. The caller takes it out of its queue.
+        """End a request: free, lease or quarantine its blocks, and write its last output.
 
+        The caller removes it from the queue in which it waits; `remove_ended` removes it from the running requests.
         `transfer_cause`: why the prompt's KV did not arrive, where that is the reason.
-        `first_index`: of the tokens that this output brings; None when it brings none.
+        `first_index`: output index of the first token that this output has; None: the output has only those tokens that
+        are not reported yet (`Request.num_unreported`).
         """
         transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         request.end(status)
@@ -120,7 +123,7 @@ class Ledger:
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
         self._finished_req_ids.add(request.request_id)
-        self._some_left = True
+        self._running_has_ended = True
         if request.group is not None:
             self._leave_group(request, request.group)
         beams = request.beams
@@ -144,14 +147,14 @@ class Ledger:
         )
 
     def park(self, request: Request) -> None:
-        """It has computed its beam: it gives up its seat, and it lives on only as somebody's heir."""
-        request.take(RequestEvent.BEAM_COMPUTED)
+        """Let a request that has computed its beam give up its seat. It runs again only as the heir of that beam."""
+        request.transition(RequestEvent.BEAM_COMPUTED)
         del self.requests[request.request_id]
         self.parked[request.request_id] = request
-        self._some_left = True
+        self._running_has_ended = True
 
-    def retire_computed(self, beams: BeamGroup) -> None:
-        """Nobody goes on as these: they end without a word. Until `free_parked` their blocks can still be shared."""
+    def end_computed_beams(self, beams: BeamGroup) -> None:
+        """End computed beams that have no heir, without an output. Their blocks can be shared until `free_parked`."""
         for request in beams.computed:
             request.end(RequestStatus.STOPPED)
             self._settle_blocks(request, False, keep=True)
@@ -159,7 +162,10 @@ class Ledger:
         beams.computed = []
 
     def free_parked(self, of: BeamGroup | None = None) -> bool:
-        """Whoever could go on in the blocks of parked requests, or share them, does; whether there were any."""
+        """Free the blocks of parked requests, unless they run again; `of`: only those of one beam search.
+
+        Call it once all beams that can continue the parked ones have been admitted. Returns whether any were parked.
+        """
         if not self.parked:
             return False
         parked = [request for request in self.parked.values() if of is None or request.beams is of]
@@ -171,21 +177,24 @@ class Ledger:
         return bool(parked)
 
     def finish_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
-        """A beam search is over: write its best sequences."""
-        self._let_go_of(beams)
+        """End a beam search that is over, and write its best sequences as outputs."""
+        self._end_computed_and_parked(beams)
         root, found = beams.root, beams.outputs()
         beams.is_closed = True
         del self.beams[root.request_id]
         self.events.record(EngineCoreEventType.FINISHED, root.request_id, len(found))
         if len(found) < beams.num_returned:
-            error = "the model offered too few continuations for a beam search"
+            error = (
+                f"the beam search found {len(found)} of {beams.num_returned} sequences: the model offered too few "
+                "continuations"
+            )
             self.emit(root, 0, (), outputs, status=RequestStatus.ERROR, error=error)
             return
         for output in found:
             outputs.add(root.client_index, output)
 
-    def named(self, request_ids: Iterable[str]) -> list[Request]:
-        """Live requests with these ids: the request's own id means all its sequences. Unknown ids are skipped."""
+    def live_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        """The live requests with these ids. A request's own id means all its sequences; unknown ids are skipped."""
         found: dict[str, Request] = {}
         for name in request_ids:
             request_id, index = split_sequence_id(name)
@@ -203,23 +212,23 @@ class Ledger:
             found.update((member.request_id, member) for member in members if member is not None)
         return list(found.values())
 
-    def end_by_connector(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
-        """Its connector raised: the request fails, the engine does not."""
+    def end_after_connector_error(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
+        """End a request for which the connector raised an exception, so that it fails alone and the engine goes on."""
         self.num_connector_errors += 1
         error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
         status, cause = (RequestStatus.KV_LOST, TransferCause.REFUSED) if lost else (RequestStatus.ERROR, None)
         self.end(request, status, outputs, error=error, transfer_cause=cause)
 
-    def most_tokens(self, request: Request) -> int:
-        """How long it may become, prompt and output."""
+    def max_num_tokens(self, request: Request) -> int:
+        """The most tokens that a request may have, prompt and output together."""
         params = request.sampling_params
         return self.max_model_len if params.n == 1 and not params.beam_width else self._max_shared_len
 
     def give_up_load(self, request: Request, num_valid_blocks: int) -> int:
-        """Not all of its KV comes: let go of its blocks. Returns how many of its leading tokens the cache has now.
+        """Take the blocks of a request whose load failed. Returns how many of its leading tokens are cached now.
 
-        The first `num_valid_blocks` hold KV and nothing writes to them: they enter the prefix cache and are idle there,
-        so that no request holds blocks while it waits for more. The others are not found by anybody.
+        The first `num_valid_blocks` hold KV, and nothing writes to them: they enter the prefix cache and are idle
+        there, so that no request holds blocks while it waits for more. The other blocks are in no cache.
         """
         manager = self.kv_cache_manager
         try:
@@ -228,7 +237,7 @@ class Ledger:
             self.num_connector_errors += 1
             fate, num_valid_blocks = BlockFate.QUARANTINED, 0
         num_stripes = manager.cache_valid(request, num_valid_blocks)
-        # Fewer may count in groups with windows: what the next query would see there was never asked for.
+        # Groups with windows may have fewer: blocks that only the next query would see were never loaded.
         num_cached_tokens = manager.get_computed_blocks(request, with_host=False).num_tokens
         if fate is BlockFate.FREE:
             manager.free(request.request_id)
@@ -248,7 +257,7 @@ class Ledger:
         transfer_cause: TransferCause | None = None,
         embedding: bytes = b"",
     ) -> None:
-        """Write an output with the request's tokens from `first_index` on and, with a final `status`, why it ended."""
+        """Write an output with the request's tokens from `first_index` on. A final `status`: the request ended so."""
         new_token_ids = request.output_token_ids[first_index:]
         output = EngineCoreOutput(
             request_id=request.request_id,
@@ -265,39 +274,42 @@ class Ledger:
         )
         outputs.add(request.client_index, output)
 
-    def drop_ended(self) -> None:
-        """Take what has ended, or was parked, since the last call out of `running`."""
-        if self._some_left:
-            self._some_left = False
+    def remove_ended(self) -> None:
+        """Remove requests that have ended or were parked since the last call from `running` and `filling`."""
+        if self._running_has_ended:
+            self._running_has_ended = False
             running = RequestStatus.RUNNING
             self.running = [request for request in self.running if request.status is running]
             if self.filling:
                 self.filling = [request for request in self.filling if request.status is running]
 
     def take_finished_req_ids(self) -> frozenset[str]:
-        """Requests that ended since the last call."""
+        """The ids of requests that ended since the last call."""
         if not self._finished_req_ids:
             return frozenset()
         finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
         return finished
 
-    def tell_finished_again(self, request_ids: frozenset[str]) -> None:
-        """The runner may not have heard of these ends. Who lives under such an id by now replaces what it remembers."""
+    def report_finished_again(self, request_ids: frozenset[str]) -> None:
+        """Report ends once more, since the step that reported them was lost and the runner may not know of them.
+
+        Ids that have been given to new requests are left out: the runner replaces what it has under such an id.
+        """
         self._finished_req_ids.update(request_ids - self.requests.keys())
 
     def _leave_beams(self, request: Request, beams: BeamGroup) -> bool:
-        """One of its beams ended before its time, so all of it does; whether this is the first that did."""
-        self._let_go_of(beams)
+        """End a beam search after one of its beams failed or was aborted. Returns whether this beam is the first one."""
+        self._end_computed_and_parked(beams)
         beams.members.remove(request)
         if beams.is_closed:
             return False
         beams.is_closed = True
         del self.beams[beams.request_id]
-        self.broken_groups.append((beams, request))
+        self.failed_groups.append((beams, request))
         return True
 
-    def _let_go_of(self, beams: BeamGroup) -> None:
-        self.retire_computed(beams)
+    def _end_computed_and_parked(self, beams: BeamGroup) -> None:
+        self.end_computed_beams(beams)
         self.free_parked(beams)
 
     def _leave_group(self, request: Request, group: SequenceGroup) -> None:
@@ -305,15 +317,16 @@ class Ledger:
         if not group.members:
             del self.groups[group.request_id]
         elif request.status.outcome is not None and not request.status.outcome.ends_one_sequence:
-            self.broken_groups.append((group, request))
+            self.failed_groups.append((group, request))
 
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:
+        """Free, lease or quarantine a request's blocks, as the connector says; `keep`: leave freeing to the caller."""
         manager, request_id = self.kv_cache_manager, request.request_id
         try:
             fate = self.connector.request_finished(request, manager.submitted_block_ids(request), transferring)
         except Exception:
             self.num_connector_errors += 1
-            # Nobody knows who still touches them, and a lost block is better than wrong KV.
+            # A peer or transfer may still access the blocks; losing them to the quarantine is better than wrong KV.
             fate = BlockFate.QUARANTINED if transferring or request.leg is Leg.PREFILL else BlockFate.FREE
         if fate is BlockFate.FREE:
             if not keep:

@@ -92,9 +92,8 @@ class Commit:
             return 0
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
-        limit = (
-            min(max_output_tokens(request, self._state.max_num_tokens(request)), num_output_tokens + to_full_block) - 1
-        )
+        most = max_output_tokens(request, self._state.max_num_tokens(request))
+        limit = min(most, num_output_tokens + to_full_block) - 1
         return 0 if num_output_tokens - request.num_given_tokens < _NUM_OUTPUTS_WITH_CACHE_COUNTS else limit
 
     def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:

@@ -298,7 +298,7 @@ class SchedulerState:
         self._finished_req_ids.update(request_ids - self.requests.keys())
 
     def _leave_beams(self, request: Request, beams: BeamGroup) -> bool:
-        """End a beam search after one of its beams failed or was aborted. Returns whether this beam is the first one."""
+        """End a beam search of which a beam failed or was aborted. Returns whether this beam is the first one."""
         self._end_computed_and_parked(beams)
         beams.members.remove(request)
         if beams.is_closed:

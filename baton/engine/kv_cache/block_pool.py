@@ -39,9 +39,9 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.owner_cnt = 0
-        """Tables of live requests that have it."""
+        """Number of tables of live requests that have the block."""
         self.lease_cnt = 0
-        """Ended requests that hold it for a reader."""
+        """Number of ended requests that hold the block for a reader."""
         self.quarantined = False
         self.block_hash: bytes | None = None
         self.prev_free: Block | None = None
@@ -86,21 +86,21 @@ class FreeBlockQueue:
             block = block.next_free
 
     def append(self, block: Block) -> None:
-        """Put it where it is taken last."""
+        """Put a block at the tail, where it is taken last."""
         last = self._tail.prev_free
         assert last is not None
         self._link(last, block, self._tail)
 
     def prepend(self, block: Block) -> None:
-        """Put it where it is taken next."""
+        """Put a block at the head, where it is taken next."""
         first = self._head.next_free
         assert first is not None
         self._link(self._head, block, first)
 
     def popleft(self, count: int) -> list[Block]:
-        """Take so many from the head; IndexError, and nothing taken, when there are fewer."""
+        """Remove and return `count` blocks from the head; raises IndexError and takes none when there are fewer."""
         if count > self.length:
-            raise IndexError(f"{count} free blocks wanted, {self.length} there")
+            raise IndexError(f"{count} blocks wanted, but the free list has {self.length}")
         taken: list[Block] = []
         block = self._head.next_free
         for _ in range(count):
@@ -116,7 +116,7 @@ class FreeBlockQueue:
         return taken
 
     def remove(self, block: Block) -> None:
-        """Take it out wherever it is; ValueError when it is not on the list."""
+        """Remove a block from any place in the list; raises ValueError when it is not on the list."""
         before, after = block.prev_free, block.next_free
         if before is None or after is None:
             raise ValueError(f"{block!r} is not on the free list")
@@ -215,7 +215,7 @@ class BlockPool:
         are free and not cached, then those at the head of the free list (the least recently used), sorted by id.
         """
         if num_blocks > self._free.length:
-            raise ValueError(f"{num_blocks} blocks wanted, {len(self._free)} free")
+            raise ValueError(f"{num_blocks} blocks wanted, but only {len(self._free)} are free")
         taken: list[Block] = []
         if after is not None:
             neighbour = after.block_id + 1
@@ -260,7 +260,7 @@ class BlockPool:
         if self._fence is not None:
             self._fenced.append((self._fence, blocks))
         else:
-            self._let_go(blocks)
+            self._drop_owner(blocks)
 
     def raise_fence(self, step: int) -> None:
         """Note that a step was decided: blocks that are freed from now on wait for its commit."""
@@ -271,14 +271,14 @@ class BlockPool:
         if self._fence == step:
             self._fence = None
         while self._fenced and self._fenced[0][0] <= step:
-            self._let_go(self._fenced.popleft()[1])
+            self._drop_owner(self._fenced.popleft()[1])
 
     @property
     def fenced(self) -> Iterator[Block]:
         """Blocks that wait for the commit of a step, once for each owner that freed them."""
         return (block for _, blocks in self._fenced for block in blocks)
 
-    def _let_go(self, blocks: Sequence[Block]) -> None:
+    def _drop_owner(self, blocks: Sequence[Block]) -> None:
         for block in reversed(blocks):
             block.owner_cnt -= 1
             if block.owner_cnt == 0:
@@ -303,7 +303,7 @@ class BlockPool:
             self._num_leased += block.owner_cnt == 0
 
     def end_lease(self, blocks: Sequence[Block]) -> None:
-        """End one lease on each, given in table order."""
+        """End one lease on each of these blocks, given in table order."""
         # The lease becomes ownership and is freed like it: an aborted leg may have a step in flight.
         for block in blocks:
             self._num_leased -= block.owner_cnt == 0
@@ -345,7 +345,7 @@ class BlockPool:
         """Compare all accounts with a full scan; raises BlockInvariantBroken. O(blocks)."""
         problems = [*self._list_problems(), *self._index_problems(), *self._account_problems()]
         if problems:
-            raise BlockInvariantBroken(f"block pool: {'; '.join(problems)}; books say {self.accounts()}")
+            raise BlockInvariantBroken(f"block pool: {'; '.join(problems)}; the pool counts {self.accounts()}")
 
     def _put_back(self, block: Block) -> None:
         if block.block_hash is None:
@@ -382,7 +382,7 @@ class BlockPool:
     def _account_problems(self) -> Iterator[str]:
         for block in self.blocks:
             if block.owner_cnt < 0 or block.lease_cnt < 0:
-                yield f"{block!r} was let go of too often"
+                yield f"{block!r} was freed more often than it was held"
             if block.quarantined and (block.ref_cnt != 1 or block.block_hash is not None):
                 yield f"{block!r} is quarantined and in use"
         scanned = BlockAccounts(

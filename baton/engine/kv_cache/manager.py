@@ -265,9 +265,9 @@ class KVCacheManager:
         num_available = self.pool.num_free_blocks - idle_hits - num_spared_blocks
         if num_held > num_available:
             return AllocationAnswer.LATER
-        num_wished = self._groups.num_held(num_missing, num_chunk_tokens)
-        # With fewer blocks than wished, `grow` shortens the chunks.
-        num_held = num_wished if num_wished <= num_available else num_held
+        num_wanted = self._groups.num_held(num_missing, num_chunk_tokens)
+        # With fewer blocks than wanted, `grow` shortens the chunks.
+        num_held = num_wanted if num_wanted <= num_available else num_held
         table = self._open_table(request.request_id, computed.blocks, 0)
         table.spare = self.pool.get_new_blocks(num_held)
         table.num_stripes_to_come = len(computed.blocks) // self.num_groups + num_missing

@@ -47,7 +47,7 @@ def test_queue_refuses_what_is_listed_twice_or_not_at_all() -> None:
     queue.remove(block)
     with pytest.raises(ValueError, match="not on"):
         queue.remove(block)
-    with pytest.raises(IndexError, match="1 free blocks wanted, 0 there"):
+    with pytest.raises(IndexError, match="1 blocks wanted, but the free list has 0"):
         queue.popleft(1)
     assert queue.popleft(0) == []
 
@@ -70,7 +70,7 @@ def test_queue_takes_several_at_once_or_none() -> None:
 def test_the_null_block_is_never_handed_out() -> None:
     pool = BlockPool(4)
     assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
-    with pytest.raises(ValueError, match="1 blocks wanted, 0 free"):
+    with pytest.raises(ValueError, match="1 blocks wanted, but only 0 are free"):
         pool.get_new_blocks(1)
 
 

@@ -45,10 +45,11 @@ from baton.engine.batch import (
 from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.decode_set import DecodeSet
+from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES
-from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
+from baton.engine.kv_cache.manager import KVCacheManager
 from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_config import SchedulerConfig

@@ -382,7 +382,7 @@ class BlockPool:
     def _account_problems(self) -> Iterator[str]:
         for block in self.blocks:
             if block.owner_cnt < 0 or block.lease_cnt < 0:
-                yield f"{block!r} was freed more often than it was held"
+                yield f"{block!r} was freed too often"
             if block.quarantined and (block.ref_cnt != 1 or block.block_hash is not None):
                 yield f"{block!r} is quarantined and in use"
         scanned = BlockAccounts(

@@ -12,104 +12,23 @@ Two rules keep wrong KV from being found:
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Collection, Sequence
 
 from baton.engine.batch import BlockCopy
+from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, Allocation, AllocationAnswer, ComputedBlocks, Growth
 from baton.engine.kv_cache.block_hash import BlockHasher, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.kv_cache.block_table import BlockTable
 from baton.engine.kv_cache.cache_groups import CacheGroups
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.request import Request
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
-from baton.values import value
-
-
-class AllocationAnswer(enum.Enum):
-    """Whether an allocation succeeded."""
-
-    OK = "ok"
-    LATER = "later"
-    """The blocks are not free now; the allocation succeeds when other requests have freed theirs."""
-    NEVER = "never"
-    """The allocation does not fit even into the empty pool."""
-
-
-@value(frozen=True, slots=True)
-class Allocation:
-    """The result of an allocation: an answer and, if it is OK, the blocks taken from the pool, without cache hits."""
-
-    answer: AllocationAnswer
-    new_block_ids: Sequence[int] = ()
-    copies: Sequence[BlockCopy] = ()
-    """Copies that the runner must make before it computes anything in the new blocks."""
-
-
-@value(frozen=True, slots=True)
-class Growth:
-    """How many tokens a request may compute now, and the blocks that its table got for them."""
-
-    num_tokens: int
-    new_block_ids: Sequence[int] = ()
-
-
-@value(frozen=True, slots=True)
-class ComputedBlocks:
-    """A prefix of a request whose KV exists. The blocks are not held: valid until the next call that takes blocks."""
-
-    blocks: Sequence[Block]
-    """The first entries of the request's table."""
-    num_tokens: int
-    """Tokens of the whole prefix, those in the host tier included."""
-    copy_from: Sequence[Block] = ()
-    """The entries of a last, partly filled stripe: they are copied, not shared, since its owner writes to them."""
-    host_blocks: Sequence[Block] = ()
-    """The continuation of the prefix in the host tier, which is copied back."""
-    num_host_tokens: int = 0
-    """Tokens in `host_blocks`."""
-
-    def without_host(self) -> ComputedBlocks:
-        """The part of the prefix that is on the device."""
-        return ComputedBlocks(self.blocks, self.num_tokens - self.num_host_tokens, self.copy_from)
-
-
-NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
 
 _NOTHING_NEEDED = Allocation(AllocationAnswer.OK)
 _LATER = Allocation(AllocationAnswer.LATER)
 _NEVER = Allocation(AllocationAnswer.NEVER)
-
-
-class _BlockTable:
-    """One live request's blocks in token order."""
-
-    __slots__ = (
-        "blocks",
-        "num_cached_stripes",
-        "num_dropped_stripes",
-        "num_filling_entries",
-        "num_hit_entries",
-        "num_stripes_to_come",
-        "spare",
-    )
-
-    def __init__(self, blocks: list[Block], num_groups: int, num_filling_stripes: int) -> None:
-        """`blocks`: cache hits. `num_filling_stripes`: stripes right behind the hits, to which a transfer writes."""
-        self.blocks = blocks
-        """The table's entries; the null block where there is no block."""
-        self.num_hit_entries = len(blocks)
-        self.num_filling_entries = num_filling_stripes * num_groups
-        self.num_cached_stripes = len(blocks) // num_groups
-        """Leading stripes that were entered into the prefix cache's index."""
-        self.num_dropped_stripes = [0] * num_groups
-        """For each group: leading stripes whose entries `drop_unseen` has freed."""
-        self.spare: list[Block] | None = None
-        """Blocks for entries to come, of a table that grows while its prompt is computed (`allocate_to_grow`); None:
-        the table has all its entries."""
-        self.num_stripes_to_come = 0
-        """The number of stripes at which a growing table is complete."""
 
 
 class KVCacheManager:
@@ -133,7 +52,7 @@ class KVCacheManager:
         self._groups = CacheGroups(pool, block_size, windows)
         self._hasher = hasher
         self._enable_caching = enable_caching
-        self._tables: dict[str, _BlockTable] = {}
+        self._tables: dict[str, BlockTable] = {}
         self.num_growing = 0
         """Requests whose tables grow while they are computed."""
         self._leased: dict[str, list[Block]] = {}
@@ -548,7 +467,7 @@ class KVCacheManager:
         if self.kv_events.is_recording:
             self.kv_events.record(BlockRemoved([key for _, key in evicted], "host"))
 
-    def _end_growth(self, table: _BlockTable) -> None:
+    def _end_growth(self, table: BlockTable) -> None:
         """Note that a growing table is complete, and free the blocks that it has in reserve."""
         if table.spare is not None:
             self.num_growing -= 1
@@ -562,14 +481,14 @@ class KVCacheManager:
             *(request_id for request_id, blocks in self._quarantined.items() if block in blocks),
         ]
 
-    def _open_table(self, request_id: str, hits: Sequence[Block], num_external_tokens: int) -> _BlockTable:
+    def _open_table(self, request_id: str, hits: Sequence[Block], num_external_tokens: int) -> BlockTable:
         blocks = list(hits)
-        table = _BlockTable(blocks, self.num_groups, -(-num_external_tokens // self.block_size))
+        table = BlockTable(blocks, self.num_groups, -(-num_external_tokens // self.block_size))
         self.pool.touch(self._without_null(blocks))
         self._tables[request_id] = table
         return table
 
-    def _append(self, table: _BlockTable, taken: Sequence[Block], num_entries: int, unseen: Collection[int]) -> None:
+    def _append(self, table: BlockTable, taken: Sequence[Block], num_entries: int, unseen: Collection[int]) -> None:
         """Extend a table to `num_entries`, with the null block at the entries in `unseen`."""
         if not unseen:
             table.blocks += taken
@@ -584,7 +503,7 @@ class KVCacheManager:
         null = self.pool.null_block
         return [block for block in blocks if block is not null]
 
-    def _cache_group(self, request: Request, table: _BlockTable, group: int, first: int, end: int) -> None:
+    def _cache_group(self, request: Request, table: BlockTable, group: int, first: int, end: int) -> None:
         """Enter one group's blocks of the stripes [first, end) into the prefix cache."""
         null, groups, is_new, cache_block = self.pool.null_block, self.num_groups, False, self.pool.cache_block
         keys, blocks = request.block_hashes[first:end], table.blocks[first * groups + group : end * groups : groups]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from baton.engine.batch import EngineCoreEventType, WaitingReason
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
-from baton.engine.kv_cache.manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
+from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher

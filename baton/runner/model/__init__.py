@@ -1,1 +1,1 @@
-"""From a model directory to a module whose every layer is one of ours: weights, recognition, layers, attention."""
+"""Models: from a model directory to layers that run on Baton's operations and attend over the paged KV cache."""

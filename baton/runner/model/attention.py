@@ -1,7 +1,7 @@
-"""Paged attention as transformers sees it: one function in its AttentionInterface, and no masks.
+"""Paged attention as transformers calls it: one function in its AttentionInterface, without masks.
 
-Every attention module carries a `baton_attend` that queries, keys and values are handed to: first a `ProbeAttention`
-that only looks at their shapes, then the `PagedAttention` that owns the step.
+Every attention module has an attribute `baton_attend`, to which it passes queries, keys and values: first a
+`ProbeAttention`, which only looks at their shapes, then the `PagedAttention` of the step.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ _UNSUPPORTED_KEYWORDS = {"position_bias": "a position bias", "alibi": "a positio
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParameters:
-    """What distinguishes one attention layer from another besides its weights."""
+    """The parameters of an attention layer besides its weights."""
 
     scale: float
     window: int | None = None
-    """Keys a query sees, itself included; None is all of them."""
+    """The most keys that a query attends to, its own included; None: all of them."""
     softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap); None: they are not capped."""
     sinks: torch.Tensor | None = None
-    """[H]: one more score for each head, without a value."""
+    """[H]: one more score for each head, which has no value; None: there are none."""
 
 
 class UnsupportedAttention(ConfigError):
-    """The model attends in a way that the paged cache or the kernels can't do."""
+    """The model needs a kind of attention that the paged cache or the kernels can't compute."""
 
 
 class Attend(Protocol):
-    """Takes one layer's query [T, H, KD], key [T, KH, KD] and value [T, KH, VD]; returns [T, H, VD].
+    """Computes one layer's attention: query [T, H, KD], key [T, KH, KD] and value [T, KH, VD] to [T, H, VD].
 
-    With `sampling` the query has only the rows that sample; key and value have all.
+    With `sampling` the query has only the rows that sample; key and value have all rows.
     """
 
     def attend(
@@ -59,7 +60,7 @@ class Attend(Protocol):
 
 
 def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
-    """Every layer's share of the blocks of its group, in a flat block-major cache [num_blocks * block_elements]."""
+    """Each layer's view of the blocks of its group, in a flat block-major cache [num_blocks * block_elements]."""
     views: dict[int, CacheView] = {}
     for group in layout.groups:
         offset = 0
@@ -82,7 +83,7 @@ def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
 
 
 class PagedAttention:
-    """Stores a step's keys and values in the cache and reads the history back from it."""
+    """Stores a step's keys and values in the cache, and attends over the cache."""
 
     def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout) -> None:
         """`memory`: the cache, flat, [num_blocks * block_elements]."""
@@ -90,6 +91,7 @@ class PagedAttention:
         self._caches = cache_views(memory, layout)
         self._groups = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.layout: StepLayout | None = None
+        """The step that is being computed; None between steps."""
 
     def attend(
         self,
@@ -103,7 +105,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         layout = self.layout
         if layout is None:
-            raise RuntimeError("attention outside of a step")
+            raise RuntimeError("attention was called outside of a step")
         cache, group = self._caches[layer], self._groups[layer]
         self._operations.store_kv(_dense_rows(key), _dense_rows(value), cache, layout.slots[group])
         return self._operations.paged_attention(
@@ -121,7 +123,7 @@ class PagedAttention:
     def record(
         self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
     ) -> Rows:
-        """Append to a program what `attend` does; the query has all rows or those that sample."""
+        """Append to a program what `attend` does; the query has all rows or only those that sample."""
         cache, group = self._caches[layer], self._groups[layer]
         program.store_kv(key, value, cache, group)
         return program.paged_attention(
@@ -137,14 +139,14 @@ class PagedAttention:
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] itself when each row is one piece of memory, as the kernels want it; else a copy."""
+    """x [T, H, D] itself if each row is contiguous, as the kernels need it; otherwise a contiguous copy."""
     strides, width = x.stride(), x.shape[2]
     return x if strides[2] == 1 and strides[1] == width else x.contiguous()
 
 
 @dataclass(slots=True)
 class ProbeAttention:
-    """Computes nothing, remembers which layers there are and what they keep."""
+    """Computes no attention, but records the geometry and the window of each layer that calls it."""
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -165,7 +167,7 @@ class ProbeAttention:
 
 
 class EchoAttention:
-    """Gives every query head its own value row, and remembers what it was given: for comparing two ways to compute."""
+    """Returns a mix of each row's own query, key and value, and records its arguments: for comparing two modules."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -191,10 +193,10 @@ class EchoAttention:
 
 
 def bind(module: nn.Module, attend: Attend) -> None:
-    """Let every attention layer of a model hand its rows to `attend`."""
+    """Make every attention layer of a model pass its rows to `attend`."""
     for part in module.modules():
         if getattr(part, "layer_idx", None) is not None:
-            # Past nn.Module's own __setattr__: this is neither a parameter nor a submodule.
+            # nn.Module's own __setattr__ would register it as a submodule.
             object.__setattr__(part, "baton_attend", attend)
 
 
@@ -210,10 +212,10 @@ def _forward(
     s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' calling convention: query [1, H, T, KD], key and value [1, KH, T, D]; returns [1, T, H, VD]."""
+    """Attention as transformers calls it: query [1, H, T, KD], key and value [1, KH, T, D] to [1, T, H, VD]."""
     for name, meaning in _UNSUPPORTED_KEYWORDS.items():
         if keywords.get(name) is not None:
-            raise UnsupportedAttention(f"a model with {meaning} is not supported")
+            raise UnsupportedAttention(f"a model with {meaning} is not supported; choose another model")
     how = AttentionParameters(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window or None,
@@ -228,11 +230,11 @@ def _forward(
 
 
 def _no_mask(*_arguments: Any, **_keywords: Any) -> None:
-    """Who sees whom follows from the block tables; there is never a mask tensor."""
+    """Returns no mask: which keys a query attends to follows from the block tables."""
 
 
 def register() -> None:
-    """Make the function known to transformers under ATTENTION_NAME."""
+    """Register Baton's attention with transformers under ATTENTION_NAME."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -1,6 +1,6 @@
-"""A model directory on disk: what must be in it, and which model it is. No torch: reading a directory is cheap.
+"""A model directory on disk: what must be in it, and which model it is. Needs no torch, so a check is cheap.
 
-Only safetensors are read: a pickle runs code when it is opened.
+Only safetensors are read, since opening a pickle can run code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Check a model directory and name it; raises ConfigError that says what is wrong and how to fix it."""
+    """Check a model directory and compute its fingerprint; raises ConfigError that says what is wrong, and the fix."""
     config = _checked_config(directory)
     weight_files = _weight_files(directory)
     headers = [_safetensors_header(path) for path in weight_files]
@@ -49,7 +49,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def check_model_dir(directory: Path) -> Mapping[str, Any]:
-    """Its config.json, after the checks of `open_checkpoint` that read no weights; raises ConfigError like it."""
+    """The directory's config.json, after those checks of `open_checkpoint` that read no weights; raises ConfigError."""
     config = _checked_config(directory)
     for path in _weight_files(directory):
         _safetensors_header(path)
@@ -63,7 +63,10 @@ def _checked_config(directory: Path) -> Mapping[str, Any]:
         )
     config = _read_json(directory / "config.json")
     if "auto_map" in config and "model_type" not in config:
-        raise ConfigError(f"{directory} needs code of its own to load; Baton runs no code from model directories")
+        raise ConfigError(
+            f"{directory} can be loaded only with its own code (auto_map), and Baton runs no code from model "
+            "directories; use a model of an architecture that transformers has"
+        )
     return config
 
 
@@ -101,7 +104,7 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _safetensors_header(path: Path) -> bytes:
-    """The header's bytes; its tensors must tile the rest of the file exactly."""
+    """The bytes of a file's header; raises ConfigError unless its tensors fill the rest of the file exactly."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -1,12 +1,15 @@
 """Decode steps as CUDA graphs: the few hundred kernels of a step, recorded once and started as one.
 
 A decode step's kernels are so short that starting them one by one takes longer than running them. A graph replays them
-on the same memory, so each of a few batch sizes has buffers that stay where they are, and all of them share what lies
-between (so a result is gone with the next replay); a batch is padded to the next
-size with rows that read and write the null block alone. Layers that attend in another way than through the kernel that
-follows block tables itself ask the device for numbers, which a graph can't. Products have one number of rows in every
-call and attention does not split over keys (cuda_operations.py), so a row's bits are those of any other step; the check
-at start compares them. (As in vLLM and SGLang; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.)
+on the same memory. So each of a few batch sizes has input and output buffers that stay in place. All graphs share the
+memory for intermediate results, so a result must be read before the next replay. A batch is padded to the next size
+with rows that read and write only the null block.
+
+Graphs need attention to take the "paged" way of cuda_operations.py; the other ways read numbers back from the device,
+which can't be recorded. Every product has the same number of rows in each call, and attention does not split over keys,
+so a row's bits are those of a step without graphs; the check at start compares them.
+
+vLLM and SGLang do the same. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ from baton.runner.model.attention import PagedAttention
 _log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Larger batches keep a GPU busy without."""
+"""Batch sizes that have graphs. Larger batches keep a GPU busy without a graph."""
 
 Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Rows x [T, hidden], cosines and sines [T, R], rows that sample [S]: logits [S, vocabulary]."""
+"""Computes logits [S, vocabulary] from rows x [T, hidden], cosines and sines [T, R], and the rows that sample [S]."""
 
 
 class DecodeGraphs:
-    """One graph for each size that was needed so far. Called from one thread."""
+    """One graph for each batch size that was needed so far. Called from one thread."""
 
     def __init__(
         self,
@@ -51,10 +54,10 @@ class DecodeGraphs:
         self._max_model_len = max_model_len
         self._table_width = -(-max_model_len // block_size)
         self._record: Record | None = operations.record
-        self._sized: dict[int, _Sized] = {}
+        self._sized: dict[int, _SizedGraph] = {}
         self.num_replays = 0
-        self.why_not = "" if self._record is not None else "nothing here records them"
-        """Why decode steps are started kernel by kernel; empty when they are not."""
+        self.why_not = "" if self._record is not None else "this device has no recorder of graphs"
+        """Why decode steps don't run as graphs; empty when they do."""
 
     @property
     def sizes(self) -> list[int]:
@@ -62,7 +65,7 @@ class DecodeGraphs:
         return sorted(self._sized)
 
     def fits(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> bool:
-        """Whether a step is one token of each of a few sequences, every one of which samples."""
+        """Whether a graph can compute this step: one token of each of a few sequences, all of which sample."""
         size = batch.seq_lens.size
         return (
             self._record is not None
@@ -73,12 +76,12 @@ class DecodeGraphs:
         )
 
     def compute(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> torch.Tensor | None:
-        """Logits [B, vocabulary], to be read before the next call; None when this can't be recorded after all."""
+        """Logits [B, vocabulary], to be read before the next call; None when the step can't be recorded after all."""
         count = batch.seq_lens.size
         size = next(size for size in SIZES if size >= count)
         sized = self._sized.get(size)
         if sized is None:
-            sized = _Sized(size, x, cos, batch.block_tables.shape[0], self._table_width)
+            sized = _SizedGraph(size, x, cos, batch.block_tables.shape[0], self._table_width)
         sized.fill(x[:count], cos[:count], sin[:count], batch)
         if sized.graph is None:
             if not self._recorded(sized):
@@ -90,7 +93,7 @@ class DecodeGraphs:
         self.num_replays += 1
         return sized.logits[:count]
 
-    def _recorded(self, sized: _Sized) -> bool:
+    def _recorded(self, sized: _SizedGraph) -> bool:
         assert self._record is not None
         before = self._attention.layout
         try:
@@ -98,29 +101,29 @@ class DecodeGraphs:
         except RuntimeError as error:
             self._record = None
             self.why_not = str(error)
-            _log.warning("decode steps run without a CUDA graph: %s", error)
+            _log.warning("decode steps can't be recorded as a CUDA graph and run kernel by kernel: %s", error)
             return False
         finally:
             self._attention.layout = before
         return True
 
-    def _run(self, sized: _Sized) -> torch.Tensor:
+    def _run(self, sized: _SizedGraph) -> torch.Tensor:
         self._attention.layout = sized.layout
         self._operations.assume_decodes(sized.layout, self._max_model_len)
         return self._layers(sized.x, sized.cos, sized.sin, sized.rows)
 
 
-class _Sized:
-    """What one batch size computes on."""
+class _SizedGraph:
+    """The buffers and the graph of one batch size."""
 
     def __init__(self, size: int, x: torch.Tensor, cos: torch.Tensor, groups: int, table_width: int) -> None:
         device = x.device
         self.x = x.new_zeros(size, x.shape[1])
         self.cos, self.sin = (cos.new_zeros(size, cos.shape[1]) for _ in range(2))
         self.rows = torch.arange(size, device=device)
-        self._seq_lens = _Staged((size,), np.int32, device)
-        self._tables = _Staged((groups, size, table_width), np.int32, device)
-        self._slots = _Staged((groups, size), np.int64, device)
+        self._seq_lens = _StagedTensor((size,), np.int32, device)
+        self._tables = _StagedTensor((groups, size, table_width), np.int32, device)
+        self._slots = _StagedTensor((groups, size), np.int64, device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.layout = StepLayout(
             query_start=starts,
@@ -133,7 +136,7 @@ class _Sized:
         self.logits: torch.Tensor | None = None
 
     def fill(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> None:
-        """The rows of a batch, and behind them sequences of one token in the null block."""
+        """Copy a batch into the buffers, and fill the rows behind it with sequences of one token in the null block."""
         count = x.shape[0]
         self.x[:count], self.cos[:count], self.sin[:count] = x, cos, sin
         self._seq_lens.array[:count], self._seq_lens.array[count:] = batch.seq_lens, 1
@@ -144,8 +147,8 @@ class _Sized:
             staged.push()
 
 
-class _Staged:
-    """A tensor on the device that stays where it is, and the pinned memory that it is filled from."""
+class _StagedTensor:
+    """A tensor at a fixed address on the device, and the pinned host memory from which it is filled."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: torch.device) -> None:
         self._host = torch.from_numpy(np.zeros(shape, dtype=dtype))
@@ -155,5 +158,5 @@ class _Staged:
         self.tensor = torch.zeros(shape, dtype=self._host.dtype, device=device)
 
     def push(self) -> None:
-        """Bring it over. The step's logits are read before it is written again, so nobody has to wait here."""
+        """Copy the host memory to the device without waiting: the step's logits are read before it is written again."""
         self.tensor.copy_(self._host, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Our own loop over the layers of a plain decoder, where it computes bit for bit what transformers' loop does.
+"""Baton's own loop over the layers of a plain decoder, which computes bit for bit what transformers' loop does.
 
-It saves transformers' work around each layer, and in the last layer everything but keys and values of rows that don't
-sample. Whether it may be used is found out by comparing logits (transformer.py). Where the operations have programs the
-loop only records one; then a step is a single call, of the same kernels in the same order.
+It saves transformers' work around each layer. In the last layer, of rows that don't sample it computes only keys and
+values. It is used only if its logits equal those of transformers' loop (transformer.py). Where the operations have
+programs, the loop runs once to record a program; a step is then a single call, of the same kernels in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Part = TypeVar("_Part", bound=nn.Module)
 
 
 class RotaryTable:
-    """Cosines and sines by position, computed once in pieces of _PIECE positions: a row never depends on its step."""
+    """Cosines and sines by position, computed once in pieces of _PIECE positions, so no row depends on its step."""
 
     def __init__(self, rotary: nn.Module, like: torch.Tensor, half_angles: bool) -> None:
         self._rotary = rotary
@@ -37,7 +37,7 @@ class RotaryTable:
 
     @property
     def width(self) -> int:
-        """R, how many angles a position has."""
+        """R, the number of angles for a position."""
         return self.rows(np.zeros(1, dtype=np.int64))[0].shape[1]
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,13 +54,13 @@ class RotaryTable:
         return self._cos[index], self._sin[index]
 
 
-class Ends(NamedTuple):
-    """What a model ends with for some rows: what its layers and their last norm gave, and what its head made of it."""
+class ModelOutput(NamedTuple):
+    """The output of a model for some rows."""
 
     hidden: torch.Tensor
-    """[rows, hidden size]"""
+    """The input of the head, behind the last norm: [rows, hidden size]."""
     logits: torch.Tensor
-    """[rows, vocabulary]"""
+    """The output of the head: [rows, vocabulary]."""
 
 
 class NotAPlainDecoder(Exception):
@@ -68,7 +68,7 @@ class NotAPlainDecoder(Exception):
 
 
 class Decoder:
-    """Embedding, layers that add attention and then an MLP to the stream, a norm, and the head."""
+    """An embedding, layers that add attention and then an MLP to the residual stream, a norm, and the head."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         """Raises NotAPlainDecoder for a model that has other parts."""
@@ -79,7 +79,7 @@ class Decoder:
         self._head = _part_as(PackedLinear, module, "lm_head")
         layers = list(_part(base, "layers").children())
         self._layers = [_Layer(layer) for layer in layers]
-        # The norm that follows each MLP: the next layer's first, at last the model's own.
+        # The norm that follows each MLP: the next layer's first norm, and behind the last layer the model's own.
         next_norms = [_part_as(FusedNorm, layer, "input_layernorm") for layer in layers[1:]]
         self._next_norms = [*next_norms, _part_as(FusedNorm, base, "norm")]
         self._rotary = RotaryTable(
@@ -88,14 +88,14 @@ class Decoder:
             all(layer.attention.half_angles for layer in self._layers),
         )
         self._programs: dict[bool, Program] = {}
-        """Of steps whose logits are those of the rows that sample (True), and of any rows."""
+        """Two programs: for logits of exactly the rows that sample (True), and for logits of any rows (False)."""
         self._paged: PagedAttention | None = None
-        self.why_no_programs = "nothing was recorded"
-        """Why a step is not one call; empty when it is."""
+        self.why_no_programs = "no program was recorded"
+        """Why a step's layers are not computed in one call; empty when they are."""
 
     @property
     def is_fused(self) -> bool:
-        """Whether torch does nothing here but copying."""
+        """Whether all computation is in Baton's operations, so that torch only copies."""
         return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
 
     def compute(
@@ -104,23 +104,23 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
         sampling: bool,
-    ) -> Ends:
-        """What the rows end with; `sampling` when they are exactly those of the step's layout."""
+    ) -> ModelOutput:
+        """Compute a step for the rows `logits_rows`. `sampling`: these are exactly the layout's rows that sample."""
         x, cos, sin = self.embedded(token_ids, positions)
         if self._programs:
             return self._run(self._programs[sampling], x, (cos, sin), logits_rows)
         hidden = self._hidden(x, cos, sin, logits_rows, sampling=sampling)
-        return Ends(hidden, self._head.rows(hidden))
+        return ModelOutput(hidden, self._head.rows(hidden))
 
     def embedded(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the layers begin with: rows [T, hidden], cosines and sines [T, R]."""
+        """The input of the layers: rows [T, hidden], cosines and sines [T, R]."""
         cos, sin = self._rotary.rows(positions)
         return self._embed(torch.from_numpy(token_ids).to(self._device)), cos, sin
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
-        """From there to the logits of the rows that sample, call by call."""
+        """The logits of the rows that sample, from the output of `embedded`, one call for each operation."""
         return self._head.rows(self._hidden(x, cos, sin, logits_rows, sampling=True))
 
     def _hidden(
@@ -138,9 +138,9 @@ class Decoder:
         return normed if sampling else normed[logits_rows]
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
-        """From now on compute a step over this cache in one call, if the operations and the layers allow it."""
+        """Record the programs with which `compute` computes a step in one call, if operations and layers allow it."""
         if not self.is_fused:
-            self.why_no_programs = "an MLP is not of a kind that Baton's kernels fuse"
+            self.why_no_programs = "an MLP is of a kind that Baton's kernels don't fuse"
             return
         programs: dict[bool, Program] = {}
         for sampling in (False, True):
@@ -151,13 +151,13 @@ class Decoder:
             try:
                 self._record(program, paged, sampling)
             except KernelArgumentError as error:
-                self.why_no_programs = f"single calls pad what a program can't: {error}"
+                self.why_no_programs = f"the kernels can't take it without padding, which only single calls do: {error}"
                 return
             programs[sampling] = program
         self._programs, self._paged, self.why_no_programs = programs, paged, ""
 
     def _record(self, program: Program, paged: PagedAttention, sampling: bool) -> None:
-        """What `compute` does after the embedding, with `x` in one place from the first layer to the last."""
+        """Record what `compute` does after the embedding; `x` stays in one buffer from the first layer to the last."""
         x = program.argument(self._head.in_features)
         cos, sin = (program.argument(self._rotary.width) for _ in range(2))
         hidden = program.argument(self._head.in_features, sampled=True)
@@ -182,18 +182,18 @@ class Decoder:
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         logits_rows: torch.Tensor,
-    ) -> Ends:
+    ) -> ModelOutput:
         if self._paged is None or self._paged.layout is None:
-            raise RuntimeError("attention outside of a step")
+            raise RuntimeError("attention was called outside of a step")
         hidden, logits = (
             x.new_empty(logits_rows.shape[0], width) for width in (self._head.in_features, self._head.out_features)
         )
         program.run([x, *angles, hidden, logits], self._paged.layout, logits_rows)
-        return Ends(hidden, logits)
+        return ModelOutput(hidden, logits)
 
 
 class _Layer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """The parts of one layer: it computes x + attention(norm(x)), and of that x the sum x + mlp(norm(x))."""
 
     def __init__(self, layer: nn.Module) -> None:
         names = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}

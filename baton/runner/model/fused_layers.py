@@ -1,7 +1,7 @@
-"""Parts of a model on our operations, each in the place of a transformers module that computes the same.
+"""Norms, MLPs and attention on Baton's operations, each in the place of a transformers module that computes the same.
 
-They take and return what the modules they replace do, so transformers' own loop runs them; `rows` is the same without
-the leading dimension of one, for our loop (decoder.py), and `record` appends the same to a program of the kernels.
+`forward` takes and returns what the replaced module does, so transformers' own loop can run them. `rows` computes the
+same without the leading dimension of one, for Baton's loop (decoder.py), and `record` appends it to a program.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class FusedNorm(nn.Module):
         self._add_compute = operations.add_rms_norm
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum, and its norm."""
+        """The sum x + residual, and the norm of that sum."""
         return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
 
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
         return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
-        """The norm of the sum, which takes the residual's place."""
+        """Append the norm of x + residual to a program; the sum replaces the residual in its buffer."""
         return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMlp(nn.Module):
-    """act(gate) * up, then down."""
+    """A gated MLP: down(act(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class FusedMlp(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Queries, keys and values in one product, normed, rotated, attended and projected."""
+    """Attention that computes queries, keys and values in one product; then norms, rotation, attention, projection."""
 
     baton_attend: Attend
 
@@ -92,9 +92,9 @@ class FusedAttention(nn.Module):
         how: AttentionParameters,
         half_angles: bool,
     ) -> None:
-        """`weights` and `biases` are of q, k, v or of all in one; `heads` are H, KH and the width of a head.
+        """`weights` and `biases`: of q, k and v, or of all three in one; `heads`: H, KH and the width of a head.
 
-        `half_angles`: cosines and sines come for half of the columns only, each standing for two.
+        `half_angles`: the model computes cosines and sines for one half of the columns, and uses them for both.
         """
         super().__init__()
         self.layer_idx = layer_idx
@@ -112,7 +112,7 @@ class FusedAttention(nn.Module):
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, K], cos and sin [T, R]: [T, K], or only the rows `sample_rows` (there may be none) when given."""
+        """x [T, K], cos and sin [T, R] to [T, K]; with `sample_rows`, which may be empty, only these rows."""
         operations, heads, both = self._operations, self._heads, self._heads + self._kv_heads
         qkv = operations.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
         query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
@@ -135,7 +135,7 @@ class FusedAttention(nn.Module):
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
     ) -> Rows:
-        """With `sampling` only the rows that sample attend."""
+        """Append to a program what `rows` computes; with `sampling` only for the rows that sample."""
         dim, queries, both = (
             self._head_dim,
             self._heads * self._head_dim,

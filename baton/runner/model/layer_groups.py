@@ -1,7 +1,7 @@
-"""Which layers keep their KV together: those with equal windows, in groups of about one size.
+"""Divides layers into groups that share KV blocks: layers with equal windows, in groups of about one size.
 
-A block of any group has the same size, so that one pool serves all (as in vLLM's hybrid KV cache manager). A group that
-has fewer layers than the largest wastes a part of its blocks; many groups mean many blocks to keep books of.
+Blocks of all groups have the same size, so that one pool serves all groups (as in vLLM's hybrid KV cache manager). A
+group with fewer layers than the largest one wastes a part of its blocks, and more groups mean more blocks to manage.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from baton.engine.runner import LayerGeometry, LayerGroup
 
 
 def group_layers(layers: Sequence[LayerGeometry], windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
-    """The groups of a model, those that see everything first. `windows`: of each layer, by its index.
+    """The groups of a model, those without a window first. `windows`: each layer's window, by the layer's index.
 
-    Of all group sizes the one that costs least is taken, where a wasted layer costs as much as a group; of two that
-    cost the same, the one that wastes less.
+    The group size is the one of least cost, where a wasted layer costs as much as a group; of two sizes with equal cost
+    the one that wastes less.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer in range(len(layers)):
@@ -35,6 +35,6 @@ def _cut(layers: Sequence[int], window: int | None, size: int) -> list[LayerGrou
 
 
 def _wasted_layers(groups: Sequence[LayerGroup], layers: Sequence[LayerGeometry]) -> float:
-    """Room in a block of each group that holds nothing, in layers of average size."""
+    """The unused part of a block, added up over all groups, in layers of average size."""
     used = [sum(layers[layer].token_elements for layer in group.layers) for group in groups]
     return (max(used) * len(groups) - sum(used)) * len(layers) / sum(used)

@@ -1,8 +1,9 @@
-"""Every product of a model goes through our own, so that no row's bits depend on how many rows there are.
+"""Replaces every product of a model by a row-invariant one: a row's bits don't depend on how many rows there are.
 
-Three kinds: linear layers (modules, replaced), experts (fused three-dimensional parameters, through transformers'
-ExpertsInterface), and weights that some module multiplies by hand (a router's `F.linear`), which become tensors that
-catch that call. `ProductWatch` then tells whether anything was missed.
+There are three kinds of products: linear layers (modules, which are replaced), experts (fused three-dimensional
+parameters, which are computed through transformers' ExpertsInterface), and weights that a module multiplies itself with
+`F.linear` (a mixture's router), which become tensors that intercept the call. `ProductWatch` finds products that were
+missed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding that is the head's weight as well: its rows are read out of the packed form, [...] to [..., K]."""
+    """An embedding that shares its weight with the head and reads rows of the packed weight, [...] to [..., K]."""
 
     def __init__(self, head: PackedLinear) -> None:
         super().__init__()
@@ -69,32 +70,32 @@ class PackedEmbedding(nn.Module):
         return self._head.take_rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
 
-class CaughtWeight(torch.Tensor):
-    """A weight that some module multiplies by hand: `F.linear` with it runs our product, the rest sees a tensor."""
+class InterceptedWeight(torch.Tensor):
+    """A weight that a module passes to `F.linear` itself: that call runs Baton's product, all others see a tensor."""
 
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     cast: Callable[[torch.dtype], torch.Tensor]
 
     @staticmethod
-    def of(weight: torch.Tensor, operations: Operations) -> CaughtWeight:
-        caught = weight.detach().clone().as_subclass(CaughtWeight)
-        casts = {weight.dtype: caught}
+    def of(weight: torch.Tensor, operations: Operations) -> InterceptedWeight:
+        intercepted = weight.detach().clone().as_subclass(InterceptedWeight)
+        casts = {weight.dtype: intercepted}
 
         def cast(dtype: torch.dtype) -> torch.Tensor:
             if dtype not in casts:
-                casts[dtype] = CaughtWeight.of(weight.to(dtype), operations)
+                casts[dtype] = InterceptedWeight.of(weight.to(dtype), operations)
             return casts[dtype]
 
-        caught.cast = cast
-        weight = caught.as_subclass(torch.Tensor)
+        intercepted.cast = cast
+        weight = intercepted.as_subclass(torch.Tensor)
         packed = operations.pack(weight.detach())
 
         def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             return operations.linear(rows, packed, bias).view(*x.shape[:-1], weight.shape[0])
 
-        caught.product = product
-        return caught
+        intercepted.product = product
+        return intercepted
 
     @classmethod
     def __torch_function__(
@@ -106,17 +107,17 @@ class CaughtWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is functional.linear and isinstance(args[1], CaughtWeight):
+            if func is functional.linear and isinstance(args[1], InterceptedWeight):
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return args[1].product(args[0], bias)
             out = func(*args, **kwargs)
-            if func in _CASTS and isinstance(args[0], CaughtWeight) and isinstance(out, torch.Tensor):
+            if func in _CASTS and isinstance(args[0], InterceptedWeight) and isinstance(out, torch.Tensor):
                 return args[0].cast(out.dtype)
             return out
 
 
 class PackedExperts:
-    """One experts module's weights, one packed product per expert; `release` gets the module before it loses them."""
+    """The weights of one experts module, packed for each expert; `release` is called before the module loses them."""
 
     def __init__(
         self, operations: Operations, module: Any, row_quantum: int, release: Callable[[nn.Module], None]
@@ -139,7 +140,7 @@ class PackedExperts:
         for weight in getattr(module, name).detach():
             rows = weight.T.contiguous() if module.is_transposed else weight
             packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
-        # While the module still has them: what it doesn't have can't be let go of.
+        # Before they are deleted: `release` finds the pages to unmap through the module's parameters.
         release(module)
         delattr(module, name)
         return packed
@@ -147,9 +148,9 @@ class PackedExperts:
     def compute(
         self, module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden [T, K], index and weights [T, k]: the weighted sum of each row's experts [T, K].
+        """The weighted sum of each row's experts: hidden [T, K], index and weights [T, k] to [T, K].
 
-        A row's experts are summed in the order of its own ranking, in float32.
+        A row's experts are summed in float32, in the order of the row's own ranking.
         """
         num_rows, top_k = top_k_index.shape
         outs = hidden.new_zeros(num_rows * top_k, hidden.shape[-1])
@@ -159,7 +160,7 @@ class PackedExperts:
                 continue
             places = (flat_index == expert).nonzero().squeeze(-1)
             rows = hidden[places // top_k]
-            # Elementwise kernels treat the tail of a tensor differently: keep it out of the real rows.
+            # torch's elementwise kernels round differently in the tail of a tensor, so only padding may be in the tail.
             padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
             outs[places] = self._expert(module, padded, expert)[: rows.shape[0]]
         weighted = outs.view(num_rows, top_k, -1).float() * top_k_weights.unsqueeze(-1).float()
@@ -187,7 +188,7 @@ def _experts_forward(
 
 
 def register() -> None:
-    """Make our experts known to transformers under EXPERTS_NAME."""
+    """Register Baton's experts with transformers under EXPERTS_NAME."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
@@ -196,9 +197,9 @@ def register() -> None:
 def replace_products(
     module: nn.Module, operations: Operations, row_quantum: int, release: Callable[[nn.Module], None]
 ) -> None:
-    """Replace every product in place; `release` gets each module whose weights are packed now.
+    """Replace every product in place. `release` is called with each module whose weights have been packed.
 
-    An embedding that shares its weight with the head is read out of the head's packed form.
+    An embedding that shares its weight with the head reads the head's packed weight (`PackedEmbedding`).
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -220,7 +221,7 @@ def replace_products(
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             continue
-        # What transformers' decorator leaves on every experts class it lets others compute.
+        # transformers' decorator sets this attribute on every experts class that ExpertsInterface can compute.
         if getattr(part, "_is_expert_parallel", None) is not None:
             object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
             release(part)
@@ -228,14 +229,14 @@ def replace_products(
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.dim() == 2:
                 delattr(part, name)
-                object.__setattr__(part, name, CaughtWeight.of(parameter, operations))
-    # What is left (embeddings, norms) lies in the mapped file: a copy lets go of the file, and of its pages.
+                object.__setattr__(part, name, InterceptedWeight.of(parameter, operations))
+    # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, collects torch's own products: `missed` names each. Outer products (inner width 1) sum nothing."""
+    """While active, collects the names of torch's products in `missed`, except outer products, which sum nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""The weight files as they lie mapped in this process: pages that have been copied elsewhere are let go at once.
+"""The mapped weight files of this process: pages whose content has been copied are dropped from memory at once.
 
-So that a model is never in memory twice, however its weights must be cast, merged or transposed before they are packed.
+Therefore a model is never in memory twice, even if its weights are cast, merged or transposed before they are packed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 _DONT_NEED = 4
 _UNREAD_BYTES = 8 << 20
-"""So much may be read before what was read earlier is let go."""
+"""How many bytes may be read before the pages that were read earlier are dropped."""
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Read by transformers' loader, which else reads everything ahead: a model whose experts it merges would be in memory
-twice."""
+"""An environment variable of transformers' loader, which otherwise reads all tensors ahead: a model whose experts it
+merges would be in memory twice."""
 
 
 class MappedFiles:
-    """Where these files are mapped now. A system without /proc has none, and keeps its pages until the end."""
+    """The address ranges at which some files are mapped. Empty on a system without /proc, where pages are kept."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         names = {str(path.resolve()) for path in paths}
@@ -41,31 +41,31 @@ class MappedFiles:
                 self._ranges.append((int(start, 16), int(end, 16)))
 
     def release(self, module: nn.Module) -> None:
-        """Let go of the pages that hold this module's own parameters and nothing else, and of what others left freed.
+        """Drop the pages that hold only this module's own parameters, and return freed memory to the system.
 
-        Reading pages maps them again.
+        A page that is read later is loaded from the file again.
         """
         for parameter in module.parameters():
             first = parameter.data_ptr()
             last = first + parameter.numel() * parameter.element_size()
-            # Memory that is not a file's must stay: letting go of it would lose what is in it.
+            # Only a file's pages can be loaded again: other memory would lose its content.
             if any(start <= first and last <= end for start, end in self._ranges):
-                _let_go(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
+                _drop_pages(-(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE)
         _trim()
 
     def release_all(self) -> None:
-        """Let go of every page; reading maps them again."""
+        """Drop all pages of the files. A page that is read later is loaded from the file again."""
         for start, end in self._ranges:
-            _let_go(start, end)
+            _drop_pages(start, end)
 
 
-def _let_go(first: int, last: int) -> None:
+def _drop_pages(first: int, last: int) -> None:
     if first < last:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _DONT_NEED)
 
 
 def _trim() -> None:
-    """Hand what was freed back to the system: the C library keeps it, and little of it fits what comes later."""
+    """Return freed memory to the system: the C library would keep it, and little of it fits later allocations."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -73,9 +73,9 @@ def _trim() -> None:
 
 @contextmanager
 def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """By name, what transformers' loader takes for tensors and reads one after the other, when it comes to each.
+    """The tensors of these files by name, as objects that transformers' loader reads one after the other.
 
-    Raises SafetensorError for files that can't be read.
+    A tensor is read from its file when the loader slices it. Raises SafetensorError for files that can't be read.
     """
     tensors = _Tensors(paths)
     before = os.environ.get(_ONE_BY_ONE)
@@ -101,18 +101,18 @@ class _Tensors:
 
     def read(self, file: Any, name: str) -> Tensor:
         tensor: Tensor = file.get_tensor(name)
-        # The loader has cast or merged what it asked for before, or else the pages will be read anew: from the cache.
+        # The loader has cast or merged earlier tensors by now; if not, their pages are read again from the page cache.
         self._unread += tensor.nbytes
         if self._unread > _UNREAD_BYTES:
             self._unread = tensor.nbytes
             self.mapped().release_all()
-            # What the loader merged has left holes, too: half a mixture's weights by the end.
+            # Merging leaves freed holes, too: by the end of a mixture's load, half the size of its weights.
             _trim()
         return tensor
 
 
 class _TensorOnFile:
-    """Read when it is sliced, as a slice of safetensors is."""
+    """A tensor that is read from its file when it is sliced, as safetensors' own slices are."""
 
     def __init__(self, tensors: _Tensors, file: Any, name: str) -> None:
         self._tensors = tensors

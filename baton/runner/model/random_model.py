@@ -1,4 +1,4 @@
-"""Model directories with seeded random weights: for benchmarks of a shape, and for tests of an architecture."""
+"""Writes model directories with seeded random weights, for benchmarks of a shape and tests of an architecture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
 
 
 def _write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer: one token a byte, and every further id a made-up word, so that any id has a text."""
+    """Write a byte-level tokenizer: one token for each byte, and a made-up word for each further id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

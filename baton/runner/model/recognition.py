@@ -1,8 +1,8 @@
-"""Finds the parts of a transformers model that our fused layers can compute, by what they compute.
+"""Finds the parts of a transformers model that Baton's fused layers can compute, by comparing what they compute.
 
-A candidate has the children that such a part has; the fused layer is built from them, both run on the same random
-input, and only when they agree within rounding does the fused one take the place. What doesn't agree stays as it is,
-and its products are replaced one by one (layers.py). No class name is looked at.
+A candidate has the children that such a part has. A fused layer is built from them, both compute the same random input,
+and the fused layer replaces the part only if they agree within rounding. A part that does not agree stays, and its
+products are replaced one by one (layers.py). Class names play no role.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm,
 _ROWS = 5
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
-"""Of the largest number: a few roundings apart, in another order, is equal; another function is not."""
+"""The largest difference, as a share of the largest number, that another order of rounding explains."""
 
 Release = Callable[[nn.Module], None]
 
 
 def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
-    """Replace in place what is recognised; `release` gets every module that was replaced.
+    """Replace recognised parts in place; `release` is called with every module that was replaced.
 
-    Returns why the last attention that was not recognised was not; empty when all that looked like one was.
+    Returns why the last attention module that was not recognised was not; empty when all of them were.
     """
     why_not = ""
     generator = torch.Generator().manual_seed(0)
@@ -55,7 +55,7 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
 
 
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
-    """The activation with which [T, 2 N] becomes act(first half) * second half, if that is what is computed."""
+    """The activation `act` if `apply_gate` computes act(first half) * second half from [T, 2 N]; otherwise None."""
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
     gate, up = x.chunk(2, dim=-1)
     out = apply_gate(x)
@@ -63,19 +63,19 @@ def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Acti
 
 
 class _NotRecognised(Exception):
-    """A module looks like attention, and our own does not compute what it does; the message says what differs."""
+    """A module looks like attention, but FusedAttention does not compute the same; the message says what differs."""
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Every parent below `module`, and a child with its name; whoever asks may replace the child meanwhile.
+    """Every parent module in `module`, with each child and its name. The caller may replace children meanwhile.
 
-    Parents are remembered by their paths: a list of modules would keep what was replaced, and its weights.
+    Parents are remembered by their paths, since a list of modules would keep replaced modules and their weights.
     """
     for path in [path for path, _ in module.named_modules()]:
         try:
             parent = module.get_submodule(path)
         except AttributeError:
-            continue  # it went with what was replaced
+            continue  # a part above this module was replaced
         for name in [name for name, _ in parent.named_children()]:
             yield parent, name, parent.get_submodule(name)
 
@@ -87,7 +87,7 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
         return None
     if len(list(child.parameters(recurse=False))) != 1:
         return None
-    # Small, middling and large rows: the first shows where eps goes.
+    # Small, medium and large rows: the small ones show where eps is added.
     x = torch.randn(_ROWS, weight.shape[0], generator=generator) * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None]
     x = x.to(weight.device)
     out = copy.deepcopy(child).float()(x)
@@ -128,7 +128,7 @@ def _gate_and_up(child: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 def _fused_attention(
     child: Any, operations: Operations, generator: torch.Generator, widths: list[int]
 ) -> FusedAttention | None:
-    """None for what is no attention; raises _NotRecognised for one that ours does not compute."""
+    """None for a module that is not attention; raises _NotRecognised if FusedAttention does not compute the same."""
     projections = _projections(child)
     if projections is None or getattr(child, "layer_idx", None) is None:
         return None
@@ -143,18 +143,18 @@ def _fused_attention(
         try:
             child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            # It doesn't take angles of this width, or not like this at all.
+            # It takes angles of another width, or other arguments.
             why = f"called with {width} angles it raised {type(error).__name__}: {error}"
             continue
         if echo.how is None:
-            why = "it calls attention in a way that is not known"
+            why = "it does not call attention through transformers' AttentionInterface"
             continue
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
             raise _NotRecognised("keys and values have different shapes")
         for half in (False, True):
-            # Both halves of real angles are equal.
+            # Cosines and sines of real models are equal in both halves.
             halves = width if half else width // 2
             angles = torch.cat([torch.rand(1, _ROWS, halves, generator=generator) * 6] * (1 if half else 2), dim=-1)
             cos, sin = angles.cos().to(x), angles.sin().to(x)
@@ -163,7 +163,7 @@ def _fused_attention(
             fused = _build_attention(child, projections, operations, heads, echo.how, half)
             if fused is not None and _same_attention(child, fused, x, cos, sin):
                 return fused
-        why = "no kind of rotation gives what it computes"
+        why = "no known kind of rotation gives the same result"
     raise _NotRecognised(why)
 
 
@@ -205,7 +205,7 @@ def _build_attention(
 def _same_attention(
     child: nn.Module, fused: FusedAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
-    """Whether both hand the same rows to attention and make the same of its answer."""
+    """Whether both pass the same rows to attention and compute the same from its result."""
     theirs, ours = EchoAttention(), EchoAttention()
     object.__setattr__(child, "baton_attend", theirs)
     object.__setattr__(fused, "baton_attend", ours)
@@ -223,6 +223,6 @@ def _agree(expected: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def _angle_widths(module: nn.Module) -> list[int]:
-    """How many angles a position may have: two for every inverse frequency, or one."""
+    """The numbers of angles that a position may have: two for each inverse frequency, or one."""
     sizes = {buffer.numel() for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
     return [2 * size for size in sorted(sizes)] + sorted(sizes)

@@ -1,4 +1,4 @@
-"""A loaded model with its products and attention replaced, and the cache it computes on: rows in, logits out."""
+"""A loaded model with its products and attention replaced, and its KV cache: from the rows of a step to logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton.runner.model.attention import (
     bind,
 )
 from baton.runner.model.decode_graphs import DecodeGraphs
-from baton.runner.model.decoder import Decoder, Ends, NotAPlainDecoder
+from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
 from baton.runner.model.layer_groups import group_layers
 from baton.runner.model.layers import ProductWatch, replace_products
 from baton.runner.model.mapped_files import MappedFiles
@@ -34,30 +34,30 @@ from baton.runner.model.recognition import fuse
 from baton.runner.model.weights import DTYPES, LoadedModel
 
 _VECTOR = 64
-"""Elements that an elementwise kernel of torch treats as one piece, at most (AVX-512: two registers of bfloat16)."""
+"""The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
 _MAX_ELEMENTWISE_THREADS = 2
 _PROBE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Exactly one of the two is set."""
+    """The size of a KV cache, in blocks or in bytes; exactly one of the two is set."""
 
     num_blocks: int | None = None
     cache_bytes: int | None = None
 
     def blocks(self, block_bytes: int) -> int:
-        """How many blocks; raises ConfigError when that is not at least two (the first is the null block)."""
+        """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
         if (self.num_blocks is None) == (self.cache_bytes is None):
             raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
         blocks = self.num_blocks if self.num_blocks is not None else (self.cache_bytes or 0) // block_bytes
         if blocks < 2:
-            raise ConfigError(f"room for {blocks} KV blocks of {block_bytes} bytes is too little; give at least 2")
+            raise ConfigError(f"{blocks} KV blocks of {block_bytes} bytes are too few; make room for at least 2")
         return blocks
 
 
 def row_quantum(widths: list[int], num_threads: int) -> int:
-    """Rows to pad to, so that no element of a real row is ever in the tail of an elementwise kernel.
+    """A step is padded to a multiple of this many rows, so that no real row is in the tail of an elementwise kernel.
 
     torch's vectorised functions (silu, gelu, tanh, cos) round differently in the scalar tail that follows the last full
     vector of a tensor, or of a thread's share of it. If rows x width is a multiple of the vector for every width, and
@@ -68,21 +68,21 @@ def row_quantum(widths: list[int], num_threads: int) -> int:
 
 
 def elementwise_threads(num_threads: int) -> int:
-    """torch's own threads: one or two, since shares of three or more can't be kept aligned by padding."""
+    """The number of torch's own threads: one or two, since padding can't keep the shares of three or more aligned."""
     return max(1, min(num_threads, _MAX_ELEMENTWISE_THREADS))
 
 
-class Computed(NamedTuple):
-    """What a step gave for the rows that sample, or that were asked for: float32."""
+class HiddenAndLogits(NamedTuple):
+    """The result of a step for the rows that sample, in float32."""
 
     hidden: npt.NDArray[np.float32]
-    """What the layers and the last norm gave, [rows, hidden size]."""
+    """The input of the head, behind the last norm: [rows, hidden size]."""
     logits: npt.NDArray[np.float32]
-    """[rows, vocabulary]"""
+    """The output of the head: [rows, vocabulary]."""
 
 
 class Transformer:
-    """One model and one cache. Called from one thread."""
+    """One model and one KV cache. Called from one thread."""
 
     def __init__(
         self, model: LoadedModel, operations: Operations, block_size: int, cache_size: CacheSize, num_threads: int
@@ -94,7 +94,7 @@ class Transformer:
         self._why_not_fused = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         self._last_hidden: torch.Tensor | None = None
-        """What transformers' own loop gave the head last, [1, rows, hidden size]."""
+        """The latest input of the head in transformers' own loop, [1, rows, hidden size]."""
         head = _head_of(model.module)
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
@@ -103,7 +103,7 @@ class Transformer:
         bind(model.module, probe)
         with watch:
             self.hidden_size: int = self._probe().hidden.shape[1]
-            """0: it is not seen what the head is given."""
+            """The size of a hidden state; 0: the head's input can't be observed."""
         if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
             raise UnsupportedAttention(
                 f"{model.architecture} has {model.config.num_hidden_layers} layers, {len(probe.layers)} with "
@@ -122,11 +122,11 @@ class Transformer:
             self.row_quantum = 1
             self._decoder.record(operations, self._attention)
         self.decode_graphs = self._graphs_of(operations, model.config.max_position_embeddings)
-        """None where a step's kernels are started one by one."""
+        """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
 
     @property
     def why_no_own_loop(self) -> str:
-        """Why transformers' loop over the layers runs; empty when ours replaces it."""
+        """Why transformers' loop over the layers runs; empty when Baton's loop replaces it."""
         return self._why_no_own_loop
 
     @property
@@ -136,7 +136,7 @@ class Transformer:
 
     @property
     def has_own_loop(self) -> bool:
-        """Whether transformers' loop over the layers is replaced too."""
+        """Whether Baton's loop over the layers replaces transformers' loop."""
         return not self.why_no_own_loop
 
     @property
@@ -145,26 +145,26 @@ class Transformer:
         return not self.why_no_programs
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
-        """Compute a step: stores its keys and values, returns float32 logits [rows, vocabulary].
+        """Compute a step: store its keys and values, and return float32 logits [rows, vocabulary].
 
-        The rows are those that sample, or `logits_rows` when given.
+        The rows are those that sample, or `logits_rows` if given.
         """
         wanted = batch.logits_rows if logits_rows is None else logits_rows
         with torch.inference_mode():
             recorded = self._compute_recorded(batch, wanted)
             if recorded is None:
                 return _on_host(self._compute(batch, wanted, logits_rows is None).logits)
-            # A copy also where they are on the host: the next replay, of any size, writes over them.
+            # Always a copy, even of logits on the host: the next replay, of any size, overwrites them.
             copied: npt.NDArray[np.float32] = recorded.to("cpu", torch.float32, copy=True).numpy()
             return copied
 
-    def compute_with_hidden(self, batch: FlatBatch) -> Computed:
-        """As `compute`, for the rows that sample, with what their logits were made of."""
+    def compute_with_hidden(self, batch: FlatBatch) -> HiddenAndLogits:
+        """Compute a step like `compute`, and return also the hidden states of the rows that sample."""
         with torch.inference_mode():
-            ends = self._compute(batch, batch.logits_rows, sampling=True)
-            return Computed(_on_host(ends.hidden), _on_host(ends.logits))
+            output = self._compute(batch, batch.logits_rows, sampling=True)
+            return HiddenAndLogits(_on_host(output.hidden), _on_host(output.logits))
 
-    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> Ends:
+    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> ModelOutput:
         self._attention.layout = StepLayout(
             query_start=self._tensor(batch.query_start),
             seq_lens=self._tensor(batch.seq_lens),
@@ -181,7 +181,7 @@ class Transformer:
             self._attention.layout = None
 
     def _compute_recorded(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Logits of a step that is started as one, None for any other."""
+        """The logits of a step that a CUDA graph computes; None for any other step."""
         graphs, decoder = self.decode_graphs, self._decoder
         if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
             return None
@@ -197,16 +197,18 @@ class Transformer:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def host_blocks(self, num_blocks: int) -> HostBlocks:
-        """A host tier of so many blocks; ConfigError when there is no memory for it."""
+        """A host tier of `num_blocks` blocks; raises ConfigError when there is no memory for it."""
         shape = (num_blocks, self.layout.block_elements)
         try:
             blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
         except RuntimeError as error:
             size = num_blocks * self.layout.block_bytes
-            raise ConfigError(f"this machine has no room for a host tier of {size} bytes") from error
+            raise ConfigError(
+                f"this machine has no memory for a host tier of {size} bytes; make the host tier smaller"
+            ) from error
         return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
 
-    def _probe(self) -> Ends:
+    def _probe(self) -> ModelOutput:
         token_ids, positions, rows = self._probe_rows()
         with torch.inference_mode():
             return self._forward(token_ids, positions, rows)
@@ -220,7 +222,7 @@ class Transformer:
         )
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
-        """Our loop over the layers, if the model has the parts and transformers' loop gives the same bits."""
+        """Baton's loop over the layers, if the model has the right parts and transformers' loop gives the same bits."""
         try:
             decoder = Decoder(self._module, dtype, self.device)
         except NotAPlainDecoder as reason:
@@ -244,7 +246,7 @@ class Transformer:
 
     def _forward(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
-    ) -> Ends:
+    ) -> ModelOutput:
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
             position_ids=self._tensor(positions).unsqueeze(0),
@@ -253,7 +255,7 @@ class Transformer:
         )
         logits: torch.Tensor = out.logits[0]
         hidden, self._last_hidden = self._last_hidden, None
-        return Ends(logits.new_empty(logits.shape[0], 0) if hidden is None else hidden[0], logits)
+        return ModelOutput(logits.new_empty(logits.shape[0], 0) if hidden is None else hidden[0], logits)
 
     def _keep_hidden(self, _head: Any, given: Any) -> None:
         self._last_hidden = given[0]
@@ -275,13 +277,15 @@ def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device) -> to
             return torch.zeros(elements, dtype=dtype, device=device)
         except torch.OutOfMemoryError as error:
             size = elements * dtype.itemsize
-            raise ConfigError(f"{device} has no room for a KV cache of {size} bytes beside the weights") from error
-    # Written once, so that the first prompts don't wait for pages: they would be 5 % slower.
+            raise ConfigError(
+                f"{device} has no memory for a KV cache of {size} bytes beside the weights; make the cache smaller"
+            ) from error
+    # Written once, since the first prompts would be 5 % slower if they had to wait for the system to map pages.
     return zeros_for_reading(elements, dtype).zero_()
 
 
 def _widths(model: LoadedModel) -> list[int]:
-    """Every row width that an elementwise function may see."""
+    """Every row width that an elementwise function may be called with."""
     config = model.config
     widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}
     widths |= {parameter.shape[-1] for parameter in model.module.parameters()}

@@ -1,4 +1,4 @@
-"""A checked model directory becomes a transformers module in memory."""
+"""Loads a checked model directory as a transformers module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A causal language model as transformers built it, in evaluation mode, products not yet replaced."""
+    """A causal language model as transformers built it, in evaluation mode, before its products are replaced."""
 
     module: nn.Module
     config: Any
@@ -37,7 +37,10 @@ class LoadedModel:
 
 
 def resolve_dtype(name: str, device: torch.device = CPU) -> str:
-    """`auto` becomes bfloat16 where the device multiplies it natively, else float32; ConfigError for unknown names."""
+    """The dtype by name; `auto` is bfloat16 where the device multiplies it natively, otherwise float32.
+
+    Raises ConfigError for unknown names.
+    """
     if name == "auto" and device.type == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     if name == "auto":
@@ -64,7 +67,7 @@ def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> Loade
     """
     dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(directory)
-    # transformers is slow to import: a bad directory is refused before it.
+    # Imported only now, since transformers is slow to import and a bad directory is refused without it.
     import transformers
 
     transformers.logging.set_verbosity_error()

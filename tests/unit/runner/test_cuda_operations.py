@@ -193,7 +193,7 @@ def test_the_cpu_is_always_there() -> None:
 def test_a_gpu_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     assert resolve_device("auto") == CPU
-    with pytest.raises(ConfigError, match="device 'cuda:1' is not here: torch finds no GPU; install"):
+    with pytest.raises(ConfigError, match="device 'cuda:1' is not available: torch finds no GPU; install"):
         load(TorchSpec(tmp_path, num_blocks=8, device="cuda:1"))
 
 

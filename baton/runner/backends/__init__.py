@@ -1,1 +1,1 @@
-"""Where products, norms, attention and copies are computed: C kernels on a CPU, CUDA, plain torch, a reference."""
+"""Implementations of a step's operations: C kernels for CPUs, CUDA, plain torch, and a slow reference for tests."""

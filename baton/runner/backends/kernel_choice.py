@@ -1,4 +1,4 @@
-"""Which implementation of the operations runs: the C kernels, or torch's own products on a GPU or without them."""
+"""Chooses the implementation of the operations: the C kernels, torch without them, or CUDA on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.runner.backends.torch_operations import TorchOperations
 
 
 class CompiledOperations:
-    """The C kernels on a fixed number of threads."""
+    """The C kernels, run on a fixed number of threads."""
 
     def __init__(self, num_threads: int, numerics: str) -> None:
         self._threads = num_threads
@@ -83,9 +83,9 @@ class CompiledOperations:
 
 
 def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:
-    """The C kernels where they are built and run here, else torch's products; their numerics have different names.
+    """On a CPU the C kernels if they can run, otherwise torch's products; on a GPU the CUDA operations.
 
-    The reference is never chosen: it is a thousand times slower.
+    Their numerics have different names. The reference is never chosen, since it is a thousand times slower.
     """
     if device.type != "cpu":
         return CudaOperations(device)

@@ -1,7 +1,7 @@
-"""What a step is made of, as an interface: operations whose rows must not depend on their neighbours.
+"""The interface of the operations that a step consists of; a row's result must not depend on the other rows.
 
-Three implementations, never mixed in one model: the C kernels (kernel_choice.py), torch's own products in calls of one
-fixed number of rows (torch_operations.py), and a slow, plain one (reference.py).
+One model uses one implementation: the C kernels (kernel_choice.py), torch's products in calls of a fixed number of rows
+(torch_operations.py), the same on a GPU (cuda_operations.py), or a slow, plain one for tests (reference.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Operations(Protocol):
-    """Row-invariant products, norms and paged attention; a module can be one. T and M count rows."""
+    """Row-invariant products, norms and paged attention. A module can implement it. T and M are numbers of rows."""
 
     def numerics(self) -> str:
-        """Names what decides the bits: equal names and equal models give equal bits."""
+        """A name for everything that decides the bits: equal names and equal models give equal bits."""
         ...
 
     def program(self, dtype: torch.dtype) -> Program | None:
-        """An empty program of these operations, or None where there are only single calls."""
+        """An empty program of these operations, or None where operations can only be called one by one."""
         ...
 
     def pack(self, *weights: torch.Tensor) -> Any:
@@ -36,33 +36,36 @@ class Operations(Protocol):
         ...
 
     def take_rows(self, weight: Any, index: torch.Tensor) -> torch.Tensor:
-        """Rows index [T] of what `pack` was given, bit for bit: [T, K]."""
+        """The rows `index` [T] of a packed weight, with the bits that `pack` was given: [T, K]."""
         ...
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] times the packed weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+        """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
         ...
 
     def gated_linear(self, x: torch.Tensor, weight: Any, *, activation: Activation) -> torch.Tensor:
-        """activation(x times gate) times (x times up), both transposed: x [M, K] to [M, N]."""
+        """The gated product activation(x gateᵀ) * (x upᵀ): x [M, K] to [M, N] in x's dtype."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-        """x [..., N] over its root mean square (float32), times the weight [N], or times 1 + weight."""
+        """Divide x [..., N] by its root mean square, in float32, and multiply by the weight [N], or by 1 + weight."""
         ...
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + residual in their dtype, and its `rms_norm`; both [..., N]."""
+        """The sum x + residual in their dtype, and the `rms_norm` of the sum; both [..., N]."""
         ...
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate the first R columns of x [T, H, D] in place by the angles of cos and sin [T, R], halves equal."""
+        """Rotate the first R columns of x [T, H, D] in place by cos and sin [T, R], whose two halves are equal."""
         ...
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-        """Write key [T, KH, KD] and value [T, KH, VD] into slots [T] (block * block_size + offset; negative: skip)."""
+        """Write key [T, KH, KD] and value [T, KH, VD] into the cache at slots [T].
+
+        A slot is block * block_size + offset; rows with a negative slot are skipped.
+        """
         ...
 
     def paged_attention(
@@ -80,7 +83,8 @@ class Operations(Protocol):
     ) -> torch.Tensor:
         """Causal attention of query [T, H, KD] over the cache; returns [T, H, VD], zero in rows of no sequence.
 
-        Sequence b owns rows query_start[b] to query_start[b + 1], the last of its seq_lens[b] keys; there may be none.
-        `sinks` [H] is one more score for each head, without a value.
+        The rows query_start[b] to query_start[b + 1], which may be none, are the last of the seq_lens[b] tokens of
+        sequence b, whose keys and values are in the blocks block_tables[b]. With a window, a query attends to that many
+        keys at most, its own included. `sinks` [H]: one more score for each head, which has no value.
         """
         ...

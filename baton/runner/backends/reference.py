@@ -1,6 +1,6 @@
-"""The operations in plain numpy, one row at a time: slow, obviously row-invariant, what the kernels are tested against.
+"""The operations in plain numpy, one row at a time: slow and obviously row-invariant, to test the kernels against.
 
-A row is computed by the same calls on the same shapes whatever its neighbours are, in float32, and rounded once.
+Each row is computed by the same calls on the same shapes, whatever the other rows are, in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight as float32 [N, K], or gate above up [2 N, K]."""
+    """A weight [N, K] in float32, or the stacked gate and up weights [2 N, K]."""
 
     rows: Array
     dtype: torch.dtype
@@ -35,7 +35,7 @@ def numerics() -> str:
 
 
 def program(dtype: torch.dtype) -> None:
-    """There are only single calls."""
+    """Returns None: these operations have no programs."""
 
 
 def _array(tensor: torch.Tensor) -> Array:
@@ -147,7 +147,7 @@ def paged_attention(
 def _attend(
     query: Array, keys: Array, values: Array, scale: float, softcap: float | None, sinks: torch.Tensor | None
 ) -> Array:
-    """One row: query [H, KD], keys [KH, L, KD], values [KH, L, VD]; returns [H, VD]."""
+    """Attention of one row: query [H, KD], keys [KH, L, KD], values [KH, L, VD] to [H, VD]."""
     grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
     scores = np.einsum("hgd,hld->hgl", grouped, keys, optimize=False) * np.float32(scale)
     if softcap:

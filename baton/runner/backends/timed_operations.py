@@ -1,4 +1,4 @@
-"""Operations with a stopwatch around each call, for benchmarks alone."""
+"""Operations that measure the time of each call, for benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.runner.backends.cpu.kernels import Program
 from baton.runner.backends.operations import Operations
 
 _AT_LOAD = frozenset({"numerics", "pack", "pack_gated"})
-"""What a step never calls."""
+"""Operations that are called while a model is loaded, and never in a step."""
 
 _ATTENTION = frozenset({"paged_attention", "store_kv"})
 
@@ -23,21 +23,21 @@ _PRODUCTS = frozenset({"linear", "gated_linear"})
 
 @dataclass(frozen=True, slots=True)
 class StepSplit:
-    """Seconds of one step. What is left of the step's whole time is Python and torch's own small functions."""
+    """The seconds of one step by kind of operation. The rest of a step's time is Python and torch's small functions."""
 
     attention: float
-    """Storing keys and values, and attending."""
+    """Storing keys and values in the cache, and attention."""
     products: float
     elementwise: float
-    """Norms, rotary embeddings and other operations that are neither."""
+    """Norms, rotary embeddings and all other operations."""
     sampling: float
     """From the end of the last operation to the runner's return: logits to float32, sampling, bookkeeping."""
 
 
 class TimedOperations:
-    """Stands for another implementation of the operations and adds up how long each call took while `timing`.
+    """Wraps another implementation of the operations and adds up the time of each call while `timing` is set.
 
-    Calls go to whatever the other one has, so that it may have more of them than this file knows.
+    All attributes are looked up in the wrapped one, which may have more operations than the protocol.
     """
 
     def __init__(self, inner: Operations) -> None:
@@ -57,7 +57,7 @@ class TimedOperations:
         if name in _AT_LOAD or not callable(method):
             return method
         timed = self._timed(name, method)
-        # The next look-up finds it without coming here.
+        # Stored as an attribute, so that the next look-up does not call __getattr__.
         setattr(self, name, timed)
         return timed
 
@@ -72,7 +72,7 @@ class TimedOperations:
             program.timing = value
 
     def program(self, dtype: torch.dtype) -> Program | None:
-        """The other's, which has its own stopwatch."""
+        """A program of the wrapped operations, which measures its own operations while `timing` is set."""
         program = self._inner.program(dtype)
         if program is not None:
             self._programs.append(program)
@@ -90,8 +90,8 @@ class TimedOperations:
 
         return call
 
-    def take(self, step_end: float) -> StepSplit:
-        """The times since the last `take`, for a step that the runner returned from at `step_end` (perf_counter)."""
+    def pop_split(self, step_end: float) -> StepSplit:
+        """The times since the last call, for a step from which the runner returned at `step_end` (perf_counter)."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         for program in self._programs:
             self._last_end = max(self._last_end, program.timed_until)

@@ -1,8 +1,8 @@
-"""The operations on torch alone, for installs without a C compiler.
+"""The operations on torch alone, for installations without a C compiler.
 
-torch's products give a row other bits in a call with another number of rows. So every call here has exactly
-`rows_per_call` rows, the last one padded: one shape, one kernel, one order of summation. Attention goes row by row.
-Which number is enough is found out at start (self_check.py). Works on any device that torch has.
+torch's products give a row different bits in calls with different numbers of rows. So every call here has exactly
+`rows_per_call` rows, and the last one is padded: one shape, one kernel, one order of summation. Attention is computed
+row by row. The check at start finds the number that suffices (self_check.py). Works on any device that torch has.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
 
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
-"""What is tried, in this order."""
+"""The numbers of rows that the check at start tries, in this order."""
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation by its name, in x's dtype."""
+    """Apply an activation by its name, in x's dtype."""
     if activation == "silu":
         return functional.silu(x)
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
-    """x [..., N] normalised in float32: rounded and then weighted, or weighted by 1 + weight and then rounded."""
+    """Root mean square norm of x [..., N] in float32: rounded, then times weight; or times 1 + weight, then rounded."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if plus_one:
@@ -39,7 +39,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) 
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate the halves of x's [T, H, D] first R columns by cos and sin [T, R], in place."""
+    """Rotate the two halves of the first R columns of x [T, H, D] by cos and sin [T, R], in place."""
     half = cos.shape[-1] // 2
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
@@ -58,7 +58,7 @@ def keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-    """Write rows into the cache; negative slots are skipped."""
+    """Write rows into the cache at `slots`; rows with a negative slot are skipped."""
     keys, values = keys_and_values(cache)
     kept = slots >= 0
     blocks, offsets = slots[kept] // cache.block_size, slots[kept] % cache.block_size
@@ -68,13 +68,13 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: to
 
 @dataclass(frozen=True, slots=True)
 class TorchWeight:
-    """A weight [N, K] as torch wants it; for gated products gate [N, K] above up [N, K]."""
+    """A weight [N, K] as torch takes it; for gated products the stacked gate and up weights [2 N, K]."""
 
     matrix: torch.Tensor
 
 
 class TorchOperations:
-    """torch's products in calls of `rows_per_call` rows, which may be set as long as nothing has been computed."""
+    """torch's products in calls of `rows_per_call` rows. It may be set only before anything is computed."""
 
     def __init__(self, num_threads: int) -> None:
         self.rows_per_call = ROWS_PER_CALL[0]
@@ -85,7 +85,7 @@ class TorchOperations:
         return f"torch-rows-{self.rows_per_call}-threads-{self._num_threads}"
 
     def program(self, dtype: torch.dtype) -> None:
-        """There are only single calls."""
+        """Returns None: these operations have no programs."""
 
     def pack(self, *weights: torch.Tensor) -> TorchWeight:
         return TorchWeight(torch.cat([weight.detach() for weight in weights]))
@@ -163,6 +163,6 @@ class TorchOperations:
     def _in_calls(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         rows, size = x.shape[0], self.rows_per_call
         padded = functional.pad(x, (0, 0, 0, -rows % size)).contiguous()
-        # Out of sight of the watch for products that are not ours (layers.py).
+        # ProductWatch (layers.py) must not see these products: it looks for those that were not replaced.
         with _disable_current_modes():
             return torch.cat([compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)])[:rows]

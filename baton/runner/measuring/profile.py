@@ -50,7 +50,7 @@ class TimedRunner:
         """Compute one step, as the runner does."""
         output = self._runner.execute_model(scheduler_output)
         if self._stopwatch.timing:
-            self.splits.append(self._stopwatch.take(time.perf_counter()))
+            self.splits.append(self._stopwatch.pop_split(time.perf_counter()))
         return output
 
 

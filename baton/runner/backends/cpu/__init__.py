@@ -1,1 +1,1 @@
-"""The CPU: our C kernels, and the file that they are compiled to (which costs no import of torch)."""
+"""The operations on a CPU: C kernels, and access to their compiled library without torch."""

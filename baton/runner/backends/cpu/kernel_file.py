@@ -1,4 +1,4 @@
-"""Where the compiled kernels are. No torch here: the digests of a simulated node's blocks come from the same file."""
+"""Opens the compiled kernel library. Needs no torch: a node with a simulated model uses the library for digests."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from baton.errors import ConfigError
 
 
 class KernelsUnavailable(ConfigError):
-    """The kernel library is not built, can't be loaded, or lacks the instruction set asked for."""
+    """The kernel library is not built, can't be loaded, or lacks the requested instruction set."""
 
 
 def open_kernels() -> ctypes.CDLL:
-    """Open the library. Raises KernelsUnavailable with the reason and the way out."""
+    """Open the library. Raises KernelsUnavailable, which says why it can't be opened and what to do."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).parent / "kernels" / f"_kernels{suffix}"
         if path.exists():
             try:
                 return ctypes.CDLL(str(path))
             except OSError as error:
-                raise KernelsUnavailable(f"the kernel library can't be loaded: {error}") from error
+                raise KernelsUnavailable(
+                    f"the kernel library can't be loaded ({error}); run `pip install -e .` again to build it here"
+                ) from error
     raise KernelsUnavailable("the kernel library is not built: install a C compiler, then run `pip install -e .` again")

@@ -1,1 +1,1 @@
-"""CUDA: FlashAttention, captured graphs, and products of a fixed number of rows."""
+"""The operations on a GPU: FlashAttention, CUDA graphs, and products in calls of a fixed number of rows."""

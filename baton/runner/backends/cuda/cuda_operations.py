@@ -1,11 +1,11 @@
-"""The operations on a GPU: torch's products in calls of one number of rows, its flash kernel on the paged cache.
+"""The operations on a GPU: torch's products in calls of one number of rows, and its FlashAttention on the paged cache.
 
-Three ways to attend, tried in this order for every kind of layer, on random input against the plain one; what the GPU's
-kernel can't do, or does differently, takes the next way:
-  paged      the kernel follows the block tables itself (torch.nn.attention.varlen)
-  gathered   the kernel, on keys and values gathered from the blocks
-  plain      row by row, as without a GPU's kernels: exact and slow
-The kernel's splits over keys are off (num_splits=1): they depend on the longest sequence of the batch.
+There are three ways to compute attention. For every kind of layer they are tried in this order on random input, and the
+first one that runs and gives the plain one's result is taken:
+  paged      FlashAttention, which follows the block tables itself (torch.nn.attention.varlen)
+  gathered   FlashAttention on keys and values that are gathered from the blocks first
+  plain      row by row, as in TorchOperations: exact and slow
+FlashAttention's splits over keys are off (num_splits=1), since they depend on the longest sequence of the batch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.torch_operations import TorchOperations, keys_and_values
 
 ROWS_PER_CALL = (128, 256, 64)
-"""What is tried: few enough to cost a decode step nothing, enough to keep a GPU busy on a prompt."""
+"""The numbers of rows that the check at start tries: few enough for a decode step, enough to keep a GPU busy with a
+prompt."""
 
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What decides which ways a layer's attention can take."""
+    """The properties of a layer that decide which ways its attention can be computed in."""
 
     dtype: torch.dtype
     num_heads: int
@@ -45,7 +46,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """One step's rows, brought from the device once and used by every layer."""
+    """The sizes of one step, which are read from the device once and used by every layer."""
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
@@ -68,7 +69,7 @@ _Way = Callable[..., torch.Tensor]
 
 
 class CudaOperations(TorchOperations):
-    """For one device. Called from one thread."""
+    """The operations on one GPU. Called from one thread."""
 
     def __init__(self, device: torch.device, flash: FlashKernel = _torch_flash, record: Record | None = None) -> None:
         super().__init__(num_threads=1)
@@ -77,10 +78,10 @@ class CudaOperations(TorchOperations):
         self._device = device
         self._flash = flash
         self.record = GpuRecorder() if record is None and device.type == "cuda" else record
-        """How decode steps are recorded; None: they aren't."""
+        """Records decode steps as CUDA graphs; None: they are not recorded."""
         self._ways: dict[_Kind, str] = {}
         self.why_plain = ""
-        """Why the layer that chose last attends in the plain way, if it does."""
+        """Why the latest kind of layer that takes the plain way does not take a faster one."""
         self._batch: _Batch | None = None
 
     @property
@@ -89,17 +90,20 @@ class CudaOperations(TorchOperations):
 
     @property
     def ways(self) -> set[str]:
-        """The ways that layers attend in, as far as any have yet."""
+        """The ways that layers take, as far as they have been called."""
         return set(self._ways.values())
 
     def assume_decodes(self, layout: StepLayout, longest_sequence: int) -> None:
-        """This layout has one row of each sequence, of at most so many keys: the device need not be asked."""
+        """Declare that a layout has one row for each sequence, with at most `longest_sequence` keys.
+
+        So its sizes need not be read from the device.
+        """
         self._batch = _Batch(layout.query_start, layout.seq_lens, layout.seq_lens.shape[0], 1, longest_sequence)
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
         keys, values = keys_and_values(cache)
-        # Rows without a slot go to the null block, which nobody attends to: to leave them out, the GPU would have to be
-        # asked how many there are.
+        # Rows without a slot are written to the null block, which no query attends to. To leave them out, their number
+        # would have to be read from the GPU.
         slots = slots.clamp(min=0)
         blocks, offsets = slots // cache.block_size, slots % cache.block_size
         keys[blocks, :, offsets] = key
@@ -160,7 +164,7 @@ class CudaOperations(TorchOperations):
 
     def _known_batch(self, query_start: torch.Tensor, seq_lens: torch.Tensor) -> _Batch:
         known = self._batch
-        # Asking a GPU for a number waits for all it has to do: once a step, not once a layer.
+        # Reading a number from a GPU waits for all its queued work, so it is done once a step and not once a layer.
         if known is None or known.query_start is not query_start or known.seq_lens is not seq_lens:
             starts = query_start.tolist()
             counts = [after - before for before, after in itertools.pairwise(starts)]
@@ -170,7 +174,7 @@ class CudaOperations(TorchOperations):
 
     def _choose(self, kind: _Kind) -> str:
         if kind.softcap or kind.has_sinks or kind.key_dim != kind.value_dim:
-            self.why_plain = "torch's fused attention has no soft caps, no sinks and one width for keys and values"
+            self.why_plain = "torch's FlashAttention has no soft caps, no sinks, and one width for keys and values"
             return "plain"
         reasons = []
         sample = _sample(kind, self._device)
@@ -186,13 +190,13 @@ class CudaOperations(TorchOperations):
                 continue
             if torch.allclose(out.float(), expected.float(), atol=_TOLERANCE[kind.dtype], rtol=_TOLERANCE[kind.dtype]):
                 return name
-            reasons.append(f"{name}: its result differs from the plain one's")
+            reasons.append(f"{name}: its result differs from that of plain attention")
         self.why_plain = "; ".join(reasons)
         return "plain"
 
 
 def _bounds(window: int | None) -> tuple[int, int]:
-    """Keys before and after its own that a query sees."""
+    """How many keys before and after its own a query attends to; -1: all keys."""
     return (window - 1 if window else -1), 0
 
 
@@ -261,7 +265,7 @@ def _gathered(
 def _sample(
     kind: _Kind, device: torch.device
 ) -> tuple[torch.Tensor, CacheView, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Three sequences of 3, 40 and 17 keys, of which the last 3, 1 and 2 are queries; blocks in disorder."""
+    """Random input: three sequences of 3, 40 and 17 keys, whose last 3, 1 and 2 are queries; shuffled blocks."""
     generator = torch.Generator().manual_seed(0)
     width = -(-40 // kind.block_size)
     num_blocks = 3 * width + 1

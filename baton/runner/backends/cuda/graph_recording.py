@@ -1,4 +1,4 @@
-"""Recording a computation on a GPU, to be started as one later (CUDA graphs)."""
+"""Records a computation on a GPU, so that all its kernels can be started in one call later (CUDA graphs)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ class Graph(Protocol):
     """A recorded computation."""
 
     def replay(self) -> None:
-        """Run it again, on what is in its buffers by now."""
+        """Run the computation again on the present content of its buffers."""
         ...
 
 
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
-"""Records a computation; the tensor is where every replay puts its result, valid until the recorder's next replay,
-whichever graph's that is. Raises RuntimeError for one that asks the device for anything. `GpuRecorder` and, beside it,
-`baton.testing.fake_graph.FakeRecorder`."""
+"""Records a computation, and returns the graph and the tensor to which every replay writes its result.
+
+The result is valid until the next replay of any graph of the recorder. Raises RuntimeError for a computation that reads
+from the device. Implemented by `GpuRecorder` and, for tests, by `baton.testing.fake_graph.FakeRecorder`."""
 
 
 class GpuRecorder:
-    """Records on the current device. All graphs of a recorder compute in one pool of memory: it grows to what the
-    largest needs, not to the sum, since no two run at once."""
+    """Records on the current device. All graphs of a recorder share one memory pool, since no two run at the same time:
+    the pool grows to what the largest graph needs, not to the sum."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """See `Record`. What other threads do on the device meanwhile is not recorded."""
+        """Record a computation, see `Record`. Work of other threads on the device is not recorded."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            compute()  # libraries choose their kernels and make their workspaces, which a recording can't
+            compute()  # a first run, in which libraries choose kernels and allocate workspaces: a recording can't
         torch.cuda.current_stream().wait_stream(aside)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -1,7 +1,8 @@
-"""Products, norms and paged attention whose rows do not depend on their company, as a small C library.
+"""Row-invariant products, norms and paged attention, as a small C library.
 
-torch's products give a row other bits in another batch; these sum each output over k in one fixed order, so a token's
-computation is the same in every batch, chunk and thread count. See csrc/kernels.h for the rule and the layouts.
+torch's products give a row different bits in different batches. These kernels sum each output over k in one fixed
+order, so a token is computed in the same way in every batch and chunk and with any number of threads. csrc/kernels.h
+has the rule and the memory layouts.
 """
 
 from __future__ import annotations

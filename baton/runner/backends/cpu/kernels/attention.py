@@ -1,4 +1,4 @@
-"""Attention straight on the paged cache, and the store that fills it."""
+"""Attention on the paged KV cache, and the function that stores keys and values in the cache."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     threads: int,
 ) -> torch.Tensor:
-    """Causal attention of query [rows, heads, key_dim] straight on the paged cache: [rows, heads, value_dim].
+    """Causal attention of query [rows, heads, key_dim] on the paged cache: [rows, heads, value_dim].
 
-    query and cache are of one dtype, float32 or bfloat16; the query's rows may lie apart. Request s has the query rows
-    query_start[s] to query_start[s + 1] (int32 [seqs + 1]), or none; they are the last of its seq_lens[s] tokens (int32
-    [seqs]), whose keys and values lie in the blocks block_tables[s] (int32 [seqs, width], rows may lie apart). With a
-    window, position i sees the positions above i - window; with a softcap, scores become softcap * tanh(score /
-    softcap); sinks [heads] (float32 or the query's dtype) are one more score for each head, without a value. Rows past
-    the last request's come back zero. A row's bits depend on its query and its own keys and values alone. Raises
-    KernelArgumentError for what doesn't fit, and for a head that is not a multiple of 8 wide or wider than 256.
+    `query`, `cache`: of one dtype, float32 or bfloat16. There may be gaps between the query's rows.
+    `query_start` (int32 [seqs + 1]): request s has the query rows query_start[s] to query_start[s + 1], or none.
+    `seq_lens` (int32 [seqs]): the request's number of tokens; its query rows are the last of them.
+    `block_tables` (int32 [seqs, width], with gaps between rows allowed): the blocks with its keys and values.
+    `window`: position i attends to the positions above i - window.
+    `softcap`: scores become softcap * tanh(score / softcap).
+    `sinks` ([heads], float32 or the query's dtype): one more score for each head, which has no value.
+
+    Rows behind the last request's are zero. A row's bits depend on its query and its own keys and values alone. Raises
+    KernelArgumentError for tensors that don't fit, and for heads whose width is above 256 or no multiple of 8.
     """
     if query.ndim != 3 or query.dtype != cache.memory.dtype or not query.is_cpu:
         raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {cache.memory.dtype} on the CPU")
@@ -86,10 +89,11 @@ def paged_attention(
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor, *, threads: int = 1
 ) -> None:
-    """Write key [rows, kv_heads, key_dim] and value [rows, kv_heads, value_dim] into the cache.
+    """Write key [rows, kv_heads, key_dim] and value [rows, kv_heads, value_dim] into the cache, on one thread.
 
-    Row t goes to slot slots[t] (int64 [rows]) = block * block_size + offset; a negative slot is padding and is skipped.
-    Rows may lie apart. One thread does it. Raises KernelArgumentError for what doesn't fit; then nothing was written.
+    Row t is written to slot slots[t] (int64 [rows]) = block * block_size + offset; rows with a negative slot are
+    padding and are skipped. There may be gaps between rows. Raises KernelArgumentError, and writes nothing, for tensors
+    that don't fit.
     """
     require_cache(cache)
     key_stride = _require_rows("key", key, cache, cache.key_dim)
@@ -122,7 +126,7 @@ def store_kv(
 
 
 def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> int:
-    """The distance of rows [rows, kv_heads, dim]."""
+    """The stride of rows [rows, kv_heads, dim], in elements; raises KernelArgumentError for rows that don't fit."""
     if rows.ndim != 3 or rows.shape[1] != cache.num_kv_heads or rows.shape[2] != dim:
         raise KernelArgumentError(name, f"must be [rows, {cache.num_kv_heads}, {dim}], is {tuple(rows.shape)}")
     if rows.dtype != cache.memory.dtype or not rows.is_cpu:
@@ -141,7 +145,7 @@ def require_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Raises KernelArgumentError for what `paged_attention` can't do; returns the sinks as the kernels want them."""
+    """The sinks in float32; raises KernelArgumentError for parameters that `paged_attention` can't take."""
     if heads == 0 or heads % cache.num_kv_heads != 0:
         raise KernelArgumentError("query", f"{heads} heads can't share {cache.num_kv_heads} key/value heads evenly")
     if not math.isfinite(scale):
@@ -180,7 +184,7 @@ def require_cache(cache: CacheView) -> None:
 
 
 def require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> int:
-    """The distance of the block tables' rows."""
+    """The stride of the block tables' rows, in elements; raises KernelArgumentError for tensors that don't fit."""
     for name, tensor in (("query_start", query_start), ("seq_lens", seq_lens)):
         if tensor.dtype != torch.int32 or tensor.ndim != 1 or not tensor.is_cpu or not tensor.is_contiguous():
             raise KernelArgumentError(name, "must be int32 of one dimension, contiguous, on the CPU")

@@ -1,4 +1,4 @@
-"""Where one layer's keys and values lie in the block-major cache."""
+"""The place of one layer's keys and values in the block-major cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """One layer's share of every block; offsets and strides count elements.
+    """One layer's part of every block. Offsets and strides count elements.
 
-    Inside a block the layer's keys are [num_kv_heads, block_size, key_dim] at `key_offset` and its values
+    In a block the layer's keys are [num_kv_heads, block_size, key_dim] at `key_offset`, and its values are
     [num_kv_heads, block_size, value_dim] at `value_offset`. Other layers may have other shapes.
     """
 

@@ -1,4 +1,7 @@
-"""The structures of csrc/kernels.h and csrc/program.c for ctypes; they are compared when the library is loaded."""
+"""The structures of csrc/kernels.h and csrc/program.c for ctypes.
+
+When the library is loaded, they are compared field by field with the compiled ones (`check_layout`).
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ class TakeRowsCall(ctypes.Structure):
 
 
 class OperationKind(IntEnum):
-    """enum operation_kind."""
+    """`enum operation_kind` of csrc/program.c."""
 
     LINEAR = 0
     NORM = 1
@@ -128,11 +131,13 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
 }
 
 Layout = dict[tuple[str, str], tuple[int, int]]
-"""By structure and field: offset and size in bytes. The field without a name is the whole; a constant has its value."""
+"""Offset and size in bytes of each (structure, field); a field without a name stands for the whole structure.
+
+For a constant of an enum the pair is its value and 0."""
 
 
 def layout_here() -> Layout:
-    """What this file says."""
+    """The layout of this file's structures."""
     layout: Layout = {}
     for name, structure in _STRUCTURES.items():
         layout[name, ""] = (0, ctypes.sizeof(structure))
@@ -144,7 +149,7 @@ def layout_here() -> Layout:
 
 
 def layout_of(functions: ctypes.CDLL) -> Layout:
-    """What the library was compiled with; raises KernelsUnavailable for one that does not say."""
+    """The layout of the compiled structures; raises KernelsUnavailable for a library that does not report it."""
     if not hasattr(functions, "baton_layout"):
         raise KernelsUnavailable("the kernel library was built from an older source: run `pip install -e .` again")
     functions.baton_layout.argtypes = [_SIZE]
@@ -156,11 +161,11 @@ def layout_of(functions: ctypes.CDLL) -> Layout:
             return layout
         entry = found.contents
         layout[entry.structure.decode(), entry.field.decode()] = (entry.offset, entry.size)
-    raise AssertionError("it counts for ever")
+    raise AssertionError("itertools.count() never ends")
 
 
 def check_layout(compiled: Layout) -> None:
-    """Raises KernelsUnavailable with the first difference when the library's structures are not those of this file."""
+    """Raises KernelsUnavailable, with the first difference, if the compiled structures differ from this file's."""
     here = layout_here()
     for place in {**here, **compiled}:
         if here.get(place) != compiled.get(place):

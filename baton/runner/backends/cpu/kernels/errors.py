@@ -1,4 +1,4 @@
-"""What can go wrong with the kernels."""
+"""The error for arguments that the kernels can't take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from baton.errors import BatonError
 
 
 class KernelArgumentError(BatonError):
-    """A tensor that a kernel can't take; `argument` names it. Raised before any memory is touched."""
+    """An argument that a kernel can't take; `argument` names it. Raised before any memory is read or written."""
 
     def __init__(self, argument: str, reason: str) -> None:
         super().__init__(f"{argument}: {reason}")

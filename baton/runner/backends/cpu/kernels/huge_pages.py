@@ -1,4 +1,4 @@
-"""Memory on huge pages, for what is read from end to end in every step: a quarter faster than on small ones."""
+"""Memory on huge pages for weights and caches, which are read in every step: a quarter faster than on small pages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _ALIGNMENT = 256
 
 
 class _Regions:
-    """Hands out zeroed pieces of large mappings; a mapping goes when the last tensor on it does."""
+    """Allocates zeroed pieces of large mappings. A mapping is freed with the last tensor on it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._region: torch.Tensor | None = None
         self._used = 0
 
-    def take(self, size: int) -> torch.Tensor:
-        """uint8 [size], aligned to whole cache lines."""
+    def allocate(self, size: int) -> torch.Tensor:
+        """Allocate uint8 [size], aligned to whole cache lines."""
         rounded = -(-size // _ALIGNMENT) * _ALIGNMENT
         if rounded > _REGION // 2:
             return _map(rounded)[:size]
@@ -37,7 +37,7 @@ class _Regions:
 def _map(size: int) -> torch.Tensor:
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # an operating system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
@@ -48,7 +48,7 @@ _regions = _Regions()
 
 
 def zeros_for_reading(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros [elements] on huge pages where the machine has them; aligned to cache lines."""
+    """Zeros [elements], on huge pages where the machine has them, and aligned to cache lines."""
     if elements == 0:
         return torch.zeros(0, dtype=dtype)
-    return _regions.take(elements * dtype.itemsize).view(dtype)
+    return _regions.allocate(elements * dtype.itemsize).view(dtype)

@@ -1,4 +1,4 @@
-"""What the kernels are on this machine, and a fingerprint of the bits they produce."""
+"""Which kernels run on this machine, and a fingerprint of the bits that they compute."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """Whether the kernels can be used, and which."""
+    """Whether the kernels can be used, and which of them."""
 
     isa: str | None
     """The instruction set in use; None when there are no kernels."""
     isas: tuple[str, ...]
-    """All that this processor supports."""
+    """All instruction sets that the library has and this processor supports."""
     numerics: str
-    """Fingerprint of the bits: equal where a probe came out equal. Empty without kernels."""
+    """A fingerprint of the bits that the kernels compute for fixed input; empty without kernels."""
     threads: bool
-    """Whether the work is spread over torch's threads; else the caller's thread does all of it."""
+    """Whether work is spread over torch's threads; otherwise the calling thread does all of it."""
     reason: str
-    """Why there are none, and the way out. Empty when there are."""
+    """Why there are no kernels, and what to do about it; empty when there are."""
 
     def __bool__(self) -> bool:
         return self.isa is not None
 
 
 def available() -> KernelInfo:
-    """Load the kernels and say what they are; never raises."""
+    """Load the kernels and describe them; never raises."""
     try:
         lib = library()
     except KernelsUnavailable as error:
@@ -52,7 +52,7 @@ def _numerics() -> str:
 
 
 def _rounding_noise(dtype: torch.dtype) -> torch.Tensor:
-    """Products whose second half takes back the first: what is left shows each order of summation as it is."""
+    """Products whose second half cancels the first: the rounding errors that remain show the order of summation."""
     x, weight = _noise(5, 320).to(dtype), _noise(70, 320).to(dtype)
     return linear(torch.cat([x, x], dim=1), pack(torch.cat([weight, -weight], dim=1)), threads=1)
 
@@ -78,7 +78,7 @@ def _attention_probe(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rows_probe(dtype: torch.dtype) -> torch.Tensor:
-    """Norm, rotation and every gate, of numbers of all sizes."""
+    """Norms, a rotation and all gated products, of numbers of all magnitudes."""
     x = (_noise(20, 150) * 4).to(dtype)
     weight = pack_gated(_noise(40, 150).to(dtype), _noise(41, 150)[1:].to(dtype))
     parts = [rms_norm(x, x[0], 1e-6, plus_one=plus_one, threads=1) for plus_one in (False, True)]
@@ -90,7 +90,7 @@ def _rows_probe(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _noise(rows: int, columns: int) -> torch.Tensor:
-    """Numbers in [-1, 1) made with integers alone, so that they are the same everywhere."""
+    """Numbers in [-1, 1), computed with integers alone so that they are the same on every machine."""
     index = torch.arange(1, rows * columns + 1, dtype=torch.int64)
     scattered = (index * 2654435761 + (index * index) * 40503) % (1 << 24)
     return (scattered.float() / (1 << 23) - 1).view(rows, columns)

@@ -1,4 +1,4 @@
-"""The compiled library: found beside this file, opened once, its instruction set chosen by what the processor has."""
+"""The compiled kernel library: opened once per process, with the fastest instruction set that the processor has."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _STATUS = {
 
 @dataclass(slots=True)
 class Library:
-    """The opened library and the instruction set in use. The entry points stand here because each look-up costs."""
+    """The opened library and the instruction set in use. Its functions are fields, since each look-up costs time."""
 
     functions: ctypes.CDLL
     isas: tuple[str, ...]
-    """Those this processor supports."""
+    """Names of the instruction sets that this processor supports."""
     isa: int
-    """Index of the one in use, as the library counts them."""
+    """The library's number of the instruction set in use."""
     threads: bool
-    """Whether work is spread over torch's own threads."""
+    """Whether work is spread over torch's own threads; otherwise the calling thread does all of it."""
     linear: Callable[..., int]
     attention: Callable[..., int]
     store_kv: Callable[..., int]
@@ -47,17 +47,17 @@ class Library:
 
 
 def check_status(status: int) -> None:
-    """Raise what the library's status stands for."""
+    """Raise the error for a status that the library returned: KernelArgumentError or MemoryError; none for 0."""
     if status == 0:
         return
     if status in _STATUS:
         raise KernelArgumentError(*_STATUS[status])
-    raise MemoryError("no memory for the kernels' scratch")
+    raise MemoryError("the kernels could not allocate scratch memory")
 
 
 @functools.cache
 def library() -> Library:
-    """Open the library. Raises KernelsUnavailable with the reason and the way out."""
+    """Open the library, once per process. Raises KernelsUnavailable, which says why it can't be used and what to do."""
     functions = open_kernels()
     check_layout(layout_of(functions))
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -99,15 +99,15 @@ def library() -> Library:
 
 
 def isa_name() -> str:
-    """Name of the instruction set in use."""
+    """The name of the instruction set in use."""
     lib = library()
     return _isa_name(lib.functions, lib.isa)
 
 
 def use_isa(name: str | None) -> None:
-    """Compute with this instruction set from now on, or with the fastest (None).
+    """Compute with this instruction set from now on; None: with the fastest one.
 
-    Raises KernelsUnavailable for one that this processor or this build lacks.
+    Raises KernelsUnavailable for an instruction set that this processor or this build lacks.
     """
     lib = library()
     if name is None:
@@ -124,9 +124,9 @@ def _isa_name(functions: ctypes.CDLL, isa: int) -> str:
 
 
 def _torch_fork_join() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; None when torch has another runtime.
+    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded; None when torch uses another runtime.
 
-    A runtime of our own would keep a second set of worker threads, both spinning for work on the same cores.
+    A second runtime would have worker threads of its own, and both sets of threads would spin on the same cores.
     """
     folder = Path(torch.__file__).parent
     bundled = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]

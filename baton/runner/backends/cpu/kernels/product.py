@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: every row's bits depend on the row alone."""
+"""Linear layers on packed weights. The bits of a row of the result depend on the row of x and the weight alone."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ _PANEL = 16
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Weights [n, k] rearranged in groups of 64 columns (csrc/kernels.h). The originals are not kept."""
+    """A weight [n, k], rearranged in groups of 64 columns (csrc/kernels.h)."""
 
     n: int
-    """Columns of a product's result."""
+    """Number of columns of a product's result."""
     k: int
+    """Number of columns of x."""
     padded_k: int
-    """Columns of x that a product reads; those past k are zero."""
+    """Number of columns of x that a product reads; those behind k are zero."""
     dtype: torch.dtype
     gated: bool
-    """Made by `pack_gated`, for `gated_linear`."""
+    """Whether `pack_gated` made it, for `gated_linear`."""
     storage: torch.Tensor
-    """[elements], padded with zeros."""
+    """The packed elements in one dimension, padded with zeros."""
     address: int
-    """Of the storage."""
+    """The address of the storage."""
     isa: int
-    """The instruction set that it was rearranged for, which computes with it too."""
+    """Number of the instruction set for which it is packed, and which computes its products."""
 
 
 def pack(*weights: torch.Tensor) -> PackedWeight:
-    """Rearrange weights [n_i, k] of one dtype, float32 or bfloat16, stacked over their outputs, for `linear`.
+    """Pack weights [n_i, k] of one dtype (float32 or bfloat16), stacked over their outputs, for `linear`.
 
-    Raises KernelArgumentError for other shapes or dtypes, KernelsUnavailable without the library.
+    Raises KernelArgumentError for other shapes or dtypes, and KernelsUnavailable without the library.
     """
     n = sum(weight.shape[0] for weight in weights)
     packed = _empty_packed(weights, n, n, gated=False)
@@ -54,7 +55,7 @@ def pack(*weights: torch.Tensor) -> PackedWeight:
 
 
 def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
-    """Rearrange two weights [n, k] for `gated_linear`; raises as `pack`."""
+    """Pack two weights [n, k] for `gated_linear`; raises the same errors as `pack`."""
     if gate.shape != up.shape:
         raise KernelArgumentError("up", f"is {tuple(up.shape)}, the gate {tuple(gate.shape)}")
     n = gate.shape[0]
@@ -65,9 +66,9 @@ def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
 
 
 def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
-    """Rows index (int64 [rows]) of the stacked weights, as they were given: [rows, k].
+    """The rows `index` (int64 [rows]) of the stacked weights, with the bits that `pack` was given: [rows, k].
 
-    Raises KernelArgumentError for an index outside of the weight, and for a gated one.
+    Raises KernelArgumentError for an index outside of the weight, and for a gated weight.
     """
     if w.gated:
         raise KernelArgumentError("w", "is gated: its rows can't be taken")
@@ -83,10 +84,11 @@ def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torc
 
 
 def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, *, threads: int) -> torch.Tensor:
-    """x [m, k] times the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
+    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
 
-    Sums in float32, each output over k in one fixed order whatever m, the row's place and the number of threads; the
-    bias is added before rounding. The rows of x may lie apart. Raises KernelArgumentError for what doesn't fit.
+    Sums are float32. Each output is summed over k in one fixed order, which does not depend on m, on the row's index or
+    on the number of threads. The bias is added before rounding. There may be gaps between the rows of x. Raises
+    KernelArgumentError for tensors that don't fit.
     """
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
@@ -99,9 +101,9 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, *
 
 
 def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, threads: int) -> torch.Tensor:
-    """activation(x times gate) * (x times up): x [m, k] to [m, n] in x's dtype.
+    """The gated product activation(x gateᵀ) * (x upᵀ): x [m, k] to [m, n] in x's dtype.
 
-    Activation and product are computed in float32 from the float32 sums and rounded once; else as `linear`.
+    Activation and product are computed from the float32 sums and rounded once. The rest is as in `linear`.
     """
     if not w.gated:
         raise KernelArgumentError("w", "is not gated: use pack_gated")
@@ -145,7 +147,7 @@ def _multiply(x: torch.Tensor, w: PackedWeight, bias: int | None, activation: in
 
 
 def _empty_packed(weights: tuple[torch.Tensor, ...], n: int, columns: int, *, gated: bool) -> PackedWeight:
-    """Checks the weights; `columns` is what they need of the packed form."""
+    """An empty packed weight with `n` outputs in `columns` columns; raises KernelArgumentError for bad weights."""
     for name, weight in (("weight" if i == 0 else f"weight {i}", weight) for i, weight in enumerate(weights)):
         if weight.ndim != 2:
             raise KernelArgumentError(name, f"must have two dimensions, has {weight.ndim}")
@@ -156,7 +158,7 @@ def _empty_packed(weights: tuple[torch.Tensor, ...], n: int, columns: int, *, ga
         if weight.dtype != weights[0].dtype or weight.shape[1] != weights[0].shape[1]:
             raise KernelArgumentError(name, f"is {tuple(weight.shape)} {weight.dtype}, unlike the first")
     if not weights:
-        raise KernelArgumentError("weights", "there are none")
+        raise KernelArgumentError("weights", "must be at least one weight")
     lib = library()
     k, dtype = weights[0].shape[1], weights[0].dtype
     code = DTYPES[dtype]

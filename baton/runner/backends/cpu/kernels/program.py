@@ -1,7 +1,7 @@
-"""A step's operations in one call: recorded once with all that stays the same, run with what a step brings.
+"""A program: the operations of a step, recorded once and run in one call with the tensors of each step.
 
-Between two operations of a program there is no Python, no allocation and no new team of threads. Each is the kernel
-that the function of the same name calls, on the same rows, so the bits are the same.
+Between two operations of a program no Python runs, nothing is allocated, and the team of threads stays the same. Each
+operation calls the same kernel on the same rows as the function of that name, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -45,37 +45,42 @@ _NAMES = {
     OperationKind.TAKE_ROWS: "take_rows",
 }
 _GROWTH = 64
-"""The scratch has room for a multiple of so many rows."""
+"""The number of rows for which scratch memory is allocated is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some columns of a buffer that has one row for each token of a step, or for each that samples."""
+    """Some columns of a buffer that has one row for each token of a step, or for each token that samples."""
 
     buffer: int
+    """The buffer's number."""
     first: int
+    """The first column."""
     width: int
+    """Number of columns."""
     stride: int
-    """Elements from row to row."""
+    """Number of elements from row to row."""
     sampled: bool
+    """Whether the buffer has only the rows that sample."""
 
     def columns(self, first: int, end: int) -> Rows:
-        """Some of its columns."""
+        """The columns `first` to `end` of these."""
         return replace(self, first=self.first + first, width=end - first)
 
 
 class Program:
     """Operations in the order in which they were recorded. Run by one thread at a time.
 
-    The methods that record raise KernelArgumentError for what the kernels can't take; `run` does for what a step
-    brings, before anything is computed.
+    Recording methods take the name of a scratch buffer, or an argument's rows, `into` which the result is written, and
+    return the rows of the result. They raise KernelArgumentError for arguments that the kernels can't take; `run` does
+    so for the tensors of a step, before anything is computed.
     """
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         if dtype not in DTYPES:
             raise KernelArgumentError("dtype", f"must be float32 or bfloat16, is {dtype}")
         self.timing = False
-        """Whether `run` keeps for `take_seconds` how long the operations took."""
+        """Whether `run` measures how long the operations take, for `take_seconds`."""
         self.timed_until = 0.0
         """When the last timed run ended (perf_counter)."""
         self._dtype = dtype
@@ -93,13 +98,13 @@ class Program:
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
 
     def argument(self, width: int, *, sampled: bool = False) -> Rows:
-        """A matrix [T, width], or [S, width] with `sampled`, that the caller of `run` brings: contiguous."""
+        """Declare a matrix that callers of `run` pass: [T, width], or [S, width] with `sampled`, contiguous."""
         rows = Rows(self._new_buffer(), 0, width, width, sampled)
         self._arguments.append(rows)
         return rows
 
     def linear(self, x: Rows, w: PackedWeight, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
-        """x times the weight transposed, plus bias."""
+        """Record the product of x and the weight transposed, plus bias."""
         if w.gated:
             raise KernelArgumentError("w", "is gated: use gated_linear")
         if bias is not None and (bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous()):
@@ -107,27 +112,27 @@ class Program:
         return self._multiply(x, w, bias, NOT_GATED, into)
 
     def gated_linear(self, x: Rows, w: PackedWeight, activation: Activation, *, into: str | Rows) -> Rows:
-        """activation(x times gate) * (x times up)."""
+        """Record the gated product activation(x gateᵀ) * (x upᵀ)."""
         if not w.gated:
             raise KernelArgumentError("w", "is not gated: use pack_gated")
         return self._multiply(x, w, None, ACTIVATIONS[activation], into)
 
     def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
-        """Each piece of x that is as wide as the weight over its root mean square, times the weight."""
+        """Record the norm of each piece of x that is as wide as the weight (a row, or each of its heads)."""
         return self._norm(x, None, weight, eps, plus_one, into)
 
     def add_rms_norm(
         self, x: Rows, residual: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows
     ) -> Rows:
-        """Adds x to the residual, in place, and norms the sum."""
+        """Record the sum of x and the residual, which replaces the residual, and the norm of the sum."""
         if x.width != residual.width or x.sampled != residual.sampled or residual.stride != residual.width:
             raise KernelArgumentError("residual", "must be whole rows of x's shape")
         return self._norm(x, residual, weight, eps, plus_one, into)
 
     def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows) -> None:
-        """Rotates the first columns of each head of x in place, as many as cos and sin have."""
+        """Record a rotation, in place, of as many first columns of each head of x as `cos` and `sin` have."""
         if x.width % head_dim != 0 or cos.width % 2 != 0 or cos.width > head_dim or sin.width != cos.width:
-            raise KernelArgumentError("cos", f"of {cos.width} columns can't turn heads of {head_dim}")
+            raise KernelArgumentError("cos", f"of {cos.width} columns can't rotate heads of {head_dim}")
         call = RotateCall(
             heads=x.width // head_dim,
             half=cos.width // 2,
@@ -138,7 +143,7 @@ class Program:
         self._record(OperationKind.ROTATE, x, Call(rotate=call), second=cos, third=sin)
 
     def store_kv(self, key: Rows, value: Rows, cache: CacheView, group: int) -> None:
-        """Writes keys and values into the cache, at the slots of a group of layers."""
+        """Record the storing of keys and values in the cache, at the slots of a group of layers."""
         require_cache(cache)
         if cache.memory.dtype != self._dtype:
             raise KernelArgumentError("cache", f"must be {self._dtype}, is {cache.memory.dtype}")
@@ -173,13 +178,13 @@ class Program:
         sinks: torch.Tensor | None,
         into: str,
     ) -> Rows:
-        """Causal attention over the cache, through the block tables of a group of layers."""
+        """Record causal attention over the cache, with the block tables of a group of layers."""
         require_cache(cache)
         heads = query.width // cache.key_dim
         sinks = require_attention(heads, cache, scale, window, softcap, sinks)
         if query.width != heads * cache.key_dim:
             raise KernelArgumentError("query", f"of {query.width} columns has no heads of {cache.key_dim}")
-        out = self._room(into, heads * cache.value_dim, query.sampled)
+        out = self._scratch_rows(into, heads * cache.value_dim, query.sampled)
         call = AttentionCall(
             cache=cache.memory.data_ptr(),
             sinks=None if sinks is None else sinks.data_ptr(),
@@ -202,7 +207,7 @@ class Program:
         return out
 
     def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
-        """The rows of x that sample."""
+        """Record the copy of those rows of x that sample."""
         out = self._out(into, x.width, sampled=True)
         size = self._dtype.itemsize
         call = TakeRowsCall(row_bytes=x.width * size, x_stride=x.stride * size)
@@ -210,9 +215,9 @@ class Program:
         return out
 
     def run(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
-        """Compute a step; returns when all is done.
+        """Compute a step, and return when it is computed.
 
-        `arguments` in the order in which they were asked for; `sampled` int64 [S], the rows that sample.
+        `arguments`: in the order in which they were declared; `sampled`: int64 [S], the rows that sample.
         """
         num_rows, num_sampled = layout.slots[0].shape[0], sampled.shape[0]
         self._require_step(arguments, layout, sampled)
@@ -245,7 +250,7 @@ class Program:
             self._times.append(times)
 
     def take_seconds(self) -> dict[str, float]:
-        """What all operations of one name took in the timed runs since the last call."""
+        """The seconds that all operations of each name took in the timed runs since the last call."""
         taken: defaultdict[str, float] = defaultdict(float)
         for times in self._times:
             for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
@@ -314,14 +319,14 @@ class Program:
         return len(self._arguments) + len(self._scratch)
 
     def _out(self, into: str | Rows, width: int, sampled: bool) -> Rows:
-        """Where a result goes: to scratch of that name, or to an argument."""
-        out = self._room(into, width, sampled) if isinstance(into, str) else into
+        """The rows for a result: of the scratch buffer with the name `into`, or of an argument."""
+        out = self._scratch_rows(into, width, sampled) if isinstance(into, str) else into
         if (out.width, out.stride, out.sampled) != (width, width, sampled):
             raise KernelArgumentError("into", f"must be whole rows of {width}")
         return out
 
-    def _room(self, name: str, width: int, sampled: bool) -> Rows:
-        """The scratch buffer of that name, which is as wide as its widest use."""
+    def _scratch_rows(self, name: str, width: int, sampled: bool) -> Rows:
+        """Rows of the scratch buffer with this name, which is as wide as its widest use."""
         if name not in self._scratch:
             self._scratch[name] = self._new_buffer()
         buffer = self._scratch[name]
@@ -329,10 +334,10 @@ class Program:
         return Rows(buffer, 0, width, width, sampled)
 
     def _buffers(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
-        """Where each buffer lies."""
+        """The address of each buffer, for a step of at most `rows` rows."""
         total = sum(self._scratch_widths.values())
         if rows > self._capacity:
-            # The old one is let go of first: both together may be too much.
+            # The old memory is freed first, since both together may be too much.
             self._capacity, self._memory = 0, torch.empty(0, dtype=self._dtype)
             capacity = -(-rows // _GROWTH) * _GROWTH
             self._memory = torch.empty(capacity * total, dtype=self._dtype)
@@ -347,7 +352,7 @@ class Program:
         return addresses
 
     def _require_step(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
-        """Raises KernelArgumentError for tensors of another shape than the operations expect."""
+        """Raises KernelArgumentError for tensors whose shapes differ from what the operations expect."""
         for tables in layout.block_tables:
             require_requests(layout.query_start, layout.seq_lens, tables)
         require_requests(layout.sample_start, layout.seq_lens, layout.block_tables[0])

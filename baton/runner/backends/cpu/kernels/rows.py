@@ -1,4 +1,4 @@
-"""What is done to every row alone: norms and rotary positions."""
+"""Kernels that treat each row alone: root mean square norms and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, libr
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False, threads: int
 ) -> torch.Tensor:
-    """x [..., n] over its root mean square, times the weight [n]: contiguous, in x's dtype.
+    """Divide x [..., n] by its root mean square and multiply it by the weight [n]: contiguous, in x's dtype.
 
-    In float32; plus_one False rounds before the weight (llama), True multiplies by 1 + weight and rounds once (gemma).
-    Leading dimensions may lie apart. Raises KernelArgumentError for what doesn't fit.
+    Computed in float32. Without `plus_one` the quotient is rounded before it is multiplied by the weight (as in llama);
+    with it, it is multiplied by 1 + weight and rounded once (as in gemma). There may be gaps between the rows of x.
+    Raises KernelArgumentError for tensors that don't fit.
     """
     return _norm(x, None, None, weight, eps, plus_one, threads)
 
@@ -28,7 +29,7 @@ def add_rms_norm(
     plus_one: bool = False,
     threads: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual in their dtype, and `rms_norm` of it; the residual is contiguous and of x's shape."""
+    """The sum x + residual in their dtype, and the `rms_norm` of the sum; the residual is contiguous, of x's shape."""
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous() or not residual.is_cpu:
         raise KernelArgumentError("residual", f"must be {tuple(x.shape)} {x.dtype}, contiguous, on the CPU")
     total = x.new_empty(x.shape)
@@ -84,10 +85,12 @@ def _norm(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, threads: int) -> None:
-    """Rotate the first r columns of x [tokens, heads, d] in place, columns i and i + r / 2 by one angle.
+    """Rotate the first r columns of x [tokens, heads, d] in place; columns i and i + r / 2 are a pair with one angle.
 
-    cos and sin [tokens, r] in x's dtype, both halves equal; float32 inside, rounded once. Tokens and heads may lie
-    apart. Raises KernelArgumentError for what doesn't fit.
+    `cos` and `sin` are [tokens, r] in x's dtype, and their two halves are equal. Computed in float32 and rounded once.
+    There may be gaps between the tokens and the heads of x. Raises KernelArgumentError for tensors that don't fit.
+
+    Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
     if x.ndim != 3 or x.dtype not in DTYPES or not x.is_cpu:
         raise KernelArgumentError("x", f"must be [tokens, heads, d] of float32 or bfloat16 on the CPU, is {x.dtype}")

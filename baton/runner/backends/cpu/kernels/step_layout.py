@@ -1,4 +1,4 @@
-"""Which rows of a step belong to whom."""
+"""The layout of a step: which rows belong to which sequence, and which blocks the sequences have."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
-    """Rows past the last sequence's are padding.
-
-    query_start int32 [B + 1], seq_lens int32 [B] (keys of the sequence, this step's included), sample_start int32
-    [B + 1] (as query_start, of the rows that sample: one or none a sequence); and for each group of layers block_tables
-    int32 [B, W] and slots int64 [T] (block * block_size + offset; negative for padding).
-    """
+    """The layout of a step with T rows for B sequences. Rows behind the last sequence's rows are padding."""
 
     query_start: torch.Tensor
+    """int32 [B + 1]: sequence b has the rows query_start[b] to query_start[b + 1]."""
     seq_lens: torch.Tensor
+    """int32 [B]: the number of a sequence's keys, those of this step included."""
     block_tables: Sequence[torch.Tensor]
+    """For each group of layers int32 [B, W]: the blocks of each sequence."""
     slots: Sequence[torch.Tensor]
+    """For each group of layers int64 [T]: block * block_size + offset of each row; negative for padding."""
     sample_start: torch.Tensor
+    """int32 [B + 1]: like query_start, but counting only the rows that sample, which are one or none a sequence."""

@@ -1,9 +1,9 @@
-/* bfloat16 products on AMX tiles, float32 ones on vectors.
+/* Kernels for AMX: bfloat16 products on tiles, float32 products on AVX-512 vectors.
  *
- * tdpbf16ps sums 32 elements of k at once: the even and the odd ones in a chain each from zero, then the two added to the
- * output's sum. So these bits differ from the other paths', but the order is again fixed for each output alone.
+ * tdpbf16ps sums 32 elements of k at once: the even and the odd elements in one chain each, which begin at zero, and then adds
+ * both to the output's sum. So the bits differ from those of the other paths, but the order is fixed for each output here, too.
  *
- * Attention: a probability goes in as the sum of two bfloat16, which keeps 16 of its 24 bits.
+ * In attention a probability is passed as the sum of two bfloat16, which keeps 16 of its 24 bits.
  */
 #if defined(__x86_64__) && defined(__linux__)
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
@@ -29,23 +29,24 @@ typedef uint32_t bf16_row;
 enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
 enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE };
 enum { TILE_ELEMENTS = TILE_K * LANES, STEP_ELEMENTS = GROUP_PANELS * TILE_ELEMENTS };
-/* Weights of so many k stay in the first cache while rows pass. */
+/* The weights of this many k stay in the first-level cache while rows are multiplied with them. */
 enum { CACHED_K = 256 };
 
-/* Tile registers: 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
+/* Tile registers 0 to 3 have sums, 4 and 5 rows of x, and 6 and 7 weights. */
 struct tile_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
 
-/* The compilers' tile intrinsics do not all say which memory they read: what p points to is written before what follows. */
+/* Some compilers' tile intrinsics don't declare which memory they read: this makes them write what p points to before it. */
 #define WRITTEN(p) __asm__ volatile("" : : "r"(p) : "memory")
 
-/* Rows of the block that this thread's tiles are configured for; 0 when they are released. */
+/* The number of rows for which this thread's tiles are configured; 0: the tiles are released. */
 static _Thread_local size_t configured;
 
-/* For a block of up to TILE_ROWS rows all sums belong to tile 4, else 0 and 1 to the first 16 rows and 2 and 3 to the rest. */
+/* In a block of up to TILE_ROWS rows all sums are of the rows in tile 4; otherwise sums 0 and 1 are of the first 16 rows, and 2
+ * and 3 of the rest. */
 TARGET static void configure(size_t block) {
     if (configured == block) return;
     uint8_t first = (uint8_t)(block < TILE_ROWS ? block : TILE_ROWS);
@@ -68,8 +69,8 @@ TARGET static void release(void) {
     configured = 0;
 }
 
-/* Factors of one product: x goes on through all repeats while the weights begin again. Strides in elements; step_stride is
- * that of the weights' tiles along k. */
+/* The factors of one product. In each repeat x continues and the weights begin again. Strides in elements; step_stride: from one
+ * tile of the weights to the next along k. */
 struct factors {
     const uint16_t *x, *w;
     size_t ldx, panel_stride, step_stride, steps, repeats;
@@ -98,12 +99,12 @@ struct factors {
         _tile_stored(3, (c3), ldc * 4); \
     } while (0)
 
-/* weights stream from memory: all four panels, one step ahead */
+/* Prefetches the weights of all four panels one step ahead, where they are read from memory. */
 INLINE void prefetch_step(const uint16_t *w) {
     for (size_t line = 0; line < STEP_ELEMENTS; line += 32) __builtin_prefetch(w + STEP_ELEMENTS + line);
 }
 
-/* up to 16 rows with four panels */
+/* Multiplies up to 16 rows with four panels. */
 INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const int accumulate, const int streams) {
     const uint16_t *x = f->x;
     LOAD_SUMS(c + LANES, c + 2 * LANES, c + 3 * LANES);
@@ -125,7 +126,7 @@ INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const i
     STORE_SUMS(c + LANES, c + 2 * LANES, c + 3 * LANES);
 }
 
-/* 17 to 32 rows with two panels */
+/* Multiplies 17 to 32 rows with two panels. */
 INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const int accumulate) {
     const uint16_t *x = f->x, *below = x + TILE_ROWS * f->ldx;
     float *under = c + TILE_ROWS * ldc;
@@ -146,7 +147,7 @@ INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const i
     STORE_SUMS(c + LANES, under, under + LANES);
 }
 
-/* Any number of rows; panels is a multiple of GROUP_PANELS. */
+/* Multiplies any number of rows; panels is a multiple of GROUP_PANELS. */
 INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, size_t ldc, const int accumulate) {
     const uint16_t *w = f.w;
     WRITTEN(f.x);
@@ -166,7 +167,7 @@ INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, siz
     WRITTEN(c);
 }
 
-/* up to TILE_ROWS rows: the weights are read once and come from memory */
+/* Computes the sums of up to TILE_ROWS rows; the weights are read once, from memory. */
 TARGET static void stream_sums(size_t rows, struct factors f, float *c) {
     WRITTEN(f.x);
     configure(rows);
@@ -174,16 +175,16 @@ TARGET static void stream_sums(size_t rows, struct factors f, float *c) {
     WRITTEN(c);
 }
 
-/* Asks the second cache for the lines [from, to) / parts of the next piece of the weights. */
+/* Prefetches one of several parts of the next piece of the weights into the second-level cache. */
 INLINE void prefetch_share(const uint16_t *next, size_t elements, size_t part, size_t parts) {
     size_t lines = elements / 32;
     for (size_t line = lines * part / parts; line < lines * (part + 1) / parts; line++) __builtin_prefetch(next + line * 32, 0, 2);
 }
 
-/* One piece of k for many rows: two panels of weights stay in the first cache while the rows pass, and the next piece
- * comes from memory meanwhile. */
+/* Computes one piece of k for many rows: two panels of weights stay in the first-level cache while all rows are multiplied with
+ * them, and the next piece is prefetched meanwhile. */
 INLINE void multiply_piece(size_t rows, struct factors f, float *c, const int accumulate) {
-    if (rows <= FEW_ROWS) { /* memory is slower than they are: all four panels at once, from one stream */
+    if (rows <= FEW_ROWS) { /* memory is slower than the products: all four panels at once, read in order */
         WRITTEN(f.x);
         for (size_t row = 0; row < rows; row += TILE_ROWS, f.x += TILE_ROWS * f.ldx, c += TILE_ROWS * GROUP_COLUMNS) {
             configure(rows - row < TILE_ROWS ? rows - row : TILE_ROWS);
@@ -215,7 +216,8 @@ INLINE void multiply_piece(size_t rows, struct factors f, float *c, const int ac
 TARGET static void start_sums(size_t rows, struct factors f, float *c) { multiply_piece(rows, f, c, 0); }
 TARGET static void continue_sums(size_t rows, struct factors f, float *c) { multiply_piece(rows, f, c, 1); }
 
-/* The groups of a task take turns, so that its rows' piece of x is read from the second cache by all but the first. */
+/* Computes a piece of k for all groups of a task before the next piece, so that all groups but the first read the piece of x
+ * from the second-level cache. */
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
@@ -252,11 +254,11 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
                                     size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc, int accumulate) {
     struct factors f = {.x = (const uint16_t *)x, .w = w, .ldx = 2 * ldx, .panel_stride = panel_stride,
                         .step_stride = pair_stride * TILE_K / 2, .steps = pairs * 2 / TILE_K, .repeats = 1};
-    (void)accumulate; /* attention's scores, which begin from zero */
+    (void)accumulate; /* only attention's scores are computed here, and they begin at zero */
     multiply(rows, panels, f, c, ldc, 0);
 }
 
-/* The upper 16 bits of 16 probabilities from a key on, and KEY_TILE further on the rest rounded to bfloat16. */
+/* Stores 16 probabilities from a key on: their upper 16 bits, and KEY_TILE elements further the rest, rounded to bfloat16. */
 INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {
     uint16_t *halves = row + key;
     __m512i bits = _mm512_castps_si512(p);
@@ -279,7 +281,7 @@ TARGET static void attention_bfloat16_and_release(const void *job, size_t task, 
     release();
 }
 
-/* Linux hands the tiles out on request only, once for the process. */
+/* Linux lets a process use the tiles only after it has requested permission. */
 static int supported(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;

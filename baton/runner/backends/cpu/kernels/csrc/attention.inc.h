@@ -1,15 +1,16 @@
-/* Paged attention; included once for each instruction set, after its products.
+/* Paged attention. Included once for each instruction set, after its products. A row "sees" the keys that it attends to.
  *
- * The includer's product_bfloat16 makes the scores of bfloat16; it takes queries that widen_row has prepared, with the head
- * dimension padded to a multiple of QUERY_MULTIPLE. FEW_SCORES: few_scores makes those of one token, with the same bits;
- * FEW_VALUES: few_values what they add to the outputs.
- * Where a row sees a whole tile of bfloat16 values its probabilities are bfloat16 too: store_probabilities and product_pairs.
+ * The includer's product_bfloat16 computes scores in bfloat16. It takes queries that widen_row has converted, with the head
+ * dimension padded to a multiple of QUERY_MULTIPLE. With FEW_SCORES, few_scores computes the scores of a single token, with the
+ * same bits; with FEW_VALUES, few_values computes what they add to the outputs.
+ * Where a row sees a whole tile of bfloat16 values, its probabilities are rounded to bfloat16, too (store_probabilities and
+ * product_pairs).
  *
- * A query row walks its keys in tiles of KEY_TILE absolute positions with a running maximum and sum (online softmax; Milakov and
- * Gimelshein 2018). Tiles begin at absolute multiples of KEY_TILE, a key's lane is its position modulo 16, and a tile touches
- * a row's state only through the keys that row sees. So the arithmetic of a row is a function of its query and its own keys: other
- * rows, the chunk's bounds, block size and block placement decide only what is computed next to it, and stale memory
- * beyond a request's keys never enters a sum.
+ * The keys of a query row are processed in tiles of KEY_TILE absolute positions, with a running maximum and sum (online softmax;
+ * Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). Tiles begin at absolute multiples of KEY_TILE, a
+ * key's lane is its position modulo 16, and a tile changes a row's state only by the keys that the row sees. So the arithmetic of
+ * a row is a function of its query and its own keys: other rows, the bounds of the chunk, the block size and the placement of
+ * blocks only decide what is computed beside it. Memory behind a request's keys never enters a sum.
  */
 #define LOG2_E 1.44269504f
 #define REFERENCE_SLACK 8.0f
@@ -20,30 +21,30 @@
 #define FEW_ROWS_OF(dtype) 0
 #endif
 
-/* Where a tile's keys and values lie in the cache, as far as the task sees them. */
+/* The addresses of a tile's keys and values in the cache, of those that the task sees. */
 struct tile_rows {
     const char *key[KEY_TILE], *value[KEY_TILE];
-    int64_t start, end; /* of those that it sees, from the tile's start */
+    int64_t start, end; /* the range of keys that it sees, from the tile's start */
 };
 
-/* Where one task keeps its rows; most of it in the thread's scratch. */
+/* The state of one task; most of it is in the thread's scratch. */
 struct attention_state {
     float *scores;  /* [SCORE_ROWS][KEY_TILE]: products, then probabilities */
     float *output;  /* [rows][out_stride], unnormalised */
     float *sum;     /* [rows][LANES] */
-    float *reference; /* [rows] what scores are taken relative to, times log2 e */
+    float *reference; /* [rows]: the running maximum that is subtracted from scores, times log2 e */
     float *values;  /* [KEY_TILE][out_stride] */
     uint16_t *pairs; /* [panel][KEY_TILE / 2][LANES][2], the same values */
     void *keys;     /* [KEY_TILE / LANES] panels */
-    void *query;    /* [rows] prepared query rows */
-    uint16_t *probabilities; /* [SCORE_ROWS][2 * KEY_TILE], as store_probabilities has them */
+    void *query;    /* [rows] converted query rows */
+    uint16_t *probabilities; /* [SCORE_ROWS][2 * KEY_TILE], in the format of store_probabilities */
     size_t query_dim, out_stride, value_panels;
-    struct tile_rows rows[2]; /* of this tile and the next, of the same KV head or the next */
-    int here;                 /* which of them is this tile's */
-    int64_t asked;            /* keys of the next tile that were asked for */
+    struct tile_rows rows[2]; /* of the present tile and of the next one, of the same KV head or the next */
+    int here;                 /* which of the two is the present tile's */
+    int64_t asked;            /* how many keys of the next tile have been prefetched */
     size_t key_bytes, value_bytes;
-    int few;                  /* rows of one token: keys are not transposed into panels */
-    int values_as_they_lie;   /* nor the values of a whole tile paired there */
+    int few;                  /* whether all rows are of one token: then keys are not transposed into panels */
+    int values_as_they_lie;   /* whether the values of a whole tile are not copied into pairs either */
 };
 
 /* The keys of a tile, relative to its start, that a query token sees. */
@@ -72,7 +73,7 @@ INLINE void load_values(const enum dtype dtype, struct attention_state *state, c
     }
 }
 
-/* Fills in rows for the keys that the task sees of a KV head's tile: from the window of its first token to its last. */
+/* Finds the keys and values of a KV head's tile that the task sees: from the window of its first token to its last token. */
 INLINE void find_rows(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                       struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
     const int64_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
@@ -93,8 +94,8 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
     }
 }
 
-/* Asks for some more keys and values of the next tile, which come from memory meanwhile: a few at a time, for a core has only
- * so many lines under way and waits when there are more; most of them early, since they take longer than a tile of few rows. */
+/* Prefetches some more keys and values of the next tile. Only a few at a time, since a core waits when too many cache lines are
+ * being loaded; and most of them early, since they take longer to load than a tile of few rows takes to compute. */
 INLINE void ask_ahead(struct attention_state *state, int64_t count) {
     const struct tile_rows *next = &state->rows[1 - state->here];
     int64_t j = state->asked > next->start ? state->asked : next->start;
@@ -106,8 +107,8 @@ INLINE void ask_ahead(struct attention_state *state, int64_t count) {
     state->asked = j;
 }
 
-/* Copies the tile's values into panels, as floats for the tokens that see a part of them, as pairs for those that see them all;
- * and transposes its keys into panels, unless they are taken as they lie. */
+/* Copies the tile's values into panels: as floats for tokens that see a part of the tile, as pairs for tokens that see all of it.
+ * Transposes its keys into panels, unless they are used in place. */
 INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, int floats, int pairs,
                       int keys) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = (size_t)call->key_dim * size, dim = (size_t)call->value_dim;
@@ -137,9 +138,9 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
 enum { FEW_SCORE_ROWS = 0 };
 #endif
 
-/* One row's softmax over one tile: scores become probabilities over the row's reference, as powers of two, and bfloat16 ones where
- * the row sees the whole tile. The reference is a maximum that the row has seen; it, the sum and the output change
- * only for a score that is 2^REFERENCE_SLACK times as much, which float32 holds as exactly. */
+/* The softmax of one row over one tile: scores become unnormalised probabilities 2^(score - reference), in bfloat16 where the row
+ * sees the whole tile. The reference is a maximum that the row has seen. It, the sum and the output are rescaled only for a
+ * probability above 2^REFERENCE_SLACK; up to there float32 is as precise. */
 INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *probabilities,
                         size_t row, struct key_range range) {
     float *output = state->output + row * state->out_stride;
@@ -179,13 +180,13 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
     v_store(state->sum + row * LANES, sum);
 }
 
-/* Whether one of the tokens sees the whole tile: those that do stand between the ends of two monotone bounds. */
+/* Whether one of the tokens sees the whole tile. Both bounds of what a token sees grow with its position, so one check suffices. */
 INLINE int any_sees_all(const struct attention_call *call, int64_t first_position, int64_t tokens, int64_t tile) {
     int64_t reaches = tile + KEY_TILE - 1 > first_position ? tile + KEY_TILE - 1 : first_position;
     return reaches < first_position + tokens && sees_all(visible_keys(call, reaches, tile));
 }
 
-/* Rows that see the same keys of the loaded tile: scores, probabilities, and what they add to the outputs. */
+/* Computes scores, probabilities and outputs of rows that see the same keys of the loaded tile. */
 INLINE void attend_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, int64_t kv, size_t row,
                         size_t count, struct key_range range) {
     const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
@@ -226,7 +227,7 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                         struct attention_state *state, int64_t kv, int64_t first_position, int64_t tile) {
     const size_t heads = (size_t)task->head_count;
-    const size_t base = (size_t)kv * heads; /* with more than one KV head there is one token */
+    const size_t base = (size_t)kv * heads; /* a task with several KV heads has one token */
     struct key_range first = visible_keys(call, first_position, tile);
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
     int pairs = dtype == DTYPE_BFLOAT16 && any_sees_all(call, first_position, task->token_count, tile);
@@ -262,7 +263,7 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
                 widen_row(to, (const uint16_t *)call->query + from, dim);
             }
         }
-    if (state->query_dim > dim) /* zero times what a scratch happens to hold need not be zero */
+    if (state->query_dim > dim) /* scratch may have NaN or infinity, and zero times that is not zero */
         for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
             memset((char *)state->keys + (panel * state->query_dim + dim) * LANES * size, 0, (state->query_dim - dim) * LANES * size);
 #ifdef FEW_SCORES
@@ -283,7 +284,7 @@ INLINE void store_outputs(const enum dtype dtype, const struct attention_call *c
             float sum = v_total(v_load(state->sum + row * LANES)), *output = state->output + row * state->out_stride;
             size_t to = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
             v16 divisor = v_set1(sum), factor = v_set1(1.0f);
-            if (call->sinks != NULL) { /* one more score, of a key without a value */
+            if (call->sinks != NULL) { /* one more score, which has no value */
                 float sink = call->sinks[task->head_start + head] * LOG2_E, reference = state->reference[row];
                 if (sink > reference) {
                     factor = v_exp2(v_set1(reference - sink));

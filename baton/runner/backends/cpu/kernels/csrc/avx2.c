@@ -1,4 +1,4 @@
-/* AVX2 with FMA: the same chains in halves of a vector. */
+/* Kernels for AVX2 with FMA: the same chains of operations on vectors of two halves. */
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx2,fma")))
 #include "vector_avx2.h"

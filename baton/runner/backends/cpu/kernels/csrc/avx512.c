@@ -1,4 +1,4 @@
-/* AVX-512 without bfloat16 instructions: pairs are widened to floats and multiplied one after the other. */
+/* Kernels for AVX-512 without bfloat16 instructions: pairs are widened to floats and multiplied one after the other. */
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #include "vector_avx512.h"

@@ -1,4 +1,4 @@
-/* AVX-512 with vdpbf16ps, which multiplies a pair: odd element first, both sums rounded, subnormals as zero. */
+/* Kernels for AVX-512 with vdpbf16ps, which multiplies a pair: odd element first, both sums rounded, subnormals as zero. */
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define DPBF16

@@ -1,5 +1,5 @@
 /* XXH3 with 64 bits (Yann Collet, https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md) of blocks longer than 240 bytes,
- * without a seed. The library of that name keeps the interpreter while it computes; a call of this one does not.
+ * without a seed. Python's xxhash package holds the interpreter's lock (GIL) while it computes; a call of this function does not.
  */
 #include <string.h>
 
@@ -16,7 +16,7 @@ enum { STRIPE = 64, LANE_COUNT = 8, SECRET_SIZE = 192, SECRET_RATE = 8, STRIPES_
 #define PRIME64_4 0x85EBCA77C2B2AE63ULL
 #define PRIME64_5 0x27D4EB2F165667C5ULL
 
-/* One version for each width of vectors, chosen when the library is loaded. */
+/* The compiler makes one version for each width of vectors; the loader chooses among them. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_EACH_WIDTH __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -79,7 +79,7 @@ static uint64_t digest(const unsigned char *input, size_t size) {
     return result ^ result >> 32;
 }
 
-/* The digests of `count` blocks of a memory, each of them longer than 240 bytes. */
+/* Computes the digests of `count` blocks of a memory; a block must be longer than 240 bytes. */
 void baton_digest_blocks(const unsigned char *memory, size_t block_bytes, const uint64_t *blocks, size_t count, uint64_t *digests) {
     for (size_t i = 0; i < count; i++)
         digests[i] = digest(memory + blocks[i] * block_bytes, block_bytes);

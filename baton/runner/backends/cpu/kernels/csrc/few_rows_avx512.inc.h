@@ -1,13 +1,13 @@
-/* The few rows of one token with vdpbf16ps: keys are transposed and values paired in registers and meet the rows there, where
- * panels of them would be written and read again; and the next tile is asked for evenly, as fast as a core can have it. Scores and
- * outputs are the same chains of products, so their bits are the same. */
+/* Attention of the few rows of one token with vdpbf16ps: keys are transposed and values are paired in registers, instead of being
+ * written to panels in memory and read again. The next tile is prefetched evenly meanwhile, as fast as a core can load it. Scores
+ * and outputs are the same chains of products, so their bits are the same. */
 
 enum { FEW_SCORE_ROWS = 8, FEW_PANELS = 2 };
 
-/* The query's rows are taken as they lie. */
+/* Does nothing: the query's rows are used as they are. */
 INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t rows) { (void)state, (void)kv, (void)rows; }
 
-/* scores[ROWS][key] of the keys from first on, so many as FEW_PANELS have */
+/* Computes scores[ROWS][key] for FEW_PANELS panels of keys, from key first on. */
 INLINE void score_panels(const int ROWS, struct attention_state *state, const uint32_t *query, int64_t first) {
     const struct tile_rows *rows = &state->rows[state->here];
     const size_t words = state->query_dim / 2;
@@ -40,7 +40,7 @@ INLINE void score_panels(const int ROWS, struct attention_state *state, const ui
     }
 }
 
-/* output[ROWS][32 columns from d on] += probabilities * values of the tile, which the rows see whole */
+/* output[ROWS][32 columns from d on] += probabilities * values of the tile; the rows attend to the whole tile. */
 INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d, float *output) {
     const struct tile_rows *rows = &state->rows[state->here];
     const uint32_t *probabilities = (const uint32_t *)state->probabilities;
@@ -73,7 +73,7 @@ INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d
 
 #define FEW_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8)
 
-/* scores[row][key] of the tile for count rows from a row on, all of one KV head */
+/* Computes scores[row][key] of the tile for count rows, from a row on, all of one KV head. */
 INLINE void few_scores(struct attention_state *state, int64_t kv, size_t row, size_t count, int64_t key_dim) {
     const uint32_t *query = (const uint32_t *)state->query + row * (state->query_dim / 2);
     (void)kv, (void)key_dim;
@@ -87,7 +87,7 @@ INLINE void few_scores(struct attention_state *state, int64_t kv, size_t row, si
         }
 }
 
-/* output[row][column] += probabilities * values, as product_pairs; dim is a multiple of 32 */
+/* output[row][column] += probabilities * values, with the bits of product_pairs; dim is a multiple of 32. */
 INLINE void few_values(struct attention_state *state, size_t count, size_t dim, float *output) {
     for (size_t d = 0; d < dim; d += FEW_PANELS * LANES) switch (count) {
 #define CASE(MM)                                 \

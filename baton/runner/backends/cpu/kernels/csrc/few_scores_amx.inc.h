@@ -1,14 +1,14 @@
-/* Scores of the few rows of one token on AMX: keys are the tile's rows as they lie in the cache, and the query is transposed. A
- * score is the sum of the same products in the same order as where the keys are transposed, so its bits are the same. */
+/* Scores of the few rows of one token on AMX: the keys are used as they are in the cache, as rows of a tile, and the query is
+ * transposed instead. A score is the same sum in the same order as with transposed keys, so its bits are the same. */
 
 enum { FEW_SCORE_ROWS = LANES };
 
-/* Where a KV head's query lies as pairs [query_dim / 2][16][2], behind the rows. */
+/* The address of a KV head's query as pairs [query_dim / 2][16][2]; they are behind the query rows. */
 INLINE uint16_t *query_pairs(const struct attention_state *state, int64_t kv) {
     return (uint16_t *)state->query + (ATTENTION_ROWS + (size_t)kv * LANES) * state->query_dim;
 }
 
-/* The query's rows of a KV head become pairs; missing rows are zero. */
+/* Transposes the query rows of a KV head into pairs; missing rows are zero. */
 INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t rows) {
     const uint32_t *sources[LANES];
     size_t words = state->query_dim / 2;
@@ -17,7 +17,7 @@ INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t ro
     transpose_rows(sources, words, (uint32_t *)query_pairs(state, kv));
 }
 
-/* Sixteen keys that the cache has side by side, or a copy of them with zeros for those that no row sees. */
+/* Sixteen keys: in place if the cache has them side by side, otherwise a copy, with zeros for keys that no row attends to. */
 INLINE const uint16_t *key_rows(struct attention_state *state, size_t key_dim, int64_t first) {
     const struct tile_rows *rows = &state->rows[state->here];
     size_t key_bytes = key_dim * sizeof(uint16_t);
@@ -60,7 +60,7 @@ INLINE void transpose_16x16(__m512i r[16]) {
     }
 }
 
-/* scores[row][key] of the tile for up to 16 rows of a KV head */
+/* Computes scores[row][key] of the tile for up to 16 rows of a KV head. */
 INLINE void few_scores(struct attention_state *state, int64_t kv, size_t row, size_t count, int64_t key_dim) {
     (void)row, (void)count;
     _Alignas(64) float sums[KEY_TILE * LANES]; /* [key][row] */

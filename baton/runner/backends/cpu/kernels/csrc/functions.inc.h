@@ -1,4 +1,4 @@
-/* Functions on vectors that products and attention share; included once for each instruction set, first. */
+/* Functions on vectors that products and attention share. Included once for each instruction set, before the other files. */
 #include "kernels.h"
 
 #include <math.h>
@@ -45,7 +45,7 @@ INLINE v16 v_softcap(v16 x, float cap) {
     return v_mul(tanh, v_set1(cap));
 }
 
-/* x / (1 + e^-y); the bound stands first, so that not-a-number passes where the vectors keep the second */
+/* x / (1 + e^-y). The bound is the first argument of v_min, so that NaN passes: the vectors return the second one for NaN. */
 INLINE v16 v_times_sigmoid(v16 x, v16 y) {
     v16 e = v_exp(v_min(v_set1(88.0f), v_sub(v_zero(), y)));
     return v_div(x, v_add(v_set1(1.0f), e));
@@ -71,7 +71,7 @@ INLINE v16 v_activate(enum activation activation, v16 x) {
     return v_times_sigmoid(x, inner);
 }
 
-/* up to 16 elements at an index, the rest zero */
+/* Loads up to 16 elements from an index on; the other lanes are zero. */
 INLINE v16 load_lanes(const enum dtype dtype, const void *from, size_t index, size_t count) {
     uint32_t part[LANES] = {0};
     if (dtype == DTYPE_FLOAT32) {
@@ -96,7 +96,7 @@ INLINE void store_lanes(const enum dtype dtype, void *to, size_t index, size_t c
     }
 }
 
-/* v as the dtype holds it */
+/* v rounded to the dtype. */
 INLINE v16 v_rounded(const enum dtype dtype, v16 v) {
     uint16_t part[LANES];
     if (dtype == DTYPE_FLOAT32) return v;
@@ -106,7 +106,7 @@ INLINE v16 v_rounded(const enum dtype dtype, v16 v) {
 
 INLINE size_t lanes_left(size_t index, size_t end) { return end - index < LANES ? end - index : LANES; }
 
-/* the sum of 16 lanes, always in the same order */
+/* The sum of 16 lanes, always added in the same order. */
 INLINE float v_total(v16 v) {
     float lanes[LANES];
     v_store(lanes, v);

@@ -16,7 +16,8 @@ int baton_num_isas(void) { return NUM_ISAS; }
 const char *baton_isa_name(int isa) { return isas[isa]->name; }
 int baton_isa_supported(int isa) { return isas[isa]->supported(); }
 
-/* The fastest. Intel's vdpbf16ps has half the rate of its plain products, which give the same bits; AMD's has twice. */
+/* The fastest instruction set. On Intel vdpbf16ps has half the rate of plain products, which give the same bits; on AMD it has
+ * twice their rate. */
 int baton_default_isa(void) {
     int isa = 0;
 #if defined(__x86_64__)
@@ -25,13 +26,13 @@ int baton_default_isa(void) {
     return isa;
 }
 
-/* What one task's sums may fill of the second cache; the piece of x that they share fills another such part. */
+/* How much of the second-level cache the sums of one task may fill; the piece of x that they share fills as much again. */
 enum { SUMS_BYTES = 512 << 10 };
-/* From so many groups on a thread's share of few rows is cut, for the threads may be unequally fast. */
+/* With at least this many groups, a thread's share of a product of few rows is cut, since threads may be unequally fast. */
 enum { LONG_GROUPS = 64 };
 
-/* Rows are cut into equal parts that a task can keep the sums of, or else so that every thread has something to do; columns
- * into groups, some of which stay together where there are enough of them. */
+/* Cuts a product into tasks. Rows are cut into equal parts, few enough that a task can keep their sums, and so many that every
+ * thread has a task. Columns are cut into groups, several of which are one task where there are enough of them. */
 static void plan_linear(struct linear_call *call, const struct isa *isa, enum dtype dtype, size_t n_threads) {
     size_t groups = column_groups(call), wanted = n_threads > 1 ? 4 * n_threads : 1, step = isa->linear_rows, parts = 1;
     int keeps_sums = dtype == DTYPE_BFLOAT16 && isa->rows_of_sums > 0;
@@ -42,7 +43,8 @@ static void plan_linear(struct linear_call *call, const struct isa *isa, enum dt
     call->groups_per_task = 1;
     parts = (call->m + call->rows_per_task - 1) / call->rows_per_task;
     if (!keeps_sums) return;
-    if (call->m <= FEW_ROWS && !isa->groups_take_turns) { /* neighbours, so that what is asked for ahead is the same thread's */
+    if (call->m <= FEW_ROWS && !isa->groups_take_turns) {
+        /* Neighbouring groups are one task, so that a thread itself uses the weights that it prefetches. */
         size_t shares = n_threads * (groups < LONG_GROUPS ? 1 : 4);
         call->groups_per_task = (groups + shares - 1) / shares;
         return;
@@ -66,7 +68,7 @@ struct work linear_work(struct linear_call *call, const struct isa *isa, enum dt
     return work;
 }
 
-/* Rows of a task so that it is worth a fork. */
+/* How many rows a task must have to be worth a fork of threads. */
 static size_t worthwhile(size_t elements) {
     size_t rows = (16 << 10) / (elements + 1);
     return rows < 1 ? 1 : rows;
@@ -86,12 +88,12 @@ struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dt
     return work;
 }
 
-/* activation: enum activation; n counts the columns of out, k is padded, x_stride counts elements */
+/* activation: an enum activation; n: columns of out; k: padded columns of x; x_stride: elements from row to row */
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
                  size_t k, size_t x_stride, int activation, int n_threads) {
     struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
                                .x_stride = x_stride, .activation = (enum activation)activation};
-    if ((double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
+    if ((double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork would take longer than the product */
     struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);
     return run_works(&work, 1, n_threads, NULL);
 }

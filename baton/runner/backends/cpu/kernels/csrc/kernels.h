@@ -1,17 +1,19 @@
-/* What the files of this folder know of each other.
+/* Declarations that the files of this folder share.
  *
- * The rule they keep: an output element is one chain of fused multiply-adds over k in one fixed order, so it does not depend
- * on how many rows share the call, where the row stands, or how many threads run. Threads split rows and columns, never k;
- * where k is cut to fit a cache, the chain goes on from the float32 sums it had. Every file is compiled with
- * -ffp-contract=off, so that a chain is what is written and not what a compiler fuses.
+ * The rule of all products: an output element is one chain of fused multiply-adds over k in one fixed order, so it does not
+ * depend on how many rows share the call, on the row's index, or on how many threads run. Threads split rows and columns,
+ * never k; where k is cut to fit a cache, the chain continues from the float32 sums that it had. Every file is compiled with
+ * -ffp-contract=off, so that the compiler fuses nothing that is not written as a fused operation.
  *
- * Packed weights: groups of 64 columns in 4 panels of 16, side by side, so that one task reads one stream. Missing columns are zero.
+ * Packed weights: groups of 64 columns in 4 panels of 16, side by side, so that one task reads memory in order. Missing columns
+ * are zero.
  *   float32:  [group][k][panel][16]
- *   bfloat16: [group][step][panel][pair][16][2], k padded with zeros to a multiple of 32. A step is a pair of k, so that a task
- *             reads line after line; on AMX it is 16 pairs, a tile.
- * A gated weight has gate and up in turn: panels 0 and 2 of a group hold the gates of 32 outputs, 1 and 3 what they gate.
- * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does; the paths without that instruction
- * follow it, so all paths but AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
+ *   bfloat16: [group][step][panel][pair][16][2], k padded with zeros to a multiple of 32. A step is one pair of k, so that a
+ *             task reads one cache line after the other; on AMX a step is 16 pairs, a tile.
+ * A gated weight alternates gate and up: panels 0 and 2 of a group have the gate columns of 32 outputs, and panels 1 and 3 their
+ * up columns.
+ * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does. The paths without that instruction do the
+ * same, so all paths except AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
@@ -22,9 +24,9 @@
 
 enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
-/* product.py has the same numbers */
+/* product.py has the same numbers. */
 enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
-/* library.py has the sentence for each of these */
+/* library.py has the error message for each status. */
 enum status {
     STATUS_OK = 0,
     STATUS_NO_MEMORY = 1,
@@ -35,7 +37,7 @@ enum status {
     STATUS_BAD_INDEX = 6,
 };
 
-/* call_structs.py has the calls for ctypes. */
+/* call_structs.py has the same structures for ctypes. */
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
@@ -52,7 +54,7 @@ static inline size_t column_groups(const struct linear_call *call) {
     return (call->n + group_outputs(call) - 1) / group_outputs(call);
 }
 
-/* One unit of a product's work: some rows, some groups of columns. */
+/* One task of a product: some rows and some groups of columns. */
 struct linear_task {
     size_t group, group_end, row, end;
 };
@@ -65,12 +67,12 @@ static inline struct linear_task linear_task(const struct linear_call *call, siz
     return (struct linear_task){group, group_end, row, end};
 }
 
-/* Rows of x lie at row * stride[0] + column * stride[1] for row < rows and column < columns; strides count elements. */
+/* The rows of x begin at row * stride[0] + column * stride[1], for row < rows and column < columns; strides count elements. */
 struct norm_call {
     const void *x, *weight;
     void *out; /* contiguous */
-    const void *residual; /* NULL, or what is added to x first; contiguous as sum and out */
-    void *sum;
+    const void *residual; /* added to x first; contiguous, as sum and out are; NULL: nothing is added */
+    void *sum;            /* x + residual */
     size_t rows, columns, n, stride[2], rows_per_task;
     float eps;
     int plus_one;
@@ -78,12 +80,12 @@ struct norm_call {
 
 struct rotate_call {
     void *x; /* [tokens, heads, ..], rotated in place */
-    const void *cos, *sin; /* [tokens, 2 * half]; the first halves are read */
+    const void *cos, *sin; /* [tokens, 2 * half]; only their first halves are read */
     size_t tokens, heads, half, token_stride, head_stride, angle_stride, tokens_per_task;
 };
 
-/* Sizes and strides in bytes; a slot's key lies at key_offset of its block, its value at value_offset, each head's tokens side by
- * side. */
+/* Sizes, strides and offsets in bytes. In a block, the keys are at key_offset and the values at value_offset, both
+ * [kv_heads, block_size, ..]. */
 struct store_call {
     const void *key, *value; /* [tokens, kv_heads, ..] */
     void *cache;
@@ -93,7 +95,7 @@ struct store_call {
 };
 
 struct attention_call {
-    const void *query; /* [rows, heads, key_dim], rows query_stride elements apart */
+    const void *query; /* [rows, heads, key_dim]; query_stride: elements from row to row */
     void *out;         /* [rows, heads, value_dim] */
     const void *cache;
     const int32_t *query_start, *seq_lens, *block_tables;
@@ -101,12 +103,12 @@ struct attention_call {
     int64_t block_stride, key_offset, value_offset;
     int64_t rows, query_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
-    int64_t window;  /* 0: none */
+    int64_t window;  /* the most keys that a query attends to; 0: all */
     float scale, softcap; /* softcap 0: none */
 };
 
-/* One unit of attention work: some query tokens of one request, some query heads of one KV head; or one token and all query
- * heads of some KV heads, whose keys lie side by side. */
+/* One task of attention: some query tokens of one request and some query heads of one KV head; or one query token and all query
+ * heads of several KV heads, whose keys are side by side in the cache. */
 struct attention_task {
     int32_t seq, kv_head, kv_count, head_start, head_count, token_start, token_count; /* head_count: of each KV head */
 };
@@ -117,12 +119,12 @@ struct attention_job {
     size_t count;
 };
 
-/* Up to so many rows memory is slower than their products. */
+/* With at most this many rows, reading the weights from memory takes longer than computing the products. */
 enum { FEW_ROWS = 48 };
 
 typedef void (*task_function)(const void *job, size_t task, void *scratch);
 
-/* One instruction set: its kernels, indexed by enum dtype, and how they like their rows. */
+/* One instruction set: its kernels, indexed by enum dtype, and the sizes of tasks that suit them. */
 struct isa {
     const char *name;
     int (*supported)(void);
@@ -130,50 +132,51 @@ struct isa {
     task_function attention[2];
     task_function rms_norm[2];
     task_function rotate[2];
-    size_t step_pairs;   /* of packed bfloat16 weights */
-    size_t linear_rows;  /* rows of x in scratch at once, for the vectors */
-    size_t rows_of_sums; /* the most rows of a bfloat16 task, which keeps all their sums in scratch */
-    int groups_take_turns; /* a bfloat16 task goes through all its groups with one piece of k after the other */
+    size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
+    size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
+    size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
+    int groups_take_turns; /* whether a bfloat16 task computes a piece of k for all its groups before the next piece */
 };
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;
 extern const struct isa *const isas[];
 
-/* Floats in one output row of attention: the value's dimension padded to whole groups of panels. */
+/* The number of floats in an output row of attention: the values' width, padded to whole groups of panels. */
 static inline size_t padded_columns(int64_t columns) {
     return ((size_t)columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
 }
 
-/* Rows (query tokens x query heads) of one attention task at most, which share a tile of keys; and of these, how many have
- * scores at a time, so that a tile and what is made of it stay in the first cache. */
+/* ATTENTION_ROWS: the most rows (query tokens x query heads) of an attention task, which share tiles of keys. SCORE_ROWS: for how
+ * many of them scores are computed at a time, so that a tile and its scores stay in the first-level cache. TASK_KV_HEADS: the
+ * most KV heads of a task. */
 enum { ATTENTION_ROWS = 128, SCORE_ROWS = 32, TASK_KV_HEADS = 8 };
 
-/* Tasks that may run in any order on any threads: which thread runs a task has no influence on its result. */
+/* Independent tasks: they may run in any order on any threads, and their results are the same. */
 struct work {
     task_function function;
     const void *job;
     size_t n_tasks, scratch_bytes;
-    _Alignas(64) atomic_size_t next; /* the first task that nobody has taken */
-    _Alignas(64) atomic_size_t done;
+    _Alignas(64) atomic_size_t next; /* the first task that no thread has taken */
+    _Alignas(64) atomic_size_t done; /* number of tasks that are computed */
 };
 
-/* Runs every task exactly once on at most n_threads threads, each work's after all of those before it. times: NULL, or
- * [n_works + 1]: the monotonic nanoseconds at the start, and when each work was done. */
+/* Runs every task exactly once on at most n_threads threads; the tasks of a work run after those of all works before it.
+ * times: NULL, or [n_works + 1] nanoseconds of the monotonic clock: at the start, and when each work was done. */
 int run_works(struct work *works, size_t n_works, int n_threads, int64_t *times);
 
-/* How calls are cut into tasks. */
+/* Cut calls into tasks. */
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads);
 struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 struct work attention_work(const struct attention_job *job, const struct isa *isa, enum dtype dtype);
 
-/* Everything that would read or write outside the tensors if it were wrong. */
+/* Check everything that could make a kernel read or write outside of the tensors. They return an enum status. */
 int check_store(const struct store_call *call);
 int check_attention(const struct attention_call *call);
-/* The tasks of a checked call, which the caller frees. */
+/* Plans the tasks of a checked call into job->tasks, which the caller frees. */
 int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads);
-/* Rows of no request come out zero. */
+/* Sets the output rows that belong to no request to zero. */
 void clear_unused_rows(const struct attention_call *call, enum dtype dtype);
 
 #endif

@@ -1,4 +1,4 @@
-/* How the structures that Python fills lie in memory: call_structs.py compares its own with this when the library is loaded. */
+/* The memory layout of the structures that Python fills; call_structs.py compares its own with it when the library is loaded. */
 #include <stddef.h>
 
 struct layout_entry {
@@ -71,7 +71,7 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
 };
 
-/* The entry at an index, NULL behind the last one. */
+/* The entry at an index; NULL behind the last entry. */
 const struct layout_entry *baton_layout(size_t index) {
     return index < sizeof layout / sizeof *layout ? &layout[index] : NULL;
 }

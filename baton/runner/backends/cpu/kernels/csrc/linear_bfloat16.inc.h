@@ -1,4 +1,4 @@
-/* Linear layers in bfloat16 on vectors. */
+/* Linear layers in bfloat16 on vectors, for the instruction sets without AMX. */
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);

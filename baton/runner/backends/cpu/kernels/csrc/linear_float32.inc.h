@@ -1,8 +1,8 @@
-/* Linear layers in float32, and the end that both dtypes share: the bias is added to the float32 sums or the gate is applied
- * to them, then they are rounded to the output's dtype. */
+/* Linear layers in float32, and the epilogue that both dtypes share: the bias is added to the float32 sums, or the gate is applied
+ * to them, and then they are rounded to the output's dtype. */
 struct epilogue {
     float bias[GROUP_COLUMNS];
-    size_t column, columns, stride; /* where the group's outputs begin, how many there are, the length of out's rows */
+    size_t column, columns, stride; /* the group's first output, its number of outputs, the length of out's rows */
     enum activation activation;
     int has_bias;
 };
@@ -17,7 +17,7 @@ INLINE void open_epilogue(struct epilogue *e, const struct linear_call *call, co
         v_store(e->bias + i, load_lanes(dtype, call->bias, e->column + i, lanes_left(i, e->columns)));
 }
 
-/* rows of out from a row on, from sums c[rows][GROUP_COLUMNS] */
+/* Stores rows of out, from a row on, from the sums c[rows][GROUP_COLUMNS]. */
 INLINE void store_rows(const enum dtype dtype, const struct epilogue *e, void *out, size_t row, size_t rows, const float *c) {
     for (size_t m = 0; m < rows; m++, c += GROUP_COLUMNS) {
         size_t to = (row + m) * e->stride + e->column;

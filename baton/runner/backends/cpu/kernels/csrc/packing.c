@@ -1,34 +1,34 @@
-/* Packed weights: made from rows, and rows taken out of them again. */
+/* Packs weights, and reads rows of packed weights. */
 #include "kernels.h"
 
 #include <string.h>
 
-/* k as packed; the rows of x are padded with zeros to it as well */
+/* The padded k of a packed weight; rows of x are padded with zeros to the same width. */
 size_t baton_padded_k(int dtype, size_t k) {
     return dtype == DTYPE_FLOAT32 ? k : (k + BF16_K_MULTIPLE - 1) / BF16_K_MULTIPLE * BF16_K_MULTIPLE;
 }
 
-/* elements of a packed weight of so many columns */
+/* The number of elements in a packed weight with this number of columns. */
 size_t baton_packed_size(int dtype, size_t columns, size_t k) {
     return (columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS * baton_padded_k(dtype, k);
 }
 
-/* the packed column's first element; step: elements of k in a step of bfloat16 */
+/* The index of a packed column's first element. step: elements of k in a step of bfloat16. */
 static size_t column_start(int dtype, size_t column, size_t padded, size_t step) {
     size_t group = column / GROUP_COLUMNS * GROUP_COLUMNS * padded, within = column % GROUP_COLUMNS;
     if (dtype == DTYPE_FLOAT32) return group + within;
     return group + within / LANES * step * LANES + within % LANES * 2;
 }
 
-/* from there to the pair that begins with element i of a bfloat16 column */
+/* The offset from there to the pair that begins with element i of a bfloat16 column. */
 static size_t pair_offset(size_t i, size_t step) { return i / step * step * GROUP_COLUMNS + i % step * LANES; }
 
-/* Puts the rows of a weight [n, k] into packed columns from first on, each 16 rows spread panels after those before.
- * packed is zero where nothing is put. */
+/* Writes the rows of a weight [n, k] to packed columns, beginning at column first; each 16 rows go spread panels behind the 16
+ * before them. The caller passes packed zeroed. */
 void baton_pack(int isa, int dtype, const void *weight, void *packed, size_t n, size_t k, size_t first, size_t spread) {
     size_t padded = baton_padded_k(dtype, k), step = 2 * isas[isa]->step_pairs, starts[LANES];
     for (size_t row = 0; row < n; row += LANES) {
-        size_t used = n - row < LANES ? n - row : LANES; /* written in order, read in 16 streams */
+        size_t used = n - row < LANES ? n - row : LANES; /* 16 rows at a time: they are read side by side and written in order */
         for (size_t lane = 0; lane < used; lane++)
             starts[lane] = column_start(dtype, first + row * spread + lane, padded, step);
         if (dtype == DTYPE_FLOAT32) {
@@ -73,7 +73,7 @@ static void take_row(const void *job, size_t task, void *scratch) {
     }
 }
 
-/* out[i] is row index[i] of the weight; not for gated ones */
+/* Copies row index[i] of a weight that is not gated to row i of out. */
 int baton_take_rows(int isa, int dtype, const void *packed, const int64_t *index, void *out, size_t rows, size_t n, size_t k,
                     int n_threads) {
     size_t step = 2 * isas[isa]->step_pairs;

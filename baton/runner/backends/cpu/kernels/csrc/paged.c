@@ -1,4 +1,4 @@
-/* The library's entry points for the paged cache: what is checked, and how attention is cut into tasks. */
+/* The library's entry points for the paged cache: they check arguments and cut attention into tasks. */
 #include "kernels.h"
 
 #include <stdlib.h>
@@ -10,8 +10,8 @@ static size_t attention_scratch(const struct attention_call *call) {
     return sizeof(float) * (rows + scores + KEY_TILE * value * 3 / 2 + KEY_TILE * key); /* values, their pairs, keys */
 }
 
-/* How many KV heads a task of one token goes through: memory likes longer pieces, but there must be tasks for all threads.
- * work counts keys times KV heads, of all requests. */
+/* How many KV heads a task of one token computes: longer pieces of memory are read faster, but all threads need tasks.
+ * work: the number of keys times KV heads, of all requests. */
 static int64_t kv_heads_together(const struct attention_call *call, int64_t seq, int64_t work, int n_threads) {
     int64_t group = call->heads / call->kv_heads, most = work / (2 * n_threads * (int64_t)call->seq_lens[seq]);
     if (most > TASK_KV_HEADS) most = TASK_KV_HEADS;
@@ -43,7 +43,7 @@ static size_t plan_request(const struct attention_call *call, int64_t seq, int64
     return count;
 }
 
-/* Blocks that no query row sees may hold any number. */
+/* Entries of a block table that no query row attends to are not checked. */
 int check_attention(const struct attention_call *call) {
     if (call->query_start[0] != 0 || call->query_start[call->num_seqs] > call->rows) return STATUS_BAD_QUERY_START;
     for (int64_t seq = 0; seq < call->num_seqs; seq++) {

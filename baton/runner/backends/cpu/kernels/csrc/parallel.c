@@ -1,6 +1,6 @@
-/* Threads: a team of torch's own OpenMP runtime, handed in as its GOMP_parallel entry, goes through the works of a call together;
- * each work's tasks are claimed from a counter.
- * A second runtime beside it would have a second set of spinning workers on the same cores. Without one, the caller works alone. */
+/* Threads: a team of torch's own OpenMP runtime computes the works of a call together, and takes each work's tasks from a
+ * counter. Python passes in the address of the runtime's GOMP_parallel; without it the calling thread computes alone. A second
+ * runtime would have a second set of worker threads, and both would spin on the same cores. */
 #include "kernels.h"
 
 #include <pthread.h>
@@ -21,11 +21,11 @@ struct team {
     struct work *works;
     size_t n_works, scratch_bytes;
     int64_t *times;
-    pthread_t caller; /* writes them down */
+    pthread_t caller; /* the thread that writes the times */
     atomic_int status;
 };
 
-/* One scratch buffer a thread, kept between calls: large ones would be mapped and faulted in anew at every call. */
+/* Each thread keeps one scratch buffer between calls, since a large buffer would be mapped and faulted in again in each call. */
 struct scratch {
     size_t bytes;
     void *memory;
@@ -94,7 +94,7 @@ static void pause_briefly(void) { __asm__ volatile("yield"); }
 static void pause_briefly(void) {}
 #endif
 
-/* Tasks are short: who waits longer than this waits for a thread that has lost its core, and offers its own. */
+/* Tasks are short. A thread that waits for longer than this many spins waits for a thread that has lost its core, and yields. */
 enum { SPINS = 4000 };
 
 static void wait_for(struct work *work) {
@@ -121,7 +121,7 @@ static int64_t now(void) {
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* What each thread of the team does. Nobody waits for a thread that has taken no task, so none needs to come at all. */
+/* The body of each thread of the team. Threads wait for tasks and not for each other, so a thread that starts late delays none. */
 static void go_through(void *data) {
     struct team *team = data;
     void *scratch = thread_scratch(team->scratch_bytes + 64);

@@ -1,4 +1,4 @@
-/* Plain C for every other machine. */
+/* Kernels in plain C for all other machines. */
 #define TARGET
 #include "vector_portable.h"
 

@@ -1,18 +1,20 @@
-/* The same product for bfloat16 pairs, after product_float32.inc.h; DPBF16 says that there is vdpbf16ps. */
+/* The product of a few rows with panels of bfloat16 pairs. Included after product_float32.inc.h; the includer defines DPBF16 if the
+ * instruction set has vdpbf16ps. */
 
-/* A piece of k: up to FEW_ROWS its weights, one group's, stay in the first cache while the rows pass block after block, and come
- * from memory one such piece ahead; with more rows they stay in the second cache. */
+/* The length of a piece of k. Up to FEW_ROWS rows, the weights of a piece, of one group, stay in the first-level cache while block
+ * after block of rows is multiplied with them, and the next piece is prefetched from memory; with more rows they stay in the
+ * second-level cache. */
 enum { FEW_PAIRS = 64, MANY_PAIRS = 512, AHEAD_BYTES = FEW_PAIRS * GROUP_COLUMNS * 4 };
 enum { ROW_ITEMS_PER_PAIR = 2, QUERY_MULTIPLE = 2 };
 #ifdef DPBF16
-typedef uint16_t bf16_row; /* as they lie in memory */
+typedef uint16_t bf16_row; /* rows as they are in memory */
 enum { PAIR_TILE_ROWS = WIDE_ROWS };
 #else
-typedef float bf16_row; /* pairs as floats, odd element first */
+typedef float bf16_row; /* rows of pairs as floats, odd element first */
 enum { PAIR_TILE_ROWS = TALL_ROWS };
 #endif
 
-/* k is even */
+/* Converts a row of x to bf16_row; k is even. */
 INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) {
 #ifdef DPBF16
     memcpy(row, x, k * 2);
@@ -25,7 +27,7 @@ INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) {
 #endif
 }
 
-/* Rows of x as product_bfloat16 takes them: as they lie, or a copy in `room`. */
+/* Rows of x as product_bfloat16 takes them: in place, or converted to `room`. */
 INLINE const bf16_row *row_items(const uint16_t *x, size_t stride, size_t rows, size_t pairs, bf16_row *room, size_t *ldx) {
 #ifdef DPBF16
     (void)rows, (void)pairs, (void)room;
@@ -116,14 +118,14 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
     }
 }
 
-/* Attention's 16 probabilities from a key on, rounded to bfloat16, into a row of KEY_TILE floats or bfloat16. */
+/* Stores 16 probabilities of attention from a key on, rounded to bfloat16, in a row of KEY_TILE floats or bfloat16. */
 INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {
     uint16_t rounded[LANES];
     v_store_bf16(rounded, p);
     widen_row((bf16_row *)row + key, rounded, LANES);
 }
 
-/* c[rows][panels * 16] += probabilities[rows] * pairs, which lie in panels of KEY_TILE keys */
+/* c[rows][panels * 16] += probabilities[rows] * pairs; the pairs are in panels of KEY_TILE keys. */
 INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *probabilities, const uint16_t *pairs, float *c, size_t ldc) {
     product_bfloat16(rows, panels, (const bf16_row *)probabilities, 2 * KEY_TILE * sizeof *pairs / sizeof(bf16_row), pairs,
                      KEY_TILE * LANES, 2 * LANES, KEY_TILE / 2, c, ldc, 1);

@@ -1,12 +1,12 @@
-/* The product of a few rows with panels of 16 columns in float32; included once for each instruction set.
+/* The product of a few rows with panels of 16 columns in float32. Included once for each instruction set.
  *
  * The includer defines TARGET, the v16 vectors, and the shapes of its register tiles: WIDE_CASES for WIDE_PANELS panels
  * at a time and up to WIDE_ROWS rows, TALL_CASES for TALL_PANELS panels and up to TALL_ROWS rows.
  */
-/* How far ahead of use the weights are asked for, in bytes: about one memory latency at full bandwidth. */
+/* How many bytes ahead of their use weights are prefetched: about one memory latency at full bandwidth. */
 enum { PREFETCH_BYTES = 2048 };
 
-/* c[MM][NU * 16] (+)= x[MM][k] * panels, whose rows are k_stride elements apart */
+/* c[MM][NU * 16] (+)= x[MM][k] * panels; k_stride: elements from one row of a panel to the next. */
 INLINE void tile_float32(const int MM, const int NU, const float *x, size_t ldx, const float *w, size_t panel_stride,
                          size_t k_stride, size_t k, float *c, size_t ldc, int accumulate) {
     v16 acc[12][4];

@@ -1,16 +1,16 @@
-/* A program: the operations of a step's layers one after another, in one call. The threads stay together from the first to the
- * last, and Python is not asked in between. What changes from step to step is in struct step; nothing is computed before all
- * of it has been checked. */
+/* A program: all operations of a step's layers, computed one after the other in one call. The team of threads stays the same from
+ * the first operation to the last, and no Python runs in between. Everything that changes from step to step is in struct step,
+ * and nothing is computed before all of it has been checked. */
 #include "kernels.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* call_structs.py has the same, and compares it with layout.inc.h */
+/* call_structs.py has the same numbers and structures, and compares them with layout.inc.h. */
 enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
-/* out[i] is row index[i] of x; sizes in bytes */
+/* Copies row index[i] of x to row i of out; sizes and strides in bytes. */
 struct take_rows_call {
     const void *x;
     void *out;
@@ -27,27 +27,28 @@ union call {
     struct take_rows_call take;
 };
 
-/* A buffer of rows, and how many bytes into it; buffer -1: there is none. */
+/* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
 struct place {
     int64_t buffer, offset;
 };
 
-/* Two inputs at most beside x: a norm's residual (and sum), a rotation's cosines and sines, the values to store with the keys. */
+/* An operation has at most two operands beside x and out: a norm's residual and sum, a rotation's cosines and sines, or the values
+ * that are stored with the keys. */
 struct operation {
-    int64_t kind, which_rows, group; /* group: of layers, whose block tables and slots are one */
+    int64_t kind, which_rows, group; /* group: of layers, which share block tables and slots */
     struct place x, out, second, third;
-    union call call; /* without what the step brings */
+    union call call; /* without the fields that depend on the step */
 };
 
 struct step_group {
     const int64_t *slots;        /* [rows] */
-    const int32_t *block_tables; /* [seqs, table_width], rows table_stride elements apart */
+    const int32_t *block_tables; /* [seqs, table_width]; table_stride: elements from row to row */
     int64_t table_width, table_stride;
 };
 
 struct step {
     char *const *buffers;
-    const int64_t *sampled; /* [num_sampled]: the rows that sample */
+    const int64_t *sampled; /* [num_sampled]: the indices of the rows that sample */
     const int32_t *query_start, *sample_start, *seq_lens;
     const struct step_group *groups;
     int64_t rows, num_sampled, num_seqs;
@@ -88,7 +89,8 @@ static int prepare_attention(struct prepared *to, struct work *work, const struc
     return status;
 }
 
-/* Fills in what the step brings. before: the last attention that was prepared, or NULL. */
+/* Completes an operation's call with the fields of the step. before: the last attention that was prepared, or NULL; its tasks are
+ * reused where they are the same. */
 static int prepare(struct prepared *to, struct work *work, const struct operation *op, const struct step *step,
                    const struct prepared *before, const struct isa *isa, enum dtype dtype, int n_threads) {
     int sampled = op->which_rows == SAMPLED_ROWS;
@@ -146,7 +148,7 @@ static int prepare(struct prepared *to, struct work *work, const struct operatio
     return STATUS_OK;
 }
 
-/* times: as run_works has them */
+/* Computes a step; returns an enum status. times: see run_works. */
 int baton_run_program(int isa, int dtype, const struct operation *operations, size_t count, const struct step *step, int n_threads,
                       int64_t *times) {
     struct prepared *prepared = calloc(count, sizeof *prepared);

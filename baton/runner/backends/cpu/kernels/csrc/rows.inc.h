@@ -1,4 +1,4 @@
-/* What is done to each row alone: root mean square norm, and rotary positions. After functions.inc.h. */
+/* Kernels that treat each row alone: root mean square norm and rotary positions. Included after functions.inc.h. */
 
 INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t to) {
     const size_t n = call->n;
@@ -13,7 +13,7 @@ INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_
         from = to;
     }
     v16 squares[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
-    for (size_t i = 0; i < n; i += 4 * LANES) /* four chains hide the latency of one */
+    for (size_t i = 0; i < n; i += 4 * LANES) /* four independent sums hide the latency of an addition */
         for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
             v16 value = load_lanes(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n));
             squares[j] = v_fma(value, value, squares[j]);

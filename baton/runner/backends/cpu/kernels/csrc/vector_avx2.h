@@ -1,4 +1,4 @@
-/* Vectors of 16 floats on AVX2 with FMA: two registers each. The includer defines TARGET. */
+/* Vectors of 16 floats on AVX2 with FMA, in two registers each. The includer defines TARGET, see vector_avx512.h. */
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -45,7 +45,7 @@ INLINE __m256 power_of_two_8(__m256 shifted) {
         _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127 - 0x4B400000)), 23));
 }
 
-/* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
+/* 2^n for an integer n, which is in the low bits of shifted = n + ROUND_SHIFT */
 INLINE v16 v_power_of_two(v16 shifted) { return EACH(power_of_two_8(shifted.a), power_of_two_8(shifted.b)); }
 
 /* p * 2^n for such an n; zero where x < bound */
@@ -82,13 +82,13 @@ INLINE v16 v_load_even(const uint16_t *p) {
 }
 #undef EACH
 
-/* panel[word][16] from 16 rows of words 32-bit words */
+/* panel[word][16] from 16 rows of `words` 32-bit words */
 INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
     for (size_t i = 0; i < 16; i++)
         for (size_t w = 0; w < words; w++) panel[w * 16 + i] = rows[i][w];
 }
 
-/* Two rows as pairs, 16 of them in each panel. */
+/* Interleaves two rows as pairs, 16 of them in each panel. */
 INLINE void interleave_rows(uint16_t *to, size_t panel_stride, const uint16_t *even, const uint16_t *odd, size_t dim) {
     for (size_t d = 0; d < dim; d++) {
         uint16_t *pair = to + d / 16 * panel_stride + d % 16 * 2;

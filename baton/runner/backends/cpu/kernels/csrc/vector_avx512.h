@@ -26,7 +26,7 @@ INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), b, a);
 }
 
-/* p * 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT too; zero where x < bound */
+/* p * 2^n for an integer n, which is also in the low bits of shifted = n + ROUND_SHIFT; zero where x < bound */
 INLINE v16 v_scaled(v16 p, v16 n, v16 shifted, v16 x, v16 bound) {
     (void)shifted;
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), p, n);
@@ -37,7 +37,7 @@ INLINE v16 v_load_bf16(const uint16_t *p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
-#ifdef ROUND_BF16 /* by instruction; only the payload of not-a-number differs */
+#ifdef ROUND_BF16 /* by an instruction, which differs only in the payload of NaN */
 INLINE void v_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
 #else
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
@@ -58,8 +58,8 @@ INLINE v16 v_load_even(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
 
-/* words[i][16] from the 32-bit words w + i of 16 rows. Four rows' quarters are put side by side as they are loaded, so that only
- * the four words within a quarter are left to exchange. */
+/* words[i][16] from the 32-bit words w + i of 16 rows. The loads put four rows' words side by side in the quarters of a register,
+ * so that only the four words within a quarter are left to exchange. */
 INLINE void transpose_four_words(const uint32_t *const rows[16], size_t w, __m512i words[4]) {
     __m512i r[4];
 #pragma GCC unroll 4
@@ -77,7 +77,7 @@ INLINE void transpose_four_words(const uint32_t *const rows[16], size_t w, __m51
     words[3] = _mm512_unpackhi_epi64(high01, high23);
 }
 
-/* panel[word][16] from 16 rows of words 32-bit words, a multiple of 4. */
+/* panel[word][16] from 16 rows of `words` 32-bit words, which are a multiple of 4. */
 INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
     for (size_t w = 0; w < words; w += 4) {
         __m512i transposed[4];
@@ -87,7 +87,7 @@ INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_
     }
 }
 
-/* 32 elements of two rows as pairs. */
+/* Interleaves 32 elements of two rows as pairs. */
 INLINE void interleave_32(const uint16_t *even, const uint16_t *odd, __m512i pairs[2]) {
     const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
                                            4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -96,7 +96,7 @@ INLINE void interleave_32(const uint16_t *even, const uint16_t *odd, __m512i pai
     pairs[1] = _mm512_permutex2var_epi16(low, _mm512_add_epi16(first, _mm512_set1_epi16(16)), high);
 }
 
-/* Two rows as pairs, 16 of them in each panel. */
+/* Interleaves two rows as pairs, 16 of them in each panel. */
 INLINE void interleave_rows(uint16_t *to, size_t panel_stride, const uint16_t *even, const uint16_t *odd, size_t dim) {
     size_t d = 0;
     for (; d + 32 <= dim; d += 32, to += 2 * panel_stride) {

@@ -1,4 +1,5 @@
-/* Vectors of 16 floats in plain C. fmaf is one instruction on aarch64 and a library call on the oldest x86: slow there, equal in bits. */
+/* Vectors of 16 floats in plain C. fmaf is one instruction on aarch64 and a library call on the oldest x86, which is slow but gives
+ * the same bits. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -48,7 +49,7 @@ INLINE int v_any_above(v16 a, float bound) { return v_largest(a) > bound; }
 /* a where x < bound, else b; b where x is NaN */
 INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) { EACH(x.f[i] < bound.f[i] ? a.f[i] : b.f[i]); }
 
-/* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
+/* 2^n for an integer n, which is in the low bits of shifted = n + ROUND_SHIFT */
 INLINE v16 v_power_of_two(v16 shifted) { EACH(from_bits((to_bits(shifted.f[i]) + 127u - 0x4B400000u) << 23)); }
 
 /* p * 2^n for such an n; zero where x < bound */
@@ -72,13 +73,13 @@ INLINE v16 v_load_odd(const uint16_t *p) { EACH(from_bits((uint32_t)p[2 * i + 1]
 INLINE v16 v_load_even(const uint16_t *p) { EACH(from_bits((uint32_t)p[2 * i] << 16)); }
 #undef EACH
 
-/* panel[word][16] from 16 rows of words 32-bit words */
+/* panel[word][16] from 16 rows of `words` 32-bit words */
 INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
     for (size_t i = 0; i < 16; i++)
         for (size_t w = 0; w < words; w++) panel[w * 16 + i] = rows[i][w];
 }
 
-/* Two rows as pairs, 16 of them in each panel. */
+/* Interleaves two rows as pairs, 16 of them in each panel. */
 INLINE void interleave_rows(uint16_t *to, size_t panel_stride, const uint16_t *even, const uint16_t *odd, size_t dim) {
     for (size_t d = 0; d < dim; d++) {
         uint16_t *pair = to + d / 16 * panel_stride + d % 16 * 2;

@@ -106,7 +106,7 @@ class Reading:
 
     snapshot: Snapshot
     bad: Mapping[str, str]
-    """The reason for each record that was skipped, by its key."""
+    """For each record that was skipped, the reason, by the record's key."""
 
 
 def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:

@@ -43,7 +43,7 @@ _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 @dataclass(frozen=True, slots=True)
 class _Write:
     record: bytes | None
-    """The record; None: only change the lifetime of the stored one, if it is this flight's."""
+    """The record; None: change only the lifetime of the stored record, if it belongs to this flight."""
     lifetime_s: float
     owner: bytes
 
@@ -124,7 +124,11 @@ class RedisFlightRecords:
             finally:
                 self._read_slots.release()
         except _FOREIGN as error:
-            self._unreadable.happened("records of requests can't be read, like that of %s: %s", request_id, error)
+            self._unreadable.happened(
+                "the record of request %s can't be read from Redis, so no router can take it over: %s",
+                request_id,
+                error,
+            )
             return None
         return _bytes(found)[_OWNER_BYTES:] if found is not None else None
 
@@ -150,14 +154,16 @@ class RedisFlightRecords:
                 try:
                     await self._send(batch)
                     failures = 0
-                    self._unwritable.is_over("records of requests are written again")
+                    self._unwritable.is_over("records of requests are written to Redis again")
                     if not self._closing.is_set():
                         await asyncio.sleep(_PAUSE_S)
                 except _FOREIGN as error:
                     failures += 1
                     self._keep(batch)
                     self._unwritable.happened(
-                        "records of requests can't be written, and requests go on without them: %s", error
+                        "records of requests can't be written to Redis; requests go on, but other routers can't take "
+                        "them over: %s",
+                        error,
                     )
                     if self._closing.is_set():
                         return

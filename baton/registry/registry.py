@@ -209,7 +209,7 @@ class Registry:
                     stored = await self._operate(self._read())
                     failures = 0
                     self._healthy = True
-                    await self._take_in(stored)
+                    await self._publish_to_watchers(stored)
                     await pubsub.get_message(ignore_subscribe_messages=True, timeout=READ_EVERY_S)
             except _FOREIGN:
                 self._healthy = False
@@ -223,7 +223,8 @@ class Registry:
             await asyncio.sleep(retry_delay(failures, LAST_RETRY_S))
             failures += 1
 
-    async def _take_in(self, stored: _Stored) -> None:
+    async def _publish_to_watchers(self, stored: _Stored) -> None:
+        """Give a full read to all watchers, and restore the desired state in a registry that has lost its data."""
         reading = read_records(stored.records)
         self._bad_records = len(reading.bad)
         self._feed.publish(self._grace.merge(stored.epoch, reading.snapshot, self._clock.monotonic()))
@@ -274,7 +275,7 @@ class Registry:
         await self._keep_reserves()
 
     async def _renew(self, record: NodeRecord, data: bytes) -> bool:
-        """Extend the record's lifetime; whether the stored record is this one. Works while Redis is full, too."""
+        """Extend the record's lifetime, also in a full Redis. Returns whether the stored record is this one."""
         key = self._key("node", record.incarnation)
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.get(key)
@@ -398,7 +399,10 @@ class RedisLease:
     async def update(self, record: NodeRecord) -> None:
         """Publish another record of the same incarnation; see `Lease.update`."""
         if (record.name, record.incarnation) != (self._record.name, self._record.incarnation):
-            raise ValueError(f"this lease is {self._record.incarnation}'s, not {record.incarnation}'s")
+            raise ValueError(
+                f"the lease of {self._record.name} {self._record.incarnation} can't publish a record of another "
+                f"incarnation: {record.name} {record.incarnation}"
+            )
         self._record = record
         await self._try_publish()
 
@@ -443,7 +447,7 @@ def _lifetime_ms(record: NodeRecord) -> int:
 
 
 def retry_delay(failures: int, longest: float) -> float:
-    """Seconds to wait before the next attempt after this many failures in a row."""
+    """The number of seconds to wait after this many failures in a row, before the next attempt."""
     return float(min(longest, FIRST_RETRY_S * 2 ** min(failures, 16)))
 
 
@@ -469,7 +473,7 @@ def with_authority(url: str, ca: Path | None) -> str:
 def check_registry_url(url: str) -> None:
     """Raises ConfigError for a URL that can't be a registry's."""
     if not url.startswith(_SCHEMES):
-        raise ConfigError(f"registry {without_password(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
+        raise ConfigError(f"registry {without_password(url)!r} is no URL of Redis: use {' or '.join(_SCHEMES)}")
 
 
 async def require_registry(url: str, cluster: str) -> None:

@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizer, detokenizer, stop strings, grammars. Needs no torch and no transformers."""
+"""Text and token ids: tokenizer, detokenizer, chat template, stop strings, grammars. Needs no torch."""

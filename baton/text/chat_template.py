@@ -42,7 +42,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigError(f"the model's chat template is broken: {error}") from error
+            raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
         self._special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
         self._knows_developer = "developer" in source
 
@@ -65,7 +65,7 @@ class ChatTemplate:
         `variables`: further variables for the template, such as `enable_thinking`.
         """
         if taken := _OWN_NAMES.intersection(variables or ()):
-            raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}")
+            raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}, which the request itself sets")
         try:
             return self._template.render(
                 self._special_tokens
@@ -79,7 +79,7 @@ class ChatTemplate:
                 }
             )
         except Exception as error:  # A template may raise anything for messages that it was not written for.
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+            raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
 
     def _understood(self, message: Mapping[str, str]) -> Mapping[str, str]:
         # OpenAI's newer name for the role "system", which few templates know.

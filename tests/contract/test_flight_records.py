@@ -108,7 +108,7 @@ async def test_a_redis_that_is_away_is_one_line_in_the_log(tmp_path: Path, caplo
     await nobody.close()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
-    assert told[0].startswith("records of requests can't be read, like that of 0: ")
+    assert told[0].startswith("the record of request 0 can't be read from Redis")
 
 
 async def test_another_process_finds_the_latest_record_of_its_own_cluster(server: Server) -> None:

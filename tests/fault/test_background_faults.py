@@ -93,7 +93,7 @@ async def running_router(directory: Path) -> AsyncIterator[tuple[asyncio.Task[No
         (_Server, "main_loop", "http-server"),
     ],
 )
-async def test_what_a_router_cannot_go_on_without_ends_it(
+async def test_a_fault_in_an_essential_task_ends_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, work: str, kind: str
 ) -> None:
     monkeypatch.setattr(owner, work, raising)
@@ -134,7 +134,7 @@ async def test_a_turn_of_the_loop_that_raises_ends_the_process(
         await asyncio.gather(reader.task, return_exceptions=True)
 
 
-async def test_a_client_whose_leaving_could_not_be_noticed_is_let_go(ended: asyncio.Queue[BackgroundFault]) -> None:
+async def test_a_fault_in_watching_a_client_ends_its_exchange(ended: asyncio.Queue[BackgroundFault]) -> None:
     async def send(_message: Any) -> None:
         raise AssertionError
 
@@ -221,7 +221,7 @@ def starters_in(path: Path) -> int:
     return sum(name in STARTERS for name in names)
 
 
-def test_no_task_or_thread_is_started_that_nobody_watches() -> None:
+def test_every_task_and_thread_is_watched() -> None:
     """A new one goes through baton/background.py, or here with the reason why it needs not."""
     found = {
         str(path.relative_to(ROOT)): count

@@ -14,7 +14,7 @@ from tests.support.slow_model import ask, assert_right
 @pytest.mark.parametrize(
     ("role", "event"), [("prefill", "chunk_computed"), ("decode", "read_done"), ("decode", "remote_kv_arrived")]
 )
-async def test_draining_in_the_middle(session: ClusterSession, role: str, event: str) -> None:
+async def test_a_node_that_drains_at_an_event_loses_no_request(session: ClusterSession, role: str, event: str) -> None:
     request = ask(f"drains-{role}-{event}", chunks=3, max_tokens=12)
     answering = asyncio.create_task(session.generate(request))
     name = await session.seen(role, event, request.request_id)

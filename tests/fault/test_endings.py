@@ -38,7 +38,7 @@ async def test_down_lets_running_requests_end(tmp_path: Path, model: Path) -> No
             assert answer.end.path.attempts == 1
 
 
-async def test_nobody_survives_the_supervisor(tmp_path: Path, model: Path) -> None:
+async def test_no_process_survives_the_supervisor(tmp_path: Path, model: Path) -> None:
     with process_cluster(tmp_path / "run", model, *FLAGS, environment=STEP_TIMES) as cluster:
         async with cluster.session() as session:
             request = ask("orphan", chunks=3)

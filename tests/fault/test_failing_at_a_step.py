@@ -61,7 +61,7 @@ def _process(session: ClusterSession, pid: int) -> ProcessState:
 
 
 @pytest.mark.parametrize("place", KILLED)
-async def test_killed_at(session: ClusterSession, asked: Path, place: str, transport: str) -> None:
+async def test_a_node_killed_at_a_step(session: ClusterSession, asked: Path, place: str, transport: str) -> None:
     leave_to_the_other(transport, KILLED.index(place) // 2)
     request = ask(f"killed-{place}", chunks=3, sampled=True)
     before = {process.pid: process for process in session.cluster.state.processes}
@@ -75,7 +75,7 @@ async def test_killed_at(session: ClusterSession, asked: Path, place: str, trans
 
 
 @pytest.mark.parametrize("place", STOPS)
-async def test_stopped_at(session: ClusterSession, asked: Path, place: str, transport: str) -> None:
+async def test_a_node_stopped_at_a_step(session: ClusterSession, asked: Path, place: str, transport: str) -> None:
     leave_to_the_other(transport, STOPS.index(place))
     request = ask(f"stopped-{place}", chunks=3, sampled=True)
     with Drill(asked, place, f"stop {request.request_id}") as drill:
@@ -89,7 +89,7 @@ async def test_stopped_at(session: ClusterSession, asked: Path, place: str, tran
     await session.idle()
 
 
-async def test_a_loop_that_is_held_up_costs_no_link(session: ClusterSession, asked: Path, transport: str) -> None:
+async def test_a_blocked_event_loop_costs_no_link(session: ClusterSession, asked: Path, transport: str) -> None:
     leave_to_the_other(transport, 0)
     await session.idle()
     request = ask("held-up", chunks=3)

@@ -269,7 +269,7 @@ def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
 
 @fuzzed
 @given(data=st.data(), leaves=st.sampled_from([False, False, False, True]))
-def test_whatever_comes_has_an_answer(run: Run, data: st.DataObject, leaves: bool) -> None:
+def test_every_body_gets_an_answer(run: Run, data: st.DataObject, leaves: bool) -> None:
     path = data.draw(PATHS)
     body = data.draw(mutations(path) | wild_bodies(path) | st.binary(max_size=40))
     headers = {

@@ -134,7 +134,7 @@ async def attach(cluster: FuzzedCluster, node_id: str, messages: Sequence[bytes]
 
 @fuzzed
 @given(node_id=st.sampled_from(["prefill-0", "decode-0"]), messages=st.lists(router_messages(), min_size=1, max_size=5))
-def test_a_router_that_talks_nonsense_costs_a_node_nothing(run: Run, node_id: str, messages: list[bytes]) -> None:
+def test_invalid_messages_of_a_router_do_not_harm_a_node(run: Run, node_id: str, messages: list[bytes]) -> None:
     for outcome in run(lambda cluster: attach(cluster, node_id, messages)):
         event(node_pb2.Outcome.Name(outcome))
 
@@ -190,7 +190,7 @@ async def ask_beside_a_liar(cluster: FuzzedCluster, seed: int) -> Reply:
 
 @fuzzed
 @given(seed=st.integers(0, 2**32))
-def test_a_node_that_lies_about_one_request_costs_that_one_alone(run: Run, seed: int) -> None:
+def test_wrong_reports_about_one_request_harm_that_request_only(run: Run, seed: int) -> None:
     reply = run(lambda cluster: ask_beside_a_liar(cluster, seed))
     event(reply.code)
     assert "the router failed at this request" not in reply.details, reply

@@ -146,7 +146,7 @@ def test_a_partial_hit_on_either_side() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100, 130))
-def test_prompts_that_fit_here_and_not_there_do_not_wait_for_each_other(seed: int) -> None:
+def test_prompts_that_fit_on_one_node_only_do_not_deadlock(seed: int) -> None:
     """Ten of them, about as many blocks as two or three need, and not as many on both sides: some pass others."""
 
     async def main() -> None:
@@ -169,7 +169,7 @@ def test_prompts_that_fit_here_and_not_there_do_not_wait_for_each_other(seed: in
     run_virtually(main())
 
 
-def test_two_loads_that_share_a_prefix_and_a_pool_that_fits_one() -> None:
+def test_two_loads_that_share_a_prefix_in_a_pool_that_fits_one() -> None:
     async def main() -> None:
         # A decode node has 16 blocks; each needs 12 for its prompt and 2 for its tokens, 6 of them shared at best.
         async with simulated_cluster(Random(1), limits=replace(SMALL, num_blocks=17)) as cluster:
@@ -182,7 +182,7 @@ def test_two_loads_that_share_a_prefix_and_a_pool_that_fits_one() -> None:
     run_virtually(main())
 
 
-def test_preempted_after_a_pull() -> None:
+def test_a_request_preempted_after_its_transfer() -> None:
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=replace(SMALL, num_blocks=17)) as cluster:
             prompts = [prompt_of(14, seed) for seed in range(4)]
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_under_a_read_leaves_its_blocks_to_the_read(place: 
     run_virtually(main())
 
 
-def test_a_node_whose_reads_never_end_is_asked_for_nothing_more() -> None:
+def test_a_node_whose_reads_never_end_gets_no_more_requests() -> None:
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=replace(SMALL, max_quarantined_blocks=0)) as cluster:
             cluster.fabric.freeze("prefill-0.1")
@@ -268,7 +268,7 @@ def test_a_node_whose_reads_never_end_is_asked_for_nothing_more() -> None:
     run_virtually(main())
 
 
-def test_bytes_that_stop_while_both_nodes_live_are_pulled_from_another_node() -> None:
+def test_a_stalled_transfer_between_living_nodes_is_retried_at_another_node() -> None:
     """A dead data path under living links: nobody is lost, so nothing else would ever end the wait."""
 
     async def main() -> None:
@@ -380,7 +380,7 @@ def test_a_lease_that_ended_before_the_subscription_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("node_id", ["prefill-0", "decode-0"])
-def test_digests_that_can_not_be_computed_fail_their_transfer_and_nobody_waits(node_id: str) -> None:
+def test_digests_that_can_not_be_computed_fail_their_transfer_at_once(node_id: str) -> None:
     asked: list[Sequence[int]] = []
 
     def fail(block_ids: Sequence[int]) -> Sequence[int]:
@@ -446,7 +446,7 @@ class CountingCluster(SimulatedCluster):
     make_intake = CountingIntake
 
 
-def test_a_link_for_reads_that_go_on_is_tried_ever_later() -> None:
+def test_a_link_for_unfinished_reads_is_opened_with_back_off() -> None:
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=SMALL, cluster=CountingCluster) as cluster:
             cluster.fabric.freeze("prefill-0.1")
@@ -494,7 +494,7 @@ def test_a_prefill_node_drains_when_its_last_lease_is_over() -> None:
     run_virtually(main())
 
 
-def test_240_at_once_and_no_false_alarm() -> None:
+def test_240_requests_at_once_raise_no_false_alarm() -> None:
     async def main() -> None:
         limits = replace(SMALL, num_blocks=3000, chunk=256, max_num_seqs=256)
         async with simulated_cluster(Random(1), limits=limits, prefill=2, decode=2) as cluster:

@@ -63,7 +63,9 @@ async def reading(reader: Intake) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_it_ends_the_process(happens: Callable[[SimulatedCluster, HandOff, Intake], None], kind: str) -> None:
+def test_a_fault_in_a_hand_off_task_ends_the_process(
+    happens: Callable[[SimulatedCluster, HandOff, Intake], None], kind: str
+) -> None:
     async def main() -> None:
         met: asyncio.Queue[BackgroundFault] = asyncio.Queue()
         current_watch.set(BackgroundWatch(met.put_nowait))

@@ -118,13 +118,13 @@ def _hold(cluster: SimulatedCluster, source_id: str, target_id: str, seconds: fl
 
 
 @pytest.mark.parametrize(("place", "count"), [*((place, 1) for place in PLACES), *((place, 2) for place in REPEATED)])
-def test_killed(place: str, count: int) -> None:
+def test_a_node_killed_at_a_step_of_the_hand_off(place: str, count: int) -> None:
     run_virtually(_survives(place, count, _kill))
 
 
 @pytest.mark.parametrize("seconds", [0.5, 8.0], ids=["shortly", "long"])
 @pytest.mark.parametrize("place", PLACES)
-def test_stopped(place: str, seconds: float) -> None:
+def test_a_node_stopped_at_a_step_of_the_hand_off(place: str, seconds: float) -> None:
     attempts = 1 if seconds < 1 else None
     run_virtually(_survives(place, 1, lambda cluster, node_id: _stop(cluster, node_id, seconds), attempts))
 
@@ -132,6 +132,6 @@ def test_stopped(place: str, seconds: float) -> None:
 @pytest.mark.parametrize("seconds", [0.5, 8.0], ids=["shortly", "long"])
 @pytest.mark.parametrize("ends", [("prefill-0", "decode-0"), ("decode-0", "prefill-0")], ids=["down", "up"])
 @pytest.mark.parametrize("place", PLACES)
-def test_one_direction_lost(place: str, ends: tuple[str, str], seconds: float) -> None:
+def test_a_link_that_loses_one_direction_at_a_step(place: str, ends: tuple[str, str], seconds: float) -> None:
     attempts = 1 if seconds < 1 else None
     run_virtually(_survives(place, 1, lambda cluster, node_id: _hold(cluster, *ends, seconds), attempts))

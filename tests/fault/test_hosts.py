@@ -138,7 +138,7 @@ async def session(spread: HostsCluster) -> AsyncIterator[HostsSession]:
         assert_right(await opened.generate(after), after)
 
 
-async def test_undisturbed(session: HostsSession) -> None:
+async def test_an_undisturbed_cluster_gives_the_expected_tokens(session: HostsSession) -> None:
     requests = [ask(f"plain-{i}", chunks=2, sampled=bool(i % 2)) for i in range(4)]
     for answer, request in zip(await asyncio.gather(*map(session.generate, requests)), requests, strict=True):
         assert_right(answer, request)
@@ -159,7 +159,7 @@ async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, 
     assert "kv_arrived" not in first
 
 
-async def test_a_read_from_a_host_that_does_not_come_back_ends(session: HostsSession, spread: HostsCluster) -> None:
+async def test_a_read_from_a_host_that_never_returns_ends(session: HostsSession, spread: HostsCluster) -> None:
     """Until then it may write, so its blocks are kept."""
     request = ask("vanished")
     with ExitStack() as slow:
@@ -178,7 +178,9 @@ async def test_a_read_from_a_host_that_does_not_come_back_ends(session: HostsSes
 
 
 @pytest.mark.parametrize("deaf", ["both", "prefill", "decode"])
-async def test_a_pair_that_can_not_hear_each_other(session: HostsSession, spread: HostsCluster, deaf: str) -> None:
+async def test_a_pair_of_nodes_whose_link_is_dead_in_one_direction(
+    session: HostsSession, spread: HostsCluster, deaf: str
+) -> None:
     """Both still hear the router. `deaf` is who gets nothing from the other."""
     request = ask(f"deaf-{deaf}", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request, BOUND_S))
@@ -199,7 +201,7 @@ async def test_a_pair_that_can_not_hear_each_other(session: HostsSession, spread
         assert "lease_suspect" in told
 
 
-async def test_a_slow_link_is_waited_for(session: HostsSession, spread: HostsCluster) -> None:
+async def test_a_slow_link_fails_no_request(session: HostsSession, spread: HostsCluster) -> None:
     request = ask("slow", chunks=4)
     with spread.network.throttled(PREFILL[0], "400kbit"), spread.network.throttled(PREFILL[1], "400kbit"):
         answers = await asyncio.gather(*(session.generate(one, BOUND_S) for one in (request, ask("slow-2", chunks=4))))

@@ -49,7 +49,9 @@ async def prompt_tokens(port: int) -> dict[str, float]:
     }
 
 
-async def test_only_the_rest_is_computed_when_the_sender_dies(recomputing: ProcessCluster, metrics_ports: int) -> None:
+async def test_only_missing_blocks_are_computed_when_the_sender_dies(
+    recomputing: ProcessCluster, metrics_ports: int
+) -> None:
     request = ask("dies", chunks=KEPT_CHUNKS + 3, sampled=True)
     num_tokens = len(request.prompt)
     async with recomputing.session() as session:

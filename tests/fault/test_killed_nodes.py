@@ -13,7 +13,7 @@ from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 
 
-async def test_undisturbed(session: ClusterSession) -> None:
+async def test_an_undisturbed_cluster_gives_the_expected_tokens(session: ClusterSession) -> None:
     """What the other tests compare with: the closed form is what the cluster gives, greedy and sampled."""
     for request in (ask("plain"), ask("plain-sampled", sampled=True)):
         answer = await session.generate(request)
@@ -22,7 +22,7 @@ async def test_undisturbed(session: ClusterSession) -> None:
         assert answer.end.kv_bytes > 0
 
 
-async def test_the_prefill_node_while_it_computes(session: ClusterSession) -> None:
+async def test_killing_the_prefill_node_while_it_computes(session: ClusterSession) -> None:
     request = ask("prefill-dies", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request))
     decode = await session.seen("decode", "read_done", "prefill-dies")
@@ -38,7 +38,7 @@ async def test_the_prefill_node_while_it_computes(session: ClusterSession) -> No
     assert now.last_exit == "SIGKILL"
 
 
-async def test_the_decode_node_before_the_first_token(session: ClusterSession) -> None:
+async def test_killing_the_decode_node_before_the_first_token(session: ClusterSession) -> None:
     request = ask("decode-dies-early", chunks=6)
     events: list[Accepted | Chunk] = []
     answering = asyncio.create_task(session.generate(request, on_event=events.append))
@@ -55,7 +55,7 @@ async def test_the_decode_node_before_the_first_token(session: ClusterSession) -
     await session.back(before)
 
 
-async def test_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
+async def test_killing_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
     request = ask("decode-dies-late", chunks=2, max_tokens=48, sampled=True)
     count = TokenCount()
     answering = asyncio.create_task(session.generate(request, on_event=count))
@@ -69,7 +69,7 @@ async def test_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
     await session.back(before)
 
 
-async def test_the_decode_node_with_several_sequences(session: ClusterSession) -> None:
+async def test_killing_the_decode_node_of_several_sequences(session: ClusterSession) -> None:
     """All of them are replayed, whatever each had given out; what was already over is not sent again."""
     request = replace(ask("many-die", chunks=2, max_tokens=12, sampled=True), n=3)
     count = TokenCount()
@@ -87,7 +87,7 @@ async def test_the_decode_node_with_several_sequences(session: ClusterSession) -
     await session.back(before)
 
 
-async def test_both_prefill_nodes_at_once(session: ClusterSession) -> None:
+async def test_killing_both_prefill_nodes_at_once(session: ClusterSession) -> None:
     requests = [ask(f"both-{i}", chunks=4, sampled=bool(i % 2)) for i in range(6)]
     answering = [asyncio.create_task(session.generate(request)) for request in requests]
     await asyncio.gather(*(session.seen("decode", "expected", f"both-{i}") for i in range(6)))
@@ -102,7 +102,7 @@ async def test_both_prefill_nodes_at_once(session: ClusterSession) -> None:
         await session.back(before)
 
 
-async def test_every_node_at_once(session: ClusterSession) -> None:
+async def test_killing_every_node_at_once(session: ClusterSession) -> None:
     """The stream waits for their successors and goes on where it was."""
     request = ask("all-die", chunks=2, max_tokens=48, sampled=True)
     answering = asyncio.create_task(session.generate(request))
@@ -116,7 +116,7 @@ async def test_every_node_at_once(session: ClusterSession) -> None:
         await session.back(before)
 
 
-async def test_a_request_id_used_again_goes_the_whole_way(session: ClusterSession) -> None:
+async def test_a_request_id_that_is_used_again_is_a_new_request(session: ClusterSession) -> None:
     """Not a fault of ours: a client that tries again under the same name, right after it left."""
     request = ask("again", chunks=2)
     call = session.call(request)

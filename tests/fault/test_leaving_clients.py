@@ -20,7 +20,9 @@ from tests.support.slow_model import ask, assert_right
         ("streaming", "decode", "remote_kv_arrived", 1),
     ],
 )
-async def test_leaving(session: ClusterSession, stage: str, role: str, event: str, count: int) -> None:
+async def test_a_client_that_leaves_at_a_stage_frees_all_blocks(
+    session: ClusterSession, stage: str, role: str, event: str, count: int
+) -> None:
     request = ask(f"leaves-{stage}", chunks=3, max_tokens=40)
     call = session.call(request)
     await call.read()
@@ -32,7 +34,7 @@ async def test_leaving(session: ClusterSession, stage: str, role: str, event: st
         assert not events or "abort" in events, "who had to do with it was told"
 
 
-async def test_leaving_while_queued_behind_others(session: ClusterSession) -> None:
+async def test_a_client_that_leaves_while_its_request_is_queued(session: ClusterSession) -> None:
     stays = [ask(f"stays-{i}", chunks=2) for i in range(4)]
     answering = [asyncio.create_task(session.generate(request)) for request in stays]
     for request in stays:
@@ -46,7 +48,7 @@ async def test_leaving_while_queued_behind_others(session: ClusterSession) -> No
         assert answer.end.path.attempts == 1
 
 
-async def test_a_deadline_in_the_middle(session: ClusterSession) -> None:
+async def test_a_deadline_in_mid_stream(session: ClusterSession) -> None:
     request = ask("deadline", chunks=4)
     with pytest.raises(DeadlineExceeded):
         await session.generate(request, timeout_s=1.0)

@@ -34,7 +34,7 @@ def a_hang(cluster: SimulatedCluster) -> None:
 
 
 @pytest.mark.parametrize("cut", [a_moment, a_hang])
-def test_a_router_goes_on_with_what_its_nodes_run_when_its_links_are_back(
+def test_a_router_continues_its_requests_when_its_links_are_back(
     cut: Callable[[SimulatedCluster], None],
 ) -> None:
     run_virtually(_in_mid_stream(cut))
@@ -68,7 +68,7 @@ async def _in_mid_stream(cut: Callable[[SimulatedCluster], None]) -> None:
             node.assert_nothing_is_left()
 
 
-def test_a_request_that_ends_while_its_links_are_cut_is_told_its_end() -> None:
+def test_the_end_of_a_request_is_received_after_its_links_were_cut() -> None:
     run_virtually(_ends_meanwhile())
 
 

@@ -67,7 +67,7 @@ async def disturbed(
     return list(zip(requests, answers, strict=True))
 
 
-async def test_a_killed_router(session: ClusterSession) -> None:
+async def test_streams_continue_when_their_router_is_killed(session: ClusterSession) -> None:
     before = session.cluster.process("router-0")
     answers = await disturbed(session, "killed", lambda: os.kill(before.pid, signal.SIGKILL))
     assert all(answer.end.path.attempts == 1 for _, answer in answers), "its nodes went on with all of them"
@@ -75,7 +75,7 @@ async def test_a_killed_router(session: ClusterSession) -> None:
     await session.back(before)
 
 
-async def test_a_stopped_router_that_comes_back(session: ClusterSession) -> None:
+async def test_streams_continue_when_their_router_is_stopped_and_resumed(session: ClusterSession) -> None:
     pid = session.cluster.process("router-0").pid
     try:
         answers = await disturbed(session, "stopped", lambda: os.kill(pid, signal.SIGSTOP))
@@ -87,7 +87,7 @@ async def test_a_stopped_router_that_comes_back(session: ClusterSession) -> None
     assert_right(await session.generate(request), request)
 
 
-async def test_a_killed_router_without_redis(session: ClusterSession) -> None:
+async def test_streams_start_over_when_router_and_redis_are_killed(session: ClusterSession) -> None:
     """Nobody knows the requests, so they are asked for again."""
     with session.cluster.stopped(session.cluster.state.pid):
         redis = session.cluster.signal("redis", signal.SIGKILL)
@@ -98,7 +98,7 @@ async def test_a_killed_router_without_redis(session: ClusterSession) -> None:
     await session.back(router)
 
 
-async def test_the_only_router_that_a_client_knows(session: ClusterSession) -> None:
+async def test_streams_continue_when_the_only_known_router_restarts(session: ClusterSession) -> None:
     """It comes back on its port, as another run, and finds what the first one left."""
     address = session.cluster.state.grpc_address
     before = session.cluster.process("router-0")

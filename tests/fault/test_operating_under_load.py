@@ -191,7 +191,7 @@ def _end_with_two_signals(pid: int) -> float:
 
 
 @pytest.mark.timeout(300 + 2 * AWAY_S)
-async def test_no_client_notices_an_operator(operated: ProcessCluster, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_operators_commands_fail_no_request(operated: ProcessCluster, capsys: pytest.CaptureFixture[str]) -> None:
     operator = Operator(operated)
     began = time.monotonic()
     async with under_load(operated) as load:

@@ -149,7 +149,7 @@ async def warm_up(session: ClusterSession) -> None:
 
 
 @pytest.mark.timeout(120 + 60 * NUM_SCHEDULES)
-async def test_every_request_ends_once_and_everybody_is_idle_again(disturbed: ProcessCluster, asked: Path) -> None:
+async def test_every_request_ends_once_and_all_processes_are_idle_again(disturbed: ProcessCluster, asked: Path) -> None:
     seen: Counter[str] = Counter()
     async with disturbed.session() as session:
         await warm_up(session)

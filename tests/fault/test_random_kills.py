@@ -33,7 +33,9 @@ def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]
 
 
 @pytest.mark.timeout(180 + 20 * NUM_KILLS)
-async def test_no_client_notices(doomed: ProcessCluster, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_random_kills_lose_no_request_and_change_no_token(
+    doomed: ProcessCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = Random(SEED)
     addresses = [process.address for process in doomed.state.processes if process.role == "router"]
     asked = requests(rng, NUM_REQUESTS, VOCAB_SIZE, longest_prompt=400)

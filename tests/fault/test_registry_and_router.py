@@ -11,7 +11,7 @@ from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 
 
-async def test_redis(session: ClusterSession) -> None:
+async def test_killing_redis_disturbs_no_request(session: ClusterSession) -> None:
     incarnations = {p.incarnation for p in session.cluster.state.processes if p.role != "redis"}
     running = ask("redis-dies", chunks=2, max_tokens=12)
     answering = asyncio.create_task(session.generate(running))

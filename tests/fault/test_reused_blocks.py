@@ -106,14 +106,14 @@ def outcomes_with(intake: type[Intake]) -> Counter[str]:
     return outcomes
 
 
-def test_without_the_check_clients_get_wrong_tokens() -> None:
+def test_without_the_lease_check_clients_get_wrong_tokens() -> None:
     """The harness is one: this is what the check is for."""
     outcomes = outcomes_with(TrustingIntake)
     assert outcomes["wrong"] >= 100
     assert outcomes["right"] + outcomes["wrong"] == NUM_REQUESTS
 
 
-def test_with_the_check_nobody_gets_wrong_tokens() -> None:
+def test_with_the_lease_check_no_client_gets_wrong_tokens() -> None:
     outcomes = outcomes_with(Intake)
     assert outcomes["lease lost"] >= 100, "blocks were taken away under reads all the time"
     assert outcomes["wrong"] == outcomes["failed after wrong tokens"] == 0

@@ -25,7 +25,7 @@ def impatient(tmp_path: Path, model: Path) -> Iterator[ProcessCluster]:
         yield running
 
 
-async def test_routers_that_are_restarted_one_after_the_other_leave_their_requests_to_each_other(
+async def test_a_rolling_restart_of_routers_hands_their_requests_over(
     impatient: ProcessCluster,
 ) -> None:
     async with impatient.session() as session:

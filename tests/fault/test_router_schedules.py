@@ -134,7 +134,7 @@ class Schedule:
         self.cluster.start_router(name)
 
 
-def test_whatever_router_dies_each_token_comes_once() -> None:
+def test_each_token_comes_once_whichever_router_dies() -> None:
     struck: Counter[str] = Counter()
     for seed in SEEDS:
         try:

@@ -70,7 +70,7 @@ class Client:
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["client-is-believed-to-be-there", "client-has-left"])
-def test_a_router_that_is_slow_to_say_adopt_takes_nothing_from_the_one_that_serves_the_client(leaves: bool) -> None:
+def test_a_late_adopt_takes_no_request_from_the_router_that_serves_the_client(leaves: bool) -> None:
     run_virtually(_late_adoption(leaves))
 
 
@@ -116,7 +116,7 @@ async def _late_adoption(leaves: bool) -> None:
             node.assert_nothing_is_left()
 
 
-def test_a_router_to_which_the_client_came_back_takes_its_attempt_back() -> None:
+def test_a_router_to_which_a_client_returns_takes_its_attempt_back() -> None:
     run_virtually(_back_at_the_first())
 
 

@@ -10,7 +10,7 @@ from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 
 
-async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
+async def test_a_decode_node_that_is_stopped_in_mid_stream(session: ClusterSession) -> None:
     request = ask("decode-stops", chunks=2, max_tokens=48, sampled=True)
     count = TokenCount()
     answering = asyncio.create_task(session.generate(request, on_event=count))
@@ -28,7 +28,7 @@ async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
     await _comes_back_as_it_was(session, name, process.incarnation)
 
 
-async def test_a_prefill_node_while_it_computes(session: ClusterSession) -> None:
+async def test_a_prefill_node_that_is_stopped_while_it_computes(session: ClusterSession) -> None:
     request = ask("prefill-stops", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request))
     decode = await session.seen("decode", "read_done", request.request_id)
@@ -44,7 +44,7 @@ async def test_a_prefill_node_while_it_computes(session: ClusterSession) -> None
     await _comes_back_as_it_was(session, name, process.incarnation)
 
 
-async def test_all_nodes_for_a_while(session: ClusterSession) -> None:
+async def test_all_nodes_stopped_for_a_while(session: ClusterSession) -> None:
     """Each of them has failed the request, and they are all there is: it goes on when they do."""
     request = ask("all-stop", chunks=2, max_tokens=48)
     answering = asyncio.create_task(session.generate(request))

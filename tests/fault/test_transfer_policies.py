@@ -31,7 +31,9 @@ def cluster(
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_the_policy_is_kept(session: ClusterSession, asked: Path, policy: str, place: str) -> None:
+async def test_the_transfer_failure_policy_is_followed(
+    session: ClusterSession, asked: Path, policy: str, place: str
+) -> None:
     wanted = ask(f"{policy}-{place}", chunks=3, sampled=True)
     before = {process.pid: process for process in session.cluster.state.processes}
     with Drill(asked, place, f"kill {wanted.request_id}") as drill:

@@ -10,7 +10,7 @@ from tests.support.process_cluster import process_cluster
 from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
 
 
-async def test_tcp(tmp_path: Path, model: Path) -> None:
+async def test_hand_offs_and_their_faults_over_tcp_only(tmp_path: Path, model: Path) -> None:
     environment = {**STEP_TIMES, "UCX_TLS": "tcp,self"}
     with process_cluster(tmp_path / "run", model, *FLAGS, environment=environment) as cluster:
         async with cluster.session() as session:

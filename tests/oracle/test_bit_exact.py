@@ -229,7 +229,7 @@ def test_bits_depend_on_the_sequence_alone_without_kernels(models: Path, name: s
     assert same_bits(run.draw(run.state("main"), 100), expected.logits[-1:])
 
 
-def test_the_oracle_sees_one_flipped_bit(models: Path) -> None:
+def test_the_oracle_finds_one_flipped_bit(models: Path) -> None:
     run, _ = load(models, "llama", "bfloat16", num_threads=1)
     main = run.state("main")
     expected = run.compute(main, [LENGTH])

@@ -76,7 +76,7 @@ def hidden_states(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_it_is_the_last_hidden_state_with_the_same_bits_however_it_is_computed(tmp_path: Path, name: str) -> None:
+def test_an_embedding_is_the_last_hidden_state_with_the_same_bits_in_any_batch(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128)
     together = embed(make_engine(runner), PROMPTS)
@@ -118,7 +118,7 @@ def test_streams_that_begin_in_a_step_with_embeddings_get_their_own_tokens(tmp_p
     ("name", "dtype", "operations"),
     [("llama", "bfloat16", None), ("mixtral", "bfloat16", None), ("qwen3", "float32", TorchOperations(1))],
 )
-def test_other_kinds_of_kernels_and_numbers(
+def test_embeddings_with_other_kernels_and_dtypes(
     tmp_path: Path, name: str, dtype: str, operations: TorchOperations | None
 ) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)

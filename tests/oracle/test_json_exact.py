@@ -176,7 +176,7 @@ def alone(runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled) ->
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_batched_preempted_and_decided_ahead_the_tokens_are_the_same(
+def test_batching_preemption_and_asynchronous_scheduling_change_no_token(
     model_dir: Path, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]], mode: str, ahead: bool
 ) -> None:
     block_bytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
@@ -188,14 +188,14 @@ def test_batched_preempted_and_decided_ahead_the_tokens_are_the_same(
     assert engine.core.make_stats().num_preemptions_by_mode[mode] > 0
 
 
-def test_what_was_generated_fits(model_dir: Path, alone: dict[str, list[int]]) -> None:
+def test_generated_json_fits_the_schema(model_dir: Path, alone: dict[str, list[int]]) -> None:
     tokenizer = Tokenizer.load(model_dir)
     for name in SCHEMAS:
         assert alone[name][-1] == EOS
         check_fits(tokenizer.decode(alone[name][:-1]), name)
 
 
-def test_others_are_not_touched_by_their_constrained_neighbours(
+def test_constrained_requests_change_no_tokens_of_others(
     runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]
 ) -> None:
     prompts, params = sampled
@@ -203,7 +203,9 @@ def test_others_are_not_touched_by_their_constrained_neighbours(
     assert Engine(runner, grammars).run(plain, params) == {name: alone[name] for name in plain}
 
 
-def test_each_of_several_sequences_is_what_it_would_be_alone(runner: TorchModelRunner, grammars: JsonGrammars) -> None:
+def test_each_of_several_constrained_sequences_is_what_it_would_be_alone(
+    runner: TorchModelRunner, grammars: JsonGrammars
+) -> None:
     params = constrained("object", seed=4, n=3)
     together = Engine(runner, grammars).run({"r": prompt_of(2)}, {"r": params})
     for index in range(3):
@@ -214,7 +216,7 @@ def test_each_of_several_sequences_is_what_it_would_be_alone(runner: TorchModelR
 
 
 @pytest.mark.parametrize("num_generated", [1, 7, 30])
-def test_an_attempt_goes_on_behind_what_an_earlier_one_generated(
+def test_an_attempt_continues_behind_the_tokens_of_an_earlier_one(
     runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]], num_generated: int
 ) -> None:
     prompts, params = sampled
@@ -250,7 +252,7 @@ def test_no_token_is_outside_the_mask(grammars: JsonGrammars, sampled: Sampled, 
         )
 
 
-def test_a_length_that_is_reached_first_ends_it_as_usual(runner: TorchModelRunner, grammars: JsonGrammars) -> None:
+def test_a_constrained_request_may_end_by_its_length(runner: TorchModelRunner, grammars: JsonGrammars) -> None:
     engine = Engine(runner, grammars)
     request = Request("r", prompt_of(1), constrained("object", max_tokens=3), eos_token_ids=frozenset({EOS}))
     engine.core.add_request(request)

@@ -152,7 +152,7 @@ def test_one_call_gives_the_bits_of_many_on_every_instruction_set(models: Path, 
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma3_text", "deepseek_v3", "gpt_oss", "gpt2"])
-def test_what_can_not_be_recorded_runs_in_single_calls(models: Path, name: str) -> None:
+def test_models_that_can_not_be_recorded_run_in_single_calls(models: Path, name: str) -> None:
     transformer, single = both(models, name, "float32", threads=2)
     assert not transformer.has_programs
     assert_same(transformer, single)
@@ -167,7 +167,7 @@ def test_torchs_operations_have_no_programs(models: Path) -> None:
     assert not load(models, "llama", "float32", TorchOperations(1)).has_programs
 
 
-def test_a_step_that_does_not_fit_changes_nothing_and_the_next_one_is_right(models: Path) -> None:
+def test_a_refused_step_changes_nothing_and_the_next_one_is_right(models: Path) -> None:
     recorded, single = both(models, "llama", "bfloat16", threads=2)
     states, others = requests(recorded), requests(single)
     counts = [min(length, 30) for length in LENGTHS]

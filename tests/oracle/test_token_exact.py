@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
     assert runner.model.bit_exact
 
 
-def test_preempted_requests_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+def test_preempted_requests_continue_with_the_same_tokens(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=5)
     roomy = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
     cramped = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=11)

@@ -22,7 +22,7 @@ def check_tokens(rig: EngineRig, *names: str) -> None:
         assert rig.tokens[name] == rig.expected(name, rig.requests[name].sampling_params.max_tokens), name
 
 
-def test_a_token_comes_one_call_after_its_step_was_decided() -> None:
+def test_a_token_is_output_one_call_after_its_step_was_decided() -> None:
     rig = rig_with_one_in_flight()
     rig.add("r", 6, max_tokens=3)
     assert rig.step() == []
@@ -35,7 +35,7 @@ def test_a_token_comes_one_call_after_its_step_was_decided() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_model_len": 20}, {"max_num_batched_tokens": 8}], ids=["length", "chunks"])
-def test_nothing_is_computed_beyond_a_length_that_is_known(limits: dict[str, int]) -> None:
+def test_no_step_computes_beyond_a_requests_length(limits: dict[str, int]) -> None:
     """Also when a last token would need a block that there is not."""
     rig = rig_with_one_in_flight(num_blocks=6, **limits)
     rig.add("r", 17, max_tokens=3)
@@ -48,7 +48,7 @@ def test_nothing_is_computed_beyond_a_length_that_is_known(limits: dict[str, int
     check_tokens(rig, "r")
 
 
-def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_alone() -> None:
+def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_only() -> None:
     rig = rig_with_one_in_flight()
     rig.add("other", 5, max_tokens=9)
     stopped = rig.add("stopped", 6, max_tokens=9)
@@ -73,7 +73,7 @@ def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
     check_tokens(rig, "r")
 
 
-def test_blocks_freed_in_flight_are_nobodys_until_the_step_is_committed() -> None:
+def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_commit() -> None:
     """A load writes as soon as it is decided; the step in flight would write over what it brought."""
     rig = rig_with_one_in_flight(num_blocks=5, enable_prefix_caching=False)
     rig.connector.on_load = lambda load: rig.fill("pulled")
@@ -91,7 +91,7 @@ def test_blocks_freed_in_flight_are_nobodys_until_the_step_is_committed() -> Non
     assert rig.tokens["pulled"] == rig.expected("pulled", 2)
 
 
-def test_a_lease_that_ends_in_flight_frees_its_blocks_no_earlier() -> None:
+def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_commit() -> None:
     rig = rig_with_one_in_flight(num_blocks=6, max_num_batched_tokens=8)
     rig.add("offered", 20, leg=Leg.PREFILL)
     rig.step()
@@ -103,7 +103,7 @@ def test_a_lease_that_ends_in_flight_frees_its_blocks_no_earlier() -> None:
     assert rig.core.make_stats().free_blocks == 5
 
 
-def test_blocks_dropped_in_flight_come_free_with_the_step() -> None:
+def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_commit() -> None:
     """The window is that of what was computed, not of what was decided."""
     rig = rig_with_one_in_flight(windows=(5,), max_num_batched_tokens=8, enable_prefix_caching=False)
     rig.add("r", 24, max_tokens=1)
@@ -115,7 +115,7 @@ def test_blocks_dropped_in_flight_come_free_with_the_step() -> None:
     assert rig.tokens["r"] == rig.expected("r", 1)
 
 
-def test_only_what_was_computed_is_found_and_offered() -> None:
+def test_only_committed_blocks_are_cached_and_offered() -> None:
     rig = rig_with_one_in_flight(max_num_batched_tokens=8)
     request = rig.add("prompt", 24, leg=Leg.PREFILL)
     rig.step()
@@ -126,7 +126,7 @@ def test_only_what_was_computed_is_found_and_offered() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_nobody_gives_way_with_a_token_in_flight(mode: str) -> None:
+def test_no_request_with_a_token_in_flight_is_preempted(mode: str) -> None:
     rig = rig_with_one_in_flight(num_blocks=8, preemption_mode=mode, num_host_blocks=16)
     for name in ("first", "second", "third"):
         rig.add(name, 6, max_tokens=12)
@@ -141,7 +141,7 @@ def test_nobody_gives_way_with_a_token_in_flight(mode: str) -> None:
     check_tokens(rig, "first", "second", "third")
 
 
-def test_what_a_step_swaps_out_is_not_loaded_over_before_it_was_copied() -> None:
+def test_swapped_out_blocks_are_not_loaded_into_before_they_are_copied() -> None:
     rig = rig_with_one_in_flight(num_blocks=8, preemption_mode="swap", num_host_blocks=16)
     rig.connector.on_load = lambda load: rig.fill("pulled")
     rig.add("stays", 8, max_tokens=16)
@@ -160,7 +160,7 @@ def test_what_a_step_swaps_out_is_not_loaded_over_before_it_was_copied() -> None
     check_tokens(rig, "stays", "again")
 
 
-def test_a_step_that_breaks_takes_nobody_along_who_came_later() -> None:
+def test_a_step_that_fails_does_not_fail_requests_that_came_later() -> None:
     rig = rig_with_one_in_flight()
     rig.add("broken", 6, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
@@ -171,7 +171,7 @@ def test_a_step_that_breaks_takes_nobody_along_who_came_later() -> None:
     check_tokens(rig, "later")
 
 
-def test_a_request_that_fails_alone_is_failed_once() -> None:
+def test_a_request_that_fails_alone_ends_once() -> None:
     rig = rig_with_one_in_flight()
     for name in ("failed", "other"):
         rig.add(name, 6, max_tokens=5)
@@ -190,7 +190,7 @@ def test_a_refusal_does_not_wait_for_the_step_in_flight() -> None:
     assert rig.reason("endless") is Outcome.IGNORED
 
 
-def test_whoever_waits_for_fenced_blocks_is_tried_again_when_they_come_free() -> None:
+def test_a_request_that_waits_for_fenced_blocks_is_tried_again_when_they_are_freed() -> None:
     rig = rig_with_one_in_flight(num_blocks=5)
     stopped = rig.add("stopped", 13, max_tokens=9)
     stopped.stop_ids = stopped.eos_token_ids = frozenset(rig.expected("stopped", 1))
@@ -199,7 +199,7 @@ def test_whoever_waits_for_fenced_blocks_is_tried_again_when_they_come_free() ->
     check_tokens(rig, "waits")
 
 
-def test_beams_are_not_run_ahead_of() -> None:
+def test_no_step_is_decided_ahead_of_a_beam_search() -> None:
     rigs = [EngineRig(), rig_with_one_in_flight(), EngineRig(executor=EagerExecutor())]
     for rig in rigs:
         rig.add("other", 7, max_tokens=8)
@@ -212,7 +212,7 @@ def test_beams_are_not_run_ahead_of() -> None:
     assert rigs[0].tokens == rigs[1].tokens == rigs[2].tokens
 
 
-def test_growth_of_several_groups_waits_for_what_a_step_in_flight_lets_go_of() -> None:
+def test_growth_of_several_groups_waits_for_blocks_that_a_step_in_flight_frees() -> None:
     # Four stripes for three groups, one of them leased: a fourth one of r's only fits when its windows have moved on.
     rig = rig_with_one_in_flight(num_blocks=1 + 4 * 3, windows=(None, 2, 9), max_num_seqs=1)
     rig.add("leased", 1, leg=Leg.PREFILL)

@@ -79,7 +79,7 @@ def test_beams_that_continue_themselves_have_the_right_kv() -> None:
     assert len({tuple(request.output_token_ids) for request in beams}) == WIDTH
 
 
-def test_an_heir_keeps_what_its_request_has() -> None:
+def test_an_heir_keeps_the_blocks_and_state_of_its_request() -> None:
     rig = EngineRig(num_blocks=200, max_model_len=512)
     steady_search(rig, 20, 30)
     before = {name: (one.output_token_ids, one.block_hashes) for name, one in rig.scheduler.requests.items()}
@@ -140,7 +140,7 @@ def test_an_heir_that_waits_for_a_seat_gives_up_its_blocks_and_keeps_its_tokens(
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize(("num_blocks", "seats", "chunk"), [(10, 3, 2), (11, 6, 2), (12, 6, 3)])
-def test_preempted_beams_come_back_with_their_tokens(mode: str, num_blocks: int, seats: int, chunk: int) -> None:
+def test_preempted_beams_are_resumed_with_their_tokens(mode: str, num_blocks: int, seats: int, chunk: int) -> None:
     rig = EngineRig(
         num_blocks,
         max_num_seqs=seats,
@@ -161,7 +161,9 @@ def test_preempted_beams_come_back_with_their_tokens(mode: str, num_blocks: int,
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize(("num_blocks", "width", "caching"), [(12, 4, False), (14, 4, True), (16, 8, True)])
-def test_a_search_gives_way_to_who_came_before(policy: str, num_blocks: int, width: int, caching: bool) -> None:
+def test_a_beam_search_is_preempted_before_earlier_requests(
+    policy: str, num_blocks: int, width: int, caching: bool
+) -> None:
     rig = EngineRig(num_blocks, policy=policy, enable_prefix_caching=caching)
     rig.add("first", 5, max_tokens=38)
     rig.add("r", prompt_of(9, 2), beam_width=width, n=width, max_tokens=20)
@@ -171,7 +173,7 @@ def test_a_search_gives_way_to_who_came_before(policy: str, num_blocks: int, wid
     assert_finds_all(rig, width, 20)
 
 
-def test_a_search_of_a_better_priority_does_not_give_way() -> None:
+def test_a_beam_search_of_a_better_priority_is_not_preempted() -> None:
     rig = EngineRig(12, policy="priority", enable_prefix_caching=False)
     rig.add("first", 5, max_tokens=20, priority=1)
     rig.add("r", prompt_of(9, 2), beam_width=4, n=4, max_tokens=14)
@@ -182,7 +184,7 @@ def test_a_search_of_a_better_priority_does_not_give_way() -> None:
 
 
 @pytest.mark.parametrize("num_searches", [2, 3])
-def test_searches_side_by_side_leave_each_other_their_blocks(num_searches: int) -> None:
+def test_concurrent_beam_searches_do_not_take_each_others_blocks(num_searches: int) -> None:
     rig = EngineRig(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=200)
     for index in range(num_searches):
         rig.add(f"s{index}", prompt_of(10, index), beam_width=WIDTH, n=WIDTH, max_tokens=30)
@@ -205,7 +207,7 @@ def test_searches_side_by_side_leave_each_other_their_blocks(num_searches: int) 
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
-def test_a_search_that_is_aborted_half_way_through_a_step_is_forgotten(steps: int) -> None:
+def test_a_beam_search_aborted_in_the_middle_of_a_step_leaves_no_state(steps: int) -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("bystander", 6, max_tokens=40)
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
@@ -219,7 +221,7 @@ def test_a_search_that_is_aborted_half_way_through_a_step_is_forgotten(steps: in
     assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
-def test_a_search_is_queued_scheduled_and_looked_up_once() -> None:
+def test_a_beam_search_is_queued_scheduled_and_looked_up_once() -> None:
     rig = EngineRig()
     rig.add("r", 6, beam_width=4, n=3, max_tokens=20)
     rig.run()
@@ -229,7 +231,7 @@ def test_a_search_is_queued_scheduled_and_looked_up_once() -> None:
 
 @pytest.mark.parametrize("where", ["raise_first", "raise_next"])
 @pytest.mark.parametrize("seats", [2, 8])
-def test_a_search_that_a_lost_step_ends_is_forgotten(where: str, seats: int) -> None:
+def test_a_beam_search_ended_by_a_lost_step_leaves_no_state(where: str, seats: int) -> None:
     rig = EngineRig(max_num_seqs=seats)
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     for _ in range(7):

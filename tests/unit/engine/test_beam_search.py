@@ -38,7 +38,7 @@ def test_ids_of_beams_belong_to_sequence_0() -> None:
     assert split_sequence_id(beam_id("a#1@f", 12, 3)) == ("a#1@f", 0)
 
 
-def test_the_best_continuations_of_all_beams_go_on() -> None:
+def test_the_best_continuations_of_all_beams_are_continued() -> None:
     search = BeamSearch(2, frozenset({9}), 3)
     assert search.num_candidates == 4
     search.advance([[(1, -0.1), (2, -0.2), (3, -0.3), (4, -4.0)]])
@@ -53,7 +53,7 @@ def test_the_best_continuations_of_all_beams_go_on() -> None:
     assert [beam.token_ids for beam in search.finished] == [(2, 9), (1, 5, 3)]
 
 
-def test_beams_share_what_they_have_in_common() -> None:
+def test_beams_share_their_common_history() -> None:
     search = BeamSearch(2, frozenset(), 9)
     search.advance([[(1, -0.1), (2, -9.0), (3, -10.0), (4, -11.0)]])
     (one, _) = search.running
@@ -62,7 +62,7 @@ def test_beams_share_what_they_have_in_common() -> None:
     assert all(beam.before is one for beam in search.running)
 
 
-def test_an_end_outside_the_best_is_no_result() -> None:
+def test_an_ended_beam_outside_the_best_is_no_result() -> None:
     search = BeamSearch(2, frozenset({9}), 5)
     search.advance([[(1, -0.1), (2, -0.2), (9, -0.3), (4, -4.0)]])
     assert search.finished == []
@@ -82,7 +82,7 @@ def test_early_stopping_is_over_when_enough_is_finished() -> None:
 @pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("width", [2, 5, 8])
-def test_the_engine_finds_what_a_naive_search_finds(num_prompt_tokens: int, caching: bool, width: int) -> None:
+def test_the_engines_beam_search_equals_a_naive_one(num_prompt_tokens: int, caching: bool, width: int) -> None:
     rig = EngineRig(enable_prefix_caching=caching)
     prompt = prompt_of(num_prompt_tokens, 3)
     rig.add("r", prompt, beam_width=width, n=width, max_tokens=11)
@@ -104,7 +104,7 @@ def test_stop_tokens_end_beams() -> None:
             assert rig.reason(name) is (Outcome.STOP if is_stop else Outcome.LENGTH)
 
 
-def test_only_the_best_are_returned() -> None:
+def test_only_the_best_beams_are_returned() -> None:
     rig = EngineRig()
     prompt = prompt_of(6, 1)
     rig.add("r", prompt, beam_width=4, n=1, max_tokens=5)
@@ -142,7 +142,7 @@ def test_beams_share_their_history_and_copy_what_they_write_to() -> None:
     ],
 )
 @pytest.mark.parametrize("caching", [True, False])
-def test_too_little_room_changes_nothing(limits: dict[str, int], caching: bool) -> None:
+def test_few_blocks_or_seats_change_no_result(limits: dict[str, int], caching: bool) -> None:
     rig = EngineRig(enable_prefix_caching=caching, **limits)
     prompt = prompt_of(9, 2)
     rig.add("r", prompt, beam_width=6, n=6, max_tokens=14)
@@ -153,7 +153,7 @@ def test_too_little_room_changes_nothing(limits: dict[str, int], caching: bool) 
     assert_nothing_left(rig)
 
 
-def test_a_pulled_prompt_is_not_computed_again() -> None:
+def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     prompt = prompt_of(10, 4)
     rig.add("p", prompt, leg=Leg.PREFILL, beam_width=3, max_tokens=6)
@@ -174,7 +174,7 @@ def test_a_pulled_prompt_is_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_an_abort_ends_all_beams_in_one_word(steps: int) -> None:
+def test_an_abort_ends_all_beams_with_one_output(steps: int) -> None:
     rig = EngineRig()
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     for _ in range(steps):
@@ -203,7 +203,7 @@ def test_one_failed_beam_fails_the_request() -> None:
     assert_nothing_left(rig)
 
 
-def test_a_broken_runner_fails_the_request() -> None:
+def test_a_runner_that_raises_fails_the_beam_search() -> None:
     rig = EngineRig()
     rig.add("r", 6, beam_width=4, n=3, max_tokens=50)
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_a_transfer_that_fails_ends_the_search() -> None:
     assert not rig.scheduler.has_requests()
 
 
-def test_the_models_length_ends_a_search() -> None:
+def test_the_models_maximum_length_ends_a_beam_search() -> None:
     rig = EngineRig(max_model_len=12)
     prompt = prompt_of(8, 5)
     rig.add("r", prompt, beam_width=3, n=3, max_tokens=50)

@@ -64,7 +64,7 @@ def test_the_parent_changes_the_key() -> None:
     assert hasher.block_key(first, TOKENS) != first
 
 
-def test_the_spelling_is_frozen() -> None:
+def test_the_encoding_of_keys_is_frozen() -> None:
     """A changed spelling without a new FORMAT_VERSION would let old and new processes mistake each other's keys."""
 
     def spelled(tag: bytes, payload: bytes) -> bytes:
@@ -103,7 +103,7 @@ def test_a_chain_can_be_extended_in_any_pieces(tokens: list[int], cut: int) -> N
     assert request.block_hashes == one_by_one
 
 
-def test_a_chain_runs_over_prompt_and_output() -> None:
+def test_keys_cover_prompt_and_output() -> None:
     hasher = BlockHasher(FIELDS, 4)
     whole = Request("whole", list(range(12)), SamplingParams())
     split = Request("split", list(range(6)), SamplingParams())
@@ -115,6 +115,6 @@ def test_a_chain_runs_over_prompt_and_output() -> None:
     assert len(whole.block_hashes) == 3
 
 
-def test_the_fields_of_a_model_tell_block_sizes_apart() -> None:
+def test_keys_of_different_block_sizes_differ() -> None:
     small, large = FakeRunner(4, 4), FakeRunner(4, 8)
     assert CacheKeyFields.of(small.model, small.layout) != CacheKeyFields.of(large.model, large.layout)

@@ -28,7 +28,7 @@ def cached(pool: BlockPool, *keys: int) -> list[Block]:
     return blocks
 
 
-def test_queue_takes_from_the_head_and_removes_from_the_middle() -> None:
+def test_the_free_list_pops_from_the_head_and_removes_from_the_middle() -> None:
     blocks = [Block(i) for i in range(4)]
     queue = FreeBlockQueue(blocks)
     queue.remove(blocks[2])
@@ -39,7 +39,7 @@ def test_queue_takes_from_the_head_and_removes_from_the_middle() -> None:
     assert len(queue) == 4
 
 
-def test_queue_refuses_what_is_listed_twice_or_not_at_all() -> None:
+def test_the_free_list_refuses_to_add_a_block_twice_and_to_remove_an_absent_one() -> None:
     block = Block(0)
     queue = FreeBlockQueue([block])
     with pytest.raises(ValueError, match="already"):
@@ -52,7 +52,7 @@ def test_queue_refuses_what_is_listed_twice_or_not_at_all() -> None:
     assert queue.popleft(0) == []
 
 
-def test_queue_takes_several_at_once_or_none() -> None:
+def test_the_free_list_pops_several_blocks_or_none() -> None:
     blocks = [Block(i) for i in range(5)]
     queue = FreeBlockQueue(blocks)
     with pytest.raises(IndexError):
@@ -67,14 +67,14 @@ def test_queue_takes_several_at_once_or_none() -> None:
     assert ids(list(queue)) == [0]
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     pool = BlockPool(4)
     assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
     with pytest.raises(ValueError, match="1 blocks wanted, but only 0 are free"):
         pool.get_new_blocks(1)
 
 
-def test_what_is_freed_behind_a_fence_comes_free_when_the_last_step_decided_by_then_is_committed() -> None:
+def test_fenced_blocks_are_freed_when_the_last_step_decided_by_then_is_committed() -> None:
     pool = BlockPool(6)
     first, second, third = pool.get_new_blocks(3)
     pool.raise_fence(1)
@@ -90,7 +90,7 @@ def test_what_is_freed_behind_a_fence_comes_free_when_the_last_step_decided_by_t
     pool.check_invariant()
 
 
-def test_a_fenced_block_is_still_found() -> None:
+def test_a_fenced_block_is_still_found_in_the_cache() -> None:
     pool = BlockPool(4)
     (block,) = cached(pool, 1)
     pool.raise_fence(1)
@@ -120,7 +120,7 @@ def test_accounts_follow_a_block_through_its_life() -> None:
     assert pool.accounts() == BlockAccounts(5, free=3, cached_idle=2, owned=0, leased=0, quarantined=0)
 
 
-def test_worthless_blocks_go_first_then_the_least_recently_used() -> None:
+def test_uncached_blocks_are_allocated_first_then_the_least_recently_used() -> None:
     pool = BlockPool(6)
     older, newer = cached(pool, 1, 2), cached(pool, 3, 4)
     pool.free_blocks(newer)
@@ -134,7 +134,7 @@ def test_worthless_blocks_go_first_then_the_least_recently_used() -> None:
     assert pool.get_cached_block(key(1)) is older[0]
 
 
-def test_a_touched_block_survives() -> None:
+def test_a_touched_block_is_not_evicted() -> None:
     pool = BlockPool(3)
     blocks = cached(pool, 1, 2)
     pool.free_blocks(blocks)
@@ -144,14 +144,14 @@ def test_a_touched_block_survives() -> None:
     assert pool.num_free_blocks == 0
 
 
-def test_taken_blocks_come_in_runs() -> None:
+def test_allocated_blocks_are_contiguous_where_possible() -> None:
     pool = BlockPool(10)
     blocks = pool.get_new_blocks(9)
     pool.free_blocks([blocks[i] for i in (4, 0, 2, 1, 3)])
     assert ids(pool.get_new_blocks(5)) == [1, 2, 3, 4, 5]
 
 
-def test_a_table_grows_into_its_neighbours() -> None:
+def test_a_table_grows_into_the_blocks_behind_its_last_one() -> None:
     pool = BlockPool(10)
     pool.get_new_blocks(4)
     assert ids(pool.get_new_blocks(1)) == [5]
@@ -159,7 +159,7 @@ def test_a_table_grows_into_its_neighbours() -> None:
     assert ids(pool.get_new_blocks(1, after=pool.blocks[9])) == [6], "nothing follows the last block"
 
 
-def test_a_neighbour_with_cached_kv_is_left_alone() -> None:
+def test_a_neighbouring_block_with_cached_kv_is_not_preferred() -> None:
     pool = BlockPool(6)
     blocks = cached(pool, 1, 2, 3)
     pool.free_blocks(blocks[1:])
@@ -167,7 +167,7 @@ def test_a_neighbour_with_cached_kv_is_left_alone() -> None:
     assert pool.get_cached_block(key(2)) is blocks[1]
 
 
-def test_one_block_stands_for_a_key() -> None:
+def test_only_one_block_is_cached_for_a_key() -> None:
     pool = BlockPool(4)
     first, second = pool.get_new_blocks(2)
     assert pool.cache_block(first, key(1))
@@ -177,7 +177,7 @@ def test_one_block_stands_for_a_key() -> None:
     assert second.block_hash is None
 
 
-def test_a_shared_or_findable_block_can_not_be_quarantined() -> None:
+def test_a_shared_or_cached_block_can_not_be_quarantined() -> None:
     pool = BlockPool(4)
     (findable,) = cached(pool, 1)
     with pytest.raises(ValueError, match="has another holder or is in the prefix cache"):
@@ -258,7 +258,7 @@ def null_in_use(pool: BlockPool) -> None:
         (null_in_use, "null block is in use"),
     ],
 )
-def test_the_check_tells_what_is_broken(damage: Any, story: str, block_books_agree: list[Any]) -> None:
+def test_the_invariant_check_names_each_contradiction(damage: Any, story: str, block_books_agree: list[Any]) -> None:
     pool = BlockPool(6)
     cached(pool, 1)
     pool.get_new_blocks(2)

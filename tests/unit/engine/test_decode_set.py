@@ -7,7 +7,7 @@ from baton.engine.request import Request
 from baton.messages.sampling import SamplingParams
 
 
-def test_who_left_and_came_back_before_the_same_tick_needs_one_block() -> None:
+def test_a_request_that_left_and_joined_again_before_one_tick_needs_one_block() -> None:
     decodes = DecodeSet(4)
     request = Request("r", [1, 2, 3], SamplingParams())
     request.num_computed_tokens = 3

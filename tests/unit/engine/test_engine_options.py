@@ -68,7 +68,7 @@ def test_a_flag_of_up_reaches_every_nodes_scheduler(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_is_emitted_says_it_too(option: str) -> None:
+def test_emitted_files_contain_the_flag(option: str) -> None:
     flags, value = OPTIONS[option]
     config = configured(UpConfig, [*flags, "--insecure"]).config
     processes = emitted_processes(config, None)
@@ -85,7 +85,7 @@ def test_what_is_emitted_says_it_too(option: str) -> None:
     assert any(flags[0] in text for text in systemd_files(config, processes, "/baton", "me", ()).values())
 
 
-def test_a_flag_is_stronger_than_the_environment_and_that_than_the_file(
+def test_a_flag_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "baton.toml"
@@ -102,12 +102,12 @@ def test_a_flag_is_stronger_than_the_environment_and_that_than_the_file(
 @pytest.mark.parametrize(
     "flags", [("--watermark", "1"), ("--long-prefill-token-threshold", "-1"), ("--watermark", "nan")]
 )
-def test_what_makes_no_sense_is_refused_by_name(flags: Sequence[str]) -> None:
+def test_contradictory_flags_are_refused_with_their_names(flags: Sequence[str]) -> None:
     with pytest.raises(UsageError, match=flags[0].removeprefix("--").replace("-", "_")):
         configured(NodeConfig, [*NODE, *flags])
 
 
-def test_without_chunks_a_step_must_hold_the_longest_prompt() -> None:
+def test_without_chunked_prefill_a_step_must_fit_the_longest_prompt() -> None:
     config = configured(NodeConfig, [*NODE, "--no-enable-chunked-prefill"]).config
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(512\) must be at least max_model_len"):
         limits_of(config)
@@ -148,7 +148,7 @@ def outputs_of(directory: Path, limits: Mapping[str, Any]) -> tuple[list[list[in
     return [request.output_token_ids for request in requests], longest
 
 
-def test_the_tokens_are_the_same_bits_whatever_is_switched(tmp_path: Path) -> None:
+def test_tokens_do_not_depend_on_the_schedulers_options(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     found = {name: outputs_of(tmp_path, limits) for name, limits in WAYS.items()}
     assert {name: tokens for name, (tokens, _) in found.items()} == dict.fromkeys(WAYS, found["as it is"][0])
@@ -171,7 +171,7 @@ def test_the_prefix_cache_finds_nothing_when_it_is_off() -> None:
 # --- what nothing reads is not declared ---
 
 
-def test_drafts_that_nobody_verifies_change_no_step() -> None:
+def test_drafts_that_are_not_verified_change_no_step() -> None:
     """Speculation is not built: whoever sets drafts on a request gets the step that it would have got anyway."""
     rig = EngineRig(max_num_batched_tokens=8)
     request = rig.add("r", 20, max_tokens=4)

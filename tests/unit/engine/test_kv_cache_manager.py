@@ -112,14 +112,14 @@ def test_a_hole_ends_the_prefix() -> None:
     assert manager.get_computed_blocks(other).num_tokens == 4
 
 
-def test_tenants_do_not_share() -> None:
+def test_tenants_share_no_cached_blocks() -> None:
     manager = manager_of(12)
     compute(manager, request_of("first", 12, salt="a"))
     assert manager.get_computed_blocks(request_of("second", 12, salt="b")).num_tokens == 0
     assert manager.get_computed_blocks(request_of("third", 12, salt="a")).num_tokens == 8
 
 
-def test_nothing_is_found_before_it_was_computed() -> None:
+def test_no_block_is_found_before_it_is_computed() -> None:
     manager, first = manager_of(12), request_of("first", 12)
     manager.allocate_slots(first, 12)
     assert manager.get_computed_blocks(request_of("second", 12)).num_tokens == 0
@@ -129,7 +129,7 @@ def test_nothing_is_found_before_it_was_computed() -> None:
     assert manager.get_computed_blocks(request_of("second", 12)).num_tokens == 8
 
 
-def test_generated_blocks_are_found_too() -> None:
+def test_blocks_of_generated_tokens_are_found_too() -> None:
     manager, first = manager_of(12), request_of("first", 6)
     first.output_token_ids += [6, 7, 8]
     compute(manager, first)
@@ -144,7 +144,7 @@ def test_without_caching_nothing_is_found() -> None:
     assert manager.pool.accounts().cached_idle == 0
 
 
-def test_a_lease_keeps_blocks_findable_and_away_from_others() -> None:
+def test_leased_blocks_stay_cached_and_are_not_allocated() -> None:
     manager = manager_of(5)
     compute(manager, request_of("first", 10))
     manager.lease("first")
@@ -159,7 +159,7 @@ def test_a_lease_keeps_blocks_findable_and_away_from_others() -> None:
     assert manager.pool.accounts() == BlockAccounts(4, 1, 0, 3, 0, 0)
 
 
-def test_quarantine_holds_only_what_a_transfer_may_write() -> None:
+def test_only_blocks_that_a_transfer_may_write_to_are_quarantined() -> None:
     """2 cached blocks, 2 that a transfer fills, 1 of lookahead."""
     manager = manager_of(8)
     compute(manager, request_of("first", 9))
@@ -178,7 +178,7 @@ def test_quarantine_holds_only_what_a_transfer_may_write() -> None:
     assert manager.pool.num_quarantined_blocks == 0
 
 
-def test_a_request_without_blocks_has_nothing_to_hold() -> None:
+def test_a_request_without_blocks_has_nothing_to_lease_or_quarantine() -> None:
     manager = manager_of(4)
     manager.free("nobody")
     manager.lease("nobody")
@@ -187,7 +187,7 @@ def test_a_request_without_blocks_has_nothing_to_hold() -> None:
     assert not manager.release("nobody")
 
 
-def test_the_check_names_who_holds_a_miscounted_block(block_books_agree: list[object]) -> None:
+def test_the_invariant_check_names_the_holders_of_a_miscounted_block(block_books_agree: list[object]) -> None:
     manager = manager_of(4)
     manager.allocate_slots(request_of("holder", 4), 4)
     manager.pool.touch(manager.pool.blocks[1:2])

@@ -48,7 +48,7 @@ class Follower:
         assert self.found.get("host", set()) == set(manager.host.pool.keys)
 
 
-def test_nothing_is_recorded_until_somebody_reads() -> None:
+def test_no_event_is_recorded_without_a_reader() -> None:
     rig = EngineRig()
     rig.add("r", 20, max_tokens=2)
     rig.run()
@@ -77,7 +77,7 @@ def test_stored_blocks_come_with_parent_and_tokens() -> None:
     assert rig.scheduler.kv_events_since(start + 1).events == batch.events[1:]
 
 
-def test_evictions_and_a_reset_are_told() -> None:
+def test_evictions_and_a_reset_are_events() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("first", prompt_of(16, 1), max_tokens=1)
     rig.run()
@@ -92,7 +92,7 @@ def test_evictions_and_a_reset_are_told() -> None:
     assert rig.scheduler.kv_events_since(start.next_sequence).events[2:] == [AllBlocksCleared()]
 
 
-def test_a_reader_that_missed_some_is_told_so() -> None:
+def test_a_reader_that_missed_events_gets_an_incomplete_batch() -> None:
     log = KVEventLog(capacity=3)
     log.is_recording = True
     for number in range(3):
@@ -105,7 +105,7 @@ def test_a_reader_that_missed_some_is_told_so() -> None:
     assert log.since(5).complete is False, "it never was that far: another incarnation's number"
 
 
-def test_a_pause_is_a_gap() -> None:
+def test_a_stopped_and_restarted_log_is_a_gap_for_readers() -> None:
     log = KVEventLog()
     log.is_recording = True
     log.record(BlockStored([b"a"]))
@@ -123,7 +123,7 @@ def test_a_pause_is_a_gap() -> None:
     capacity=st.sampled_from([3, 1000]),
     num_host_blocks=st.sampled_from([2, 5, 20]),
 )
-def test_a_follower_knows_what_can_be_found(
+def test_a_reader_that_applies_all_events_knows_the_cache(
     requests: list[tuple[int, int, int]], reads: list[bool], capacity: int, num_host_blocks: int
 ) -> None:
     rig = EngineRig(num_blocks=9, max_model_len=30, num_host_blocks=num_host_blocks)
@@ -140,7 +140,7 @@ def test_a_follower_knows_what_can_be_found(
     assert follower.num_snapshots <= 1 or capacity == 3
 
 
-def test_what_the_only_reader_has_is_forgotten() -> None:
+def test_events_that_the_only_reader_has_are_dropped() -> None:
     log = KVEventLog()
     log.is_recording = True
     for number in range(5):

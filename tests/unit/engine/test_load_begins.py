@@ -123,7 +123,7 @@ def test_a_load_begins_at_once_when_there_is_nothing_to_compute(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-def test_a_prompt_is_said_to_have_begun_while_its_first_step_computes(ahead: bool) -> None:
+def test_a_prompts_begin_is_reported_while_its_first_step_computes(ahead: bool) -> None:
     with running(Rig(ahead, PrefillRole)) as rig:
         params = SamplingParams(max_tokens=1)
         rig.driver.submit(Request(str(AttemptKey("begins", 1)), prompt_of(20), params, leg=Leg.PREFILL))

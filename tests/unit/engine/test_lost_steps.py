@@ -12,7 +12,7 @@ from tests.support.executors import Ahead, executor_for
 
 
 @pytest.mark.parametrize("ahead", get_args(Ahead))
-def test_what_ended_before_a_lost_step_is_forgotten_all_the_same(ahead: Ahead) -> None:
+def test_requests_that_ended_before_a_lost_step_are_reported_again(ahead: Ahead) -> None:
     rig = EngineRig(executor=executor_for(ahead))
     rig.add("long", 8, max_tokens=20)
     rig.add("ends", 8, max_tokens=3)
@@ -31,7 +31,7 @@ def test_what_ended_before_a_lost_step_is_forgotten_all_the_same(ahead: Ahead) -
     assert rig.tokens["after"] == rig.expected("after", 6)
 
 
-def test_who_has_taken_such_an_id_meanwhile_is_not_forgotten() -> None:
+def test_a_new_request_under_an_ended_id_is_not_forgotten() -> None:
     rig = EngineRig(executor=executor_for("late"))
     rig.add("r", 8, max_tokens=9)
     rig.add("other", 8, max_tokens=9)

@@ -27,7 +27,7 @@ def queue(request: pytest.FixtureRequest) -> RequestQueue:
     return FCFSRequestQueue() if request.param == "fcfs" else PriorityRequestQueue(60.0)
 
 
-def test_equals_come_out_as_they_went_in(queue: RequestQueue) -> None:
+def test_requests_of_equal_priority_keep_their_order(queue: RequestQueue) -> None:
     for name in "abc":
         queue.add(request(name))
     assert (names(queue), len(queue)) == (["a", "b", "c"], 3)
@@ -36,7 +36,7 @@ def test_equals_come_out_as_they_went_in(queue: RequestQueue) -> None:
         queue.pop()
 
 
-def test_what_is_put_back_comes_first_and_in_order(queue: RequestQueue) -> None:
+def test_requests_that_are_put_back_are_next_and_in_order(queue: RequestQueue) -> None:
     for name in "abcd":
         queue.add(request(name))
     queue.prepend_many([queue.pop(), queue.pop()])
@@ -45,7 +45,7 @@ def test_what_is_put_back_comes_first_and_in_order(queue: RequestQueue) -> None:
     assert names(queue) == ["preempted", "a", "b", "c", "d"]
 
 
-def test_many_are_removed_and_strangers_skipped(queue: RequestQueue) -> None:
+def test_several_requests_are_removed_and_unknown_ids_skipped(queue: RequestQueue) -> None:
     for name in "abcd":
         queue.add(request(name))
     queue.remove_many({"b", "d", "stranger"})
@@ -53,7 +53,7 @@ def test_many_are_removed_and_strangers_skipped(queue: RequestQueue) -> None:
     assert queue.pop().request_id == "a"
 
 
-def test_the_newest_of_equals_gives_way(queue: RequestQueue) -> None:
+def test_of_equal_requests_the_newest_is_preempted(queue: RequestQueue) -> None:
     running = [request("old"), request("new")]
     last = queue.last_in_turn(running)
     assert last is running[1]
@@ -102,7 +102,7 @@ def test_the_heap_agrees_with_sorting() -> None:
     assert sorted(names(queue)) == sorted(names(known))
 
 
-def test_under_priority_the_urgent_run_first_and_the_others_give_way() -> None:
+def test_with_priorities_urgent_requests_run_first_and_others_are_preempted() -> None:
     rig = EngineRig(num_blocks=6, policy="priority", max_num_seqs=2)
     rig.add("cheap", 8, max_tokens=10, priority=5)
     rig.step()
@@ -115,7 +115,7 @@ def test_under_priority_the_urgent_run_first_and_the_others_give_way() -> None:
     assert all(rig.tokens[name] == rig.expected(name, 10) for name in ("cheap", "urgent"))
 
 
-def test_under_priority_the_waiting_are_tried_by_priority() -> None:
+def test_with_priorities_waiting_requests_are_tried_by_priority() -> None:
     rig = EngineRig(policy="priority", max_num_seqs=1)
     rig.add("first", 4, max_tokens=2)
     rig.step()
@@ -125,7 +125,7 @@ def test_under_priority_the_waiting_are_tried_by_priority() -> None:
     assert list(rig.ends) == ["first", "a", "b", "c"]
 
 
-def test_a_stream_of_urgent_ones_starves_nobody() -> None:
+def test_a_stream_of_urgent_requests_starves_no_other_request() -> None:
     rig = EngineRig(policy="priority", max_num_seqs=1, priority_ageing_s=5.0)
     rig.add("patient", 4, max_tokens=1, priority=2)
     for number in range(30):

@@ -66,7 +66,9 @@ def request_in(state: RequestStatus) -> Request:
 
 
 @every_pair(S, E)
-def test_every_pair_moves_as_written_here_or_changes_nothing(state: RequestStatus, event: RequestEvent) -> None:
+def test_every_pair_of_status_and_event_moves_as_listed_or_changes_nothing(
+    state: RequestStatus, event: RequestEvent
+) -> None:
     request = request_in(state)
 
     def transition(event: RequestEvent) -> RequestStatus:
@@ -90,7 +92,7 @@ def test_a_final_status_is_reached_by_the_event_of_its_name_and_never_left(statu
 
 
 @pytest.mark.parametrize("status", [status for status in S if not status.is_finished], ids=lambda status: status.name)
-def test_nothing_ends_with_a_status_of_the_living(status: RequestStatus) -> None:
+def test_a_request_can_not_end_with_a_status_that_is_not_final(status: RequestStatus) -> None:
     request = request_in(S.RUNNING)
     with pytest.raises(ValueError, match=f"r can't end with {status.name}: use a final status"):
         request.end(status)

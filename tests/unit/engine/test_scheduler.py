@@ -24,7 +24,7 @@ def test_a_request_runs_to_its_length() -> None:
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
 
 
-def test_tokens_do_not_depend_on_company_chunks_or_cache() -> None:
+def test_tokens_do_not_depend_on_batch_chunks_or_cache() -> None:
     rig = EngineRig(max_num_batched_tokens=9, long_prefill_token_threshold=5)
     shared = prompt_of(17)
     for number in range(6):
@@ -62,7 +62,7 @@ def test_a_long_prompt_leaves_a_token_to_each_stream_behind_it() -> None:
         rig.commit(output)
 
 
-def test_a_chunk_never_takes_the_tokens_of_those_behind_it() -> None:
+def test_a_chunk_never_takes_the_tokens_of_requests_behind_it() -> None:
     """Preempted and resumed requests stand behind, with long histories before shorter ones."""
     rig = EngineRig(num_blocks=40, max_num_batched_tokens=6, max_num_seqs=4)
     for number in range(4):
@@ -89,7 +89,7 @@ def test_seats_are_limited() -> None:
     assert list(rig.ends) == ["r0", "r1", "r2", "r3", "r4"]
 
 
-def test_the_runner_is_told_everything_once() -> None:
+def test_the_runner_gets_each_new_block_and_token_once() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("r", 12, max_tokens=3, seed=5)
     first = rig.scheduler.schedule()
@@ -124,7 +124,7 @@ def test_outputs_are_grouped_by_client() -> None:
     }
 
 
-def test_no_room_preempts_the_newest_and_changes_no_token() -> None:
+def test_without_free_blocks_the_newest_request_is_preempted_and_no_token_changes() -> None:
     rig = EngineRig(num_blocks=11)
     for number in range(3):
         rig.add(f"r{number}", 8, max_tokens=20)
@@ -142,7 +142,7 @@ def test_no_room_preempts_the_newest_and_changes_no_token() -> None:
     assert stats.num_preemptions == len(preempted)
 
 
-def test_a_resumed_request_brings_its_whole_table_and_finds_its_old_blocks() -> None:
+def test_a_resumed_request_gets_its_whole_table_and_finds_its_old_blocks() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("old", 8, max_tokens=8)
     rig.add("new", 7, max_tokens=8)
@@ -160,7 +160,7 @@ def test_a_resumed_request_brings_its_whole_table_and_finds_its_old_blocks() -> 
     assert rig.requests["new"].num_preemptions >= 1
 
 
-def test_generated_tokens_are_found_after_preemption() -> None:
+def test_kv_of_generated_tokens_is_found_after_preemption() -> None:
     """The hashes run over prompt and output: only what was evicted is computed again."""
     rig = EngineRig(num_blocks=8)
     rig.add("old", 4, max_tokens=17)
@@ -269,7 +269,7 @@ def test_the_same_step_commits_once() -> None:
     assert rig.requests["r"].num_output_tokens == 1
 
 
-def test_events_tell_a_life_in_order() -> None:
+def test_events_of_a_request_are_in_order() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.clock.advance(5.0)
     rig.add("r", 12, max_tokens=2)
@@ -286,7 +286,7 @@ def test_events_tell_a_life_in_order() -> None:
     assert [event.time for event in rig.core.take_events()] == [5.0]
 
 
-def test_usage_is_what_is_held() -> None:
+def test_cache_usage_counts_the_blocks_that_are_held() -> None:
     rig = EngineRig(num_blocks=11)
     assert rig.core.make_stats().kv_cache_usage == 0.0
     rig.add("r", 20, max_tokens=5)

@@ -11,7 +11,7 @@ def running(rig: EngineRig) -> list[str]:
     return [name for name, request in rig.requests.items() if request.status is RequestStatus.RUNNING]
 
 
-def test_admission_takes_the_whole_prompt_though_it_is_computed_in_chunks() -> None:
+def test_admission_allocates_the_whole_prompt_although_it_is_computed_in_chunks() -> None:
     """Two prompts of which the pool holds one: the second must not start."""
     rig = EngineRig(num_blocks=11, max_num_batched_tokens=8)
     rig.add("first", 28, max_tokens=4)
@@ -25,7 +25,7 @@ def test_admission_takes_the_whole_prompt_though_it_is_computed_in_chunks() -> N
     assert rig.core.make_stats().num_preemptions == 0
 
 
-def test_a_smaller_request_may_pass_a_bounded_number_of_times() -> None:
+def test_smaller_requests_may_pass_a_stuck_one_a_bounded_number_of_times() -> None:
     rig = EngineRig(num_blocks=11, max_times_passed=2)
     rig.add("holder", 16, max_tokens=12)
     rig.step()
@@ -40,7 +40,7 @@ def test_a_smaller_request_may_pass_a_bounded_number_of_times() -> None:
     assert len(rig.ends) == 7
 
 
-def test_being_passed_is_remembered_over_steps() -> None:
+def test_the_number_of_times_passed_is_kept_over_steps() -> None:
     rig = EngineRig(num_blocks=11, max_times_passed=3)
     rig.add("holder", 16, max_tokens=12)
     rig.step()
@@ -55,7 +55,7 @@ def test_being_passed_is_remembered_over_steps() -> None:
     assert passed == ["small0", "small1", "small2"]
 
 
-def test_no_more_than_a_few_stuck_requests_are_looked_past() -> None:
+def test_admission_looks_past_a_bounded_number_of_stuck_requests() -> None:
     rig = EngineRig(num_blocks=11, max_stuck_requests=2)
     rig.add("holder", 16, max_tokens=12)
     rig.step()
@@ -67,7 +67,7 @@ def test_no_more_than_a_few_stuck_requests_are_looked_past() -> None:
     assert "small" not in rig.ends
 
 
-def test_nobody_passes_a_preempted_request() -> None:
+def test_no_request_passes_a_preempted_one() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("old", 8, max_tokens=10)
     rig.add("new", 7, max_tokens=10)
@@ -82,7 +82,7 @@ def test_nobody_passes_a_preempted_request() -> None:
     assert rig.tokens["new"] == rig.expected("new", 10)
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("old", 8, max_tokens=10)
     rig.add("new", 7, max_tokens=10)
@@ -97,7 +97,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     assert len(rig.ends) == 3
 
 
-def test_newcomers_leave_the_watermark_free_while_others_run() -> None:
+def test_new_requests_leave_the_watermark_free_while_others_run() -> None:
     rig = EngineRig(num_blocks=21, watermark=0.25)
     rig.add("first", 40, max_tokens=4)
     rig.step()
@@ -110,7 +110,7 @@ def test_newcomers_leave_the_watermark_free_while_others_run() -> None:
     assert rig.reason("third") is Outcome.LENGTH, "alone it may take nearly everything"
 
 
-def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_of_its_own() -> None:
     rig = EngineRig(max_num_batched_tokens=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
     rig.add("stream0", 4, max_tokens=12)
     rig.add("stream1", 4, max_tokens=12)
@@ -128,7 +128,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
     assert len(rig.ends) == 3
 
 
-def test_without_chunks_a_prompt_that_lacks_blocks_does_not_stop_the_others() -> None:
+def test_without_chunked_prefill_a_prompt_that_lacks_blocks_does_not_stop_others() -> None:
     rig = EngineRig(
         num_blocks=11, max_num_batched_tokens=41, max_model_len=64, max_num_seqs=4, enable_chunked_prefill=False
     )
@@ -178,7 +178,7 @@ def test_an_engine_whose_next_request_lacks_blocks_sleeps_until_some_are_release
     assert rig.tokens["next"] == rig.expected("next", 1)
 
 
-def test_an_abort_of_the_one_in_front_wakes_the_engine() -> None:
+def test_an_abort_of_the_first_waiting_request_wakes_the_engine() -> None:
     rig = EngineRig(num_blocks=6, max_times_passed=0)
     rig.add("offered", 12, leg=Leg.PREFILL)
     rig.step()

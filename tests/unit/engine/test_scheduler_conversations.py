@@ -135,5 +135,5 @@ def test_conversation(path: Path) -> None:
     assert replay(path.read_text()) == path.read_text()
 
 
-def test_there_are_conversations() -> None:
+def test_conversation_files_are_found() -> None:
     assert len(CONVERSATIONS) >= 8

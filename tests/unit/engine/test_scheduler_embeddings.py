@@ -20,7 +20,7 @@ def embedding(rig: EngineRig, request_id: str) -> bytes:
 
 
 @pytest.mark.parametrize("ahead", ["no", "late", "early"])
-def test_in_chunks_beside_streams(ahead: Ahead) -> None:
+def test_embeddings_are_computed_in_chunks_beside_streams(ahead: Ahead) -> None:
     rig = EngineRig(max_num_batched_tokens=8, executor=executor_for(ahead))
     rig.add("stream", 3, max_tokens=40)
     rig.add("short", 1, leg=Leg.EMBED)
@@ -34,7 +34,7 @@ def test_in_chunks_beside_streams(ahead: Ahead) -> None:
     assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
-def test_it_ends_with_the_step_of_its_last_chunk_and_its_blocks_are_free_then() -> None:
+def test_an_embedding_ends_with_its_last_chunk_and_frees_its_blocks() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("e", 13, leg=Leg.EMBED)
     assert rig.step() == []
@@ -44,7 +44,7 @@ def test_it_ends_with_the_step_of_its_last_chunk_and_its_blocks_are_free_then() 
     assert [kind for kind, _, _ in rig.events()][-2:] == ["first_token", "finished"]
 
 
-def test_it_feeds_the_prefix_cache_and_is_found_there_but_for_its_last_token() -> None:
+def test_an_embeddings_prompt_is_cached_except_for_its_last_token() -> None:
     rig = EngineRig()
     prompt = prompt_of(16)
     rig.add("first", prompt, leg=Leg.EMBED)
@@ -58,7 +58,7 @@ def test_it_feeds_the_prefix_cache_and_is_found_there_but_for_its_last_token() -
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_one_that_gave_way_comes_back(mode: str) -> None:
+def test_a_preempted_embedding_is_resumed(mode: str) -> None:
     rig = EngineRig(num_blocks=13, max_num_batched_tokens=8, num_host_blocks=20, preemption_mode=mode)
     rig.add("stream", 8, max_tokens=40)
     rig.step()
@@ -69,7 +69,7 @@ def test_one_that_gave_way_comes_back(mode: str) -> None:
     assert rig.tokens["stream"] == rig.expected("stream", 40)
 
 
-def test_who_leaves_frees_its_blocks_in_mid_prompt() -> None:
+def test_an_embedding_aborted_in_mid_prompt_frees_its_blocks() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("e", 30, leg=Leg.EMBED)
     rig.step()
@@ -78,7 +78,7 @@ def test_who_leaves_frees_its_blocks_in_mid_prompt() -> None:
     assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
-def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
+def test_an_embeddings_prompt_may_have_the_models_maximum_length() -> None:
     rig = EngineRig(max_model_len=20)
     rig.add("whole", 20, leg=Leg.EMBED)
     rig.add("longer", 21, leg=Leg.EMBED)
@@ -87,7 +87,7 @@ def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
     assert rig.reason("longer") is Outcome.IGNORED
 
 
-def test_a_runner_that_forgets_it_fails_it_alone() -> None:
+def test_an_embedding_that_the_runner_does_not_return_fails_alone() -> None:
     rig = EngineRig()
     rig.add("e", 5, leg=Leg.EMBED)
     rig.add("stream", 5, max_tokens=3)
@@ -100,6 +100,6 @@ def test_a_runner_that_forgets_it_fails_it_alone() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"n": 2}, {"beam_width": 2}])
-def test_there_is_one_of_a_prompt(changes: dict[str, int]) -> None:
+def test_an_embedding_request_has_one_sequence_and_no_output_tokens(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="an embedding leg has a prompt"):
         Request("e", [1], SamplingParams(**changes), leg=Leg.EMBED)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from tests.support.engine_rig import EngineRig
 
 @pytest.mark.parametrize("num_prompt_tokens", [3, 4, 9])
 @pytest.mark.parametrize("given", [1, 4, 7])
-def test_a_whole_request_goes_on_behind_it(num_prompt_tokens: int, given: int) -> None:
+def test_a_whole_request_continues_behind_its_given_output(num_prompt_tokens: int, given: int) -> None:
     rig = EngineRig(max_num_batched_tokens=4, max_num_seqs=2)
     request = rig.add("r", num_prompt_tokens, max_tokens=10, given=given)
     rig.run()
@@ -23,7 +23,7 @@ def test_a_whole_request_goes_on_behind_it(num_prompt_tokens: int, given: int) -
     assert request.num_preemptions == 0
 
 
-def test_its_first_outputs_say_how_much_of_the_prompt_was_cached() -> None:
+def test_the_first_outputs_say_how_much_of_the_prompt_was_cached() -> None:
     rig = EngineRig()
     rig.add("before", 6, max_tokens=9)
     rig.run()
@@ -33,7 +33,7 @@ def test_its_first_outputs_say_how_much_of_the_prompt_was_cached() -> None:
     assert first.num_cached_tokens == 6, "what was generated is not the prompt's"
 
 
-def test_a_prefill_leg_computes_it_all_and_hands_off_with_the_next_token() -> None:
+def test_a_prefill_leg_computes_given_output_and_hands_off_with_the_next_token() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=20)
     rig.run()
@@ -44,14 +44,14 @@ def test_a_prefill_leg_computes_it_all_and_hands_off_with_the_next_token() -> No
     assert rig.reason("p") is Outcome.HANDED_OFF
 
 
-def test_a_prefill_leg_whose_next_token_is_the_last_one_is_over() -> None:
+def test_a_prefill_leg_whose_next_token_is_the_last_one_ends() -> None:
     rig = EngineRig()
     rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
     rig.run()
     assert rig.reason("p") is Outcome.LENGTH
 
 
-def test_a_decode_leg_pulls_it_all_and_tells_of_what_follows() -> None:
+def test_a_decode_leg_loads_given_output_and_reports_only_later_tokens() -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
     rig.step()
@@ -64,7 +64,7 @@ def test_a_decode_leg_pulls_it_all_and_tells_of_what_follows() -> None:
     assert rig.tokens["d"] == rig.expected("d", 12)
 
 
-def test_a_decode_leg_whose_kv_does_not_come_may_compute_it_all_here() -> None:
+def test_a_decode_leg_whose_kv_does_not_arrive_may_compute_prompt_and_given_output() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
     rig.step()
@@ -73,13 +73,13 @@ def test_a_decode_leg_whose_kv_does_not_come_may_compute_it_all_here() -> None:
     assert rig.tokens["d"] == rig.expected("d", 12)
 
 
-def test_one_that_is_as_long_as_the_engine_can_hold_is_refused() -> None:
+def test_given_output_that_leaves_no_room_is_refused() -> None:
     rig = EngineRig(max_model_len=16)
     rig.add("r", 10, given=6, max_tokens=20)
     assert rig.reason("r") is Outcome.IGNORED
 
 
 @pytest.mark.parametrize("params", [SamplingParams(n=2), SamplingParams(beam_width=2)])
-def test_of_several_sequences_none_can_go_on(params: SamplingParams) -> None:
+def test_requests_of_several_sequences_refuse_given_output(params: SamplingParams) -> None:
     with pytest.raises(ValueError, match="one sequence"):
         Request("r", [1, 2], params, output_token_ids=[3])

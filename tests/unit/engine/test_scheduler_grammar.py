@@ -17,7 +17,7 @@ def matcher() -> FakeMatcher:
     return FakeMatcher([], range(1000))
 
 
-def test_it_waits_while_others_run_and_then_runs_as_they_do() -> None:
+def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     rig = EngineRig()
     waiting = rig.add("g", 6, json_schema=SCHEMA, max_tokens=4)
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
@@ -50,7 +50,7 @@ def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
 
 
 @pytest.mark.parametrize("status", [RequestStatus.ABORTED, RequestStatus.ERROR])
-def test_it_can_end_while_it_waits(status: RequestStatus) -> None:
+def test_a_request_can_end_while_it_waits_for_its_grammar(status: RequestStatus) -> None:
     rig = EngineRig()
     rig.add("g", 6, json_schema=SCHEMA)
     (end,) = rig.abort("g", status=status)
@@ -60,7 +60,7 @@ def test_it_can_end_while_it_waits(status: RequestStatus) -> None:
     assert sum(rig.core.make_stats().num_requests_waiting_by_reason.values()) == 0
 
 
-def test_the_decode_leg_asks_for_its_prompt_once_the_grammar_is_there() -> None:
+def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled() -> None:
     rig = EngineRig()
     rig.add("d", 9, leg=Leg.DECODE, json_schema=SCHEMA, max_tokens=3)
     rig.run()
@@ -73,12 +73,12 @@ def test_the_decode_leg_asks_for_its_prompt_once_the_grammar_is_there() -> None:
     assert rig.tokens["d"][-2:] == rig.expected("d", 3)[1:]
 
 
-def test_one_that_can_never_fit_does_not_wait_for_its_grammar() -> None:
+def test_a_request_that_can_never_fit_does_not_wait_for_its_grammar() -> None:
     rig = EngineRig(num_blocks=4)
     rig.add("g", 100, json_schema=SCHEMA)
     assert rig.reason("g") is Outcome.IGNORED
 
 
-def test_beams_have_no_grammar() -> None:
+def test_a_beam_search_with_a_grammar_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="json_schema"):
         EngineRig().add("b", 6, json_schema=SCHEMA, beam_width=2)

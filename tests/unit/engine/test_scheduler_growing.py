@@ -34,7 +34,9 @@ def test_a_prompt_that_fits_with_its_window_is_computed() -> None:
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("windows", [(10,), (None, 10), (6, None, 12)])
 @pytest.mark.parametrize("leg", [Leg.WHOLE, Leg.PREFILL])
-def test_it_holds_no_more_than_it_was_given(windows: tuple[int | None, ...], leg: Leg, ahead: bool) -> None:
+def test_a_growing_request_holds_no_more_blocks_than_were_allocated(
+    windows: tuple[int | None, ...], leg: Leg, ahead: bool
+) -> None:
     num_whole = windows.count(None)
     num_blocks = 1 + 50 * num_whole + 6 * (len(windows) - num_whole)
     executor = StepThread() if ahead else None
@@ -51,13 +53,13 @@ def test_it_holds_no_more_than_it_was_given(windows: tuple[int | None, ...], leg
     rig.core.close()
 
 
-def test_what_can_never_fit_is_refused_at_once() -> None:
+def test_a_prompt_that_can_never_fit_with_its_windows_is_refused_at_once() -> None:
     rig = EngineRig(num_blocks=1 + 20, windows=(None, 10))
     rig.add("long", 90, max_tokens=4)
     assert rig.reason("long") is Outcome.IGNORED
 
 
-def test_its_last_blocks_are_found_by_the_next_one() -> None:
+def test_the_last_blocks_of_a_growing_request_are_found_by_the_next_request() -> None:
     rig = EngineRig(num_blocks=1 + 50 + 6, windows=(None, 10), max_num_batched_tokens=40)
     prompt = list(range(180))
     rig.add("first", prompt, max_tokens=1)
@@ -69,7 +71,7 @@ def test_its_last_blocks_are_found_by_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_many_of_them_in_a_small_pool_all_end(seed: int) -> None:
+def test_many_growing_requests_in_a_small_pool_all_end(seed: int) -> None:
     """Prompts of all lengths and both legs, streams that are preempted, aborts: nobody wedges and no block is lost."""
     rng = Random(seed)
     windows: tuple[int | None, ...] = rng.choice([(10,), (None, 10), (6, None, 12)])

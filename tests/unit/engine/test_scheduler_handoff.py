@@ -31,7 +31,7 @@ def test_a_prefill_leg_offers_as_it_computes_and_hands_off_with_its_first_token(
 
 
 @pytest.mark.parametrize(("params", "reason"), [({"max_tokens": 1}, Outcome.LENGTH), ({}, Outcome.STOP)])
-def test_a_prefill_leg_whose_first_token_stops_is_really_over(params: dict[str, int], reason: Outcome) -> None:
+def test_a_prefill_leg_whose_first_token_stops_it_is_not_handed_off(params: dict[str, int], reason: Outcome) -> None:
     rig = EngineRig()
     first = EngineRig()
     first.add("p", prompt_of(10), max_tokens=1)
@@ -139,7 +139,7 @@ def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> No
     ]
 
 
-def test_only_what_is_not_here_is_loaded() -> None:
+def test_only_blocks_that_are_not_cached_are_loaded() -> None:
     rig = EngineRig()
     prompt = prompt_of(16)
     rig.add("before", prompt[:9], max_tokens=1)
@@ -155,7 +155,7 @@ def test_only_what_is_not_here_is_loaded() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "local"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
-def test_a_prompt_that_is_all_here_still_asks_for_its_last_block(num_tokens: int, local: int) -> None:
+def test_a_fully_cached_prompt_still_loads_its_last_block(num_tokens: int, local: int) -> None:
     rig = EngineRig()
     prompt = prompt_of(num_tokens)
     rig.add("before", prompt, max_tokens=1)
@@ -191,7 +191,7 @@ def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
     assert rig.tokens["late"] == rig.expected("late", 2)
 
 
-def test_an_arrival_joins_the_very_next_step_ahead_of_newcomers() -> None:
+def test_a_request_whose_kv_arrived_joins_the_next_step_before_new_requests() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("stream", 4, max_tokens=30)
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
@@ -203,7 +203,7 @@ def test_an_arrival_joins_the_very_next_step_ahead_of_newcomers() -> None:
     rig.commit(output)
 
 
-def test_a_long_prompt_leaves_room_for_arrivals() -> None:
+def test_a_long_prompt_leaves_budget_for_requests_whose_kv_arrived() -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
     rig.add("long", 60, max_tokens=1)
@@ -229,7 +229,7 @@ def test_loads_do_not_need_a_seat_but_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [7, 8])
-def test_loads_whose_prompts_fill_the_pool_do_not_wedge(num_tokens: int) -> None:
+def test_loads_whose_prompts_fill_the_pool_do_not_deadlock(num_tokens: int) -> None:
     """Each needs a slot for its first token: it was reserved, so nobody waits for a block held by somebody waiting."""
     rig = EngineRig(num_blocks=7)
     for number in range(4):
@@ -243,7 +243,7 @@ def test_loads_whose_prompts_fill_the_pool_do_not_wedge(num_tokens: int) -> None
         assert rig.tokens[f"d{number}"] == rig.expected(f"d{number}", 4)
 
 
-def test_two_loads_that_share_a_prefix_with_a_pool_that_fits_one() -> None:
+def test_two_loads_share_a_prefix_in_a_pool_that_fits_one() -> None:
     rig = EngineRig(num_blocks=6)
     prompt = prompt_of(16)
     rig.add("d0", prompt, leg=Leg.DECODE, max_tokens=3)
@@ -259,7 +259,7 @@ def test_two_loads_that_share_a_prefix_with_a_pool_that_fits_one() -> None:
     assert rig.tokens["d0"] == rig.tokens["d1"] == rig.expected("d0", 3)
 
 
-def test_a_preempted_decode_leg_recomputes_here() -> None:
+def test_a_preempted_decode_leg_is_recomputed_on_its_node() -> None:
     rig = EngineRig(num_blocks=8)
     rig.add("old", 8, max_tokens=16)
     rig.add("d", 8, leg=Leg.DECODE, max_tokens=16)
@@ -273,7 +273,7 @@ def test_a_preempted_decode_leg_recomputes_here() -> None:
 
 
 @pytest.mark.parametrize("how", ["max_tokens", "eos", "stop token"])
-def test_an_arrival_whose_first_token_stops_it_ends_with_it(how: str) -> None:
+def test_a_first_token_that_arrives_with_the_kv_can_end_the_request(how: str) -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=1 if how == "max_tokens" else 9)
     (first,) = rig.expected("d", 1)
@@ -292,7 +292,7 @@ def test_an_arrival_whose_first_token_stops_it_ends_with_it(how: str) -> None:
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
 
 
-def test_an_arrival_without_a_token_fails() -> None:
+def test_kv_that_arrives_without_a_first_token_fails_the_request() -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE)
     rig.step()
@@ -313,7 +313,7 @@ def test_a_failed_transfer_ends_its_request_with_the_reason(quarantine: bool) ->
     assert rig.core.make_stats().free_blocks == 64
 
 
-def test_quarantined_blocks_are_untouchable_until_released() -> None:
+def test_quarantined_blocks_are_not_allocated_until_released() -> None:
     rig = EngineRig(num_blocks=8)
     rig.add("d", 12, leg=Leg.DECODE)
     rig.step()
@@ -342,7 +342,7 @@ def test_an_abort_before_the_load_began_frees_at_once() -> None:
     assert rig.core.make_stats().free_blocks == 64
 
 
-def test_the_connector_is_asked_about_the_blocks_it_was_given() -> None:
+def test_the_connector_is_asked_only_about_the_prompts_blocks() -> None:
     """Three for the prompt; the fourth, reserved for the first generated token, was never its business."""
     rig = EngineRig()
     rig.add("d", 12, leg=Leg.DECODE)
@@ -400,7 +400,7 @@ def test_a_prompt_as_long_as_the_pool_is_loaded_whole() -> None:
 # --- the connector's own doing ---
 
 
-def test_a_connector_that_does_not_know_yet_is_asked_again_and_holds_nobody_up() -> None:
+def test_a_connector_that_does_not_know_yet_is_asked_again_and_delays_no_other_request() -> None:
     rig = EngineRig()
     rig.connector.unknown.add("d")
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=3)
@@ -434,7 +434,7 @@ class HalfConnector(FakeConnector):
         return ExternalTokens(4, load_async=True)
 
 
-def test_a_promise_that_does_not_complete_the_prompt_is_refused() -> None:
+def test_external_tokens_that_do_not_complete_the_prompt_fail_the_request() -> None:
     rig = EngineRig(connector=HalfConnector())
     rig.add("d", 10, leg=Leg.DECODE)
     (end,) = rig.step()
@@ -466,7 +466,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: st
 
 
 @pytest.mark.parametrize(("leg", "leased", "quarantined"), [(Leg.PREFILL, 3, 0), (Leg.DECODE, 0, 3), (Leg.WHOLE, 0, 0)])
-def test_blocks_of_unknown_fate_are_kept(leg: Leg, leased: int, quarantined: int) -> None:
+def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, leased: int, quarantined: int) -> None:
     rig = EngineRig(max_num_batched_tokens=8)
     rig.add("r", 10, leg=leg)
     rig.step()
@@ -477,7 +477,7 @@ def test_blocks_of_unknown_fate_are_kept(leg: Leg, leased: int, quarantined: int
     assert rig.scheduler.num_connector_errors == 1
 
 
-def test_a_load_that_fails_is_computed_here_where_that_is_the_policy() -> None:
+def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(21, 9)
     rig.add("warm", prompt[:12], max_tokens=1)
@@ -521,7 +521,7 @@ def computed_tokens(rig: EngineRig, request_id: str) -> int:
     ],
 )
 @pytest.mark.parametrize("quarantine", [True, False])
-def test_what_arrived_before_a_load_failed_is_not_computed_again(
+def test_blocks_that_arrived_before_a_load_failed_are_not_recomputed(
     num_tokens: int, num_valid: int, kept: int, quarantine: bool
 ) -> None:
     rig = EngineRig(on_transfer_failure="recompute", connector=FakeConnector(quarantine=quarantine))
@@ -543,7 +543,7 @@ def test_what_arrived_before_a_load_failed_is_not_computed_again(
 
 
 @pytest.mark.parametrize(("num_valid", "kept"), [(3, 12), (4, 16), (5, 20)])
-def test_what_was_here_before_a_failed_load_is_kept_with_what_arrived(num_valid: int, kept: int) -> None:
+def test_cached_blocks_before_a_failed_load_are_kept_with_those_that_arrived(num_valid: int, kept: int) -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     prompt = prompt_of(25, 9)
     rig.add("warm", prompt[:12], max_tokens=1)
@@ -569,7 +569,7 @@ def test_what_was_here_before_a_failed_load_is_kept_with_what_arrived(num_valid:
         pytest.param((6,), 3, 0, id="windows alone"),
     ],
 )
-def test_of_groups_as_much_is_kept_as_each_of_them_has_all_that_comes_next_sees(
+def test_with_windows_a_prefix_is_kept_where_every_group_has_what_the_next_query_sees(
     windows: tuple[int | None, ...], num_valid: int, kept: int
 ) -> None:
     rig = EngineRig(on_transfer_failure="recompute", windows=windows)
@@ -581,7 +581,7 @@ def test_of_groups_as_much_is_kept_as_each_of_them_has_all_that_comes_next_sees(
     assert rig.tokens["d"] == rig.expected("d", 6)
 
 
-def test_kept_blocks_are_held_by_nobody_and_computed_again_if_others_took_them() -> None:
+def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
     """Two that wait, each with blocks that the other needs, would wait for ever."""
     rig = EngineRig(num_blocks=8, on_transfer_failure="recompute", max_num_seqs=2)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=4)
@@ -607,7 +607,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     assert rig.tokens["d"] == rig.expected("d", 6)
 
 
-def test_a_connector_that_raises_is_not_believed_about_what_arrived() -> None:
+def test_no_block_of_a_failed_load_is_kept_if_the_connector_raises() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
     rig.step()
@@ -618,7 +618,7 @@ def test_a_connector_that_raises_is_not_believed_about_what_arrived() -> None:
 
 
 @pytest.mark.parametrize(("policy", "outcome"), [("reroute", Outcome.KV_LOST), ("fail", Outcome.ERROR)])
-def test_under_other_policies_what_arrived_is_quarantined_with_the_rest(policy: str, outcome: Outcome) -> None:
+def test_under_other_policies_arrived_blocks_are_quarantined_with_the_rest(policy: str, outcome: Outcome) -> None:
     rig = EngineRig(on_transfer_failure=policy)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
     rig.step()
@@ -629,7 +629,7 @@ def test_under_other_policies_what_arrived_is_quarantined_with_the_rest(policy: 
 
 
 @pytest.mark.parametrize("many", [{"n": 3}, {"n": 2, "beam_width": 4}], ids=["siblings", "beams"])
-def test_several_sequences_are_computed_here(many: dict[str, int]) -> None:
+def test_several_sequences_of_a_failed_load_are_computed_here(many: dict[str, int]) -> None:
     rigs = [EngineRig(on_transfer_failure="recompute"), EngineRig()]
     for rig, leg in zip(rigs, (Leg.DECODE, Leg.WHOLE), strict=True):
         rig.add("r", 18, leg=leg, max_tokens=5, **many)
@@ -641,7 +641,7 @@ def test_several_sequences_are_computed_here(many: dict[str, int]) -> None:
     assert rigs[0].scheduler.kv_cache_manager.pool.num_quarantined_blocks == 0
 
 
-def test_one_that_is_computed_here_may_be_aborted_while_its_read_goes_on() -> None:
+def test_a_request_recomputed_here_may_be_aborted_while_its_read_continues() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=6)
     rig.step()
@@ -654,7 +654,7 @@ def test_one_that_is_computed_here_may_be_aborted_while_its_read_goes_on() -> No
     assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
 
 
-def test_a_connector_that_raises_loses_the_blocks_and_not_the_request() -> None:
+def test_a_connector_that_raises_in_load_failed_costs_blocks_and_not_the_request() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
     rig.step()
@@ -665,7 +665,7 @@ def test_a_connector_that_raises_loses_the_blocks_and_not_the_request() -> None:
     assert (rig.scheduler.num_connector_errors, rig.core.make_stats().quarantined_blocks) == (1, 5)
 
 
-def test_what_will_not_come_is_computed_here_though_it_never_had_blocks() -> None:
+def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
     rig = EngineRig(on_transfer_failure="recompute")
     rig.connector.unknown.add("d")
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=6)
@@ -680,7 +680,7 @@ def test_what_will_not_come_is_computed_here_though_it_never_had_blocks() -> Non
 
 
 @pytest.mark.parametrize("many", [{}, {"n": 3}, {"n": 2, "beam_width": 4}], ids=["one", "siblings", "beams"])
-def test_what_will_not_come_ends_though_it_never_had_blocks(many: dict[str, int]) -> None:
+def test_a_load_lost_before_it_had_blocks_ends_its_request(many: dict[str, int]) -> None:
     rig = EngineRig()
     rig.connector.unknown.add("d")
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=6, **many)
@@ -703,7 +703,7 @@ def test_a_failure_that_comes_after_the_arrival_changes_nothing() -> None:
     assert (rig.tokens["d"][0], rig.reason("d")) == (5, Outcome.LENGTH)
 
 
-def test_a_prefill_leg_says_that_it_begins_when_it_has_its_blocks() -> None:
+def test_a_prefill_leg_reports_its_begin_when_it_has_its_blocks() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("first", 17, leg=Leg.PREFILL)
     rig.add("second", 17, leg=Leg.PREFILL)
@@ -716,7 +716,7 @@ def test_a_prefill_leg_says_that_it_begins_when_it_has_its_blocks() -> None:
     assert rig.connector.begun == {"first", "second"}
 
 
-def test_one_who_could_not_say_so_begins_all_the_same() -> None:
+def test_a_prefill_leg_runs_even_if_its_begin_can_not_be_reported() -> None:
     rig = EngineRig()
     rig.connector.raise_in = "update_state_after_alloc"
     rig.add("p", 17, leg=Leg.PREFILL)
@@ -735,7 +735,7 @@ def test_a_load_that_fails_says_whether_another_attempt_is_wanted(policy: str, o
     assert end.transfer_cause is TransferCause.DIGEST_MISMATCH
 
 
-def test_what_a_prefill_leg_knows_of_its_token_goes_with_it() -> None:
+def test_a_prefill_legs_first_token_is_handed_off_with_its_logprobs() -> None:
     rig = EngineRig()
     rig.add("p", 10, leg=Leg.PREFILL, logprobs=1, max_tokens=5)
     rig.step()
@@ -751,7 +751,7 @@ def test_what_a_prefill_leg_knows_of_its_token_goes_with_it() -> None:
     assert first.new_logprobs[0] == drawn
 
 
-def test_a_first_token_whose_logprobs_did_not_come_is_left_to_who_drew_it() -> None:
+def test_a_first_token_without_its_logprobs_is_reported_only_by_the_prefill_node() -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE, logprobs=1, max_tokens=5)
     rig.step()

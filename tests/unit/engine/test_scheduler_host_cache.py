@@ -38,7 +38,7 @@ def test_an_evicted_prefix_is_copied_back() -> None:
     assert stats.num_hits == {"device": 0, "host": 1, "remote": 0}
 
 
-def test_a_chain_may_begin_here_and_go_on_in_the_host_tier() -> None:
+def test_a_prefix_may_begin_on_the_device_and_continue_in_the_host_tier() -> None:
     rig = rig_of()
     admit(rig, "first", FIRST)
     admit(rig, "shorter", prompt_of(12, 3))
@@ -53,7 +53,7 @@ def test_what_the_host_tier_has_is_not_copied_out_again() -> None:
     assert not admit(rig, "d", SECOND).blocks_to_swap_out
 
 
-def test_the_least_recently_used_make_room() -> None:
+def test_the_least_recently_used_host_blocks_are_evicted() -> None:
     rig = rig_of(num_host_blocks=9)
     for number in range(4):
         admit(rig, f"r{number}", prompt_of(16, number + 1))
@@ -61,7 +61,7 @@ def test_the_least_recently_used_make_room() -> None:
     assert admit(rig, "newer", prompt_of(16, 4)).blocks_to_swap_in
 
 
-def test_hits_are_not_overwritten_by_what_their_own_room_evicts() -> None:
+def test_host_hits_are_not_overwritten_by_blocks_evicted_for_them() -> None:
     """The host tier is full of what is asked for, and the device of something that would go there."""
     rig = rig_of(num_host_blocks=5)
     admit(rig, "first", FIRST)
@@ -72,7 +72,7 @@ def test_hits_are_not_overwritten_by_what_their_own_room_evicts() -> None:
     assert read.isdisjoint(copy.destination for copy in again.blocks_to_swap_out)
 
 
-def test_what_a_transfer_may_overwrite_at_once_is_not_copied_out() -> None:
+def test_blocks_evicted_for_a_transfer_are_not_copied_out() -> None:
     rig = rig_of()
     admit(rig, "first", FIRST)
     rig.add("pulled", SECOND, leg=Leg.DECODE, max_tokens=2)
@@ -85,7 +85,7 @@ def test_what_a_transfer_may_overwrite_at_once_is_not_copied_out() -> None:
     assert rig.tokens["pulled"] == rig.expected("pulled", 2)
 
 
-def test_a_lost_step_leaves_nothing_to_be_found() -> None:
+def test_copies_of_a_lost_step_are_never_found() -> None:
     rig = rig_of()
     admit(rig, "first", FIRST)
     rig.add("second", SECOND, max_tokens=2)
@@ -111,7 +111,7 @@ def test_a_reset_forgets_both_tiers_and_refuses_while_either_is_in_use() -> None
     assert not rig.scheduler.reset_prefix_cache(), "a swapped request's keys would be forgotten"
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
+def test_without_prefix_caching_the_host_tier_keeps_nothing() -> None:
     rig = EngineRig(6, num_host_blocks=8, enable_prefix_caching=False)
     admit(rig, "first", FIRST)
     assert not admit(rig, "second", SECOND).blocks_to_swap_out

@@ -30,7 +30,7 @@ def naive(tokens: Sequence[int], rule: RepetitionDetection) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_counted_on_the_way_is_what_is_there(seed: int) -> None:
+def test_incremental_detection_equals_a_naive_search(seed: int) -> None:
     rng = Random(seed)
     rule = RepetitionDetection(rng.randint(2, 6), rng.randint(1, 2), rng.randint(2, 4))
     detector = RepetitionDetector(rule)
@@ -44,7 +44,7 @@ def test_what_is_counted_on_the_way_is_what_is_there(seed: int) -> None:
     assert found
 
 
-def test_it_remembers_no_more_than_the_longest_pattern() -> None:
+def test_the_detector_keeps_no_more_than_the_longest_pattern() -> None:
     detector = RepetitionDetector(RepetitionDetection(8))
     tokens = list(range(10_000))
     assert detector.repeated(tokens) == 0
@@ -83,7 +83,7 @@ def test_an_output_that_repeats_itself_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("given", range(1, END))
-def test_wherever_another_node_goes_on_it_ends_at_the_same_token(given: int) -> None:
+def test_a_continued_output_ends_at_the_same_token(given: int) -> None:
     rig = EngineRig()
     request = Request(
         "r", prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE), output_token_ids=TOKENS[:given]
@@ -107,7 +107,7 @@ def test_a_decode_leg_ends_at_the_same_token(given: int) -> None:
     check_end(rig)
 
 
-def test_the_first_token_of_a_prefill_leg_may_be_the_one() -> None:
+def test_the_first_token_of_a_prefill_leg_may_complete_a_repetition() -> None:
     rig = EngineRig()
     params = SamplingParams(max_tokens=14, repetition_detection=RULE)
     rig.core.add_request(Request("r", prompt_of(6), params, leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1]))
@@ -117,7 +117,7 @@ def test_the_first_token_of_a_prefill_leg_may_be_the_one() -> None:
     assert rig.ends["r"].outcome is Outcome.REPETITION
 
 
-def test_preemption_changes_nothing() -> None:
+def test_preemption_does_not_change_where_a_repetition_ends() -> None:
     rig = EngineRig(num_blocks=7)
     rig.add("old", 8, max_tokens=14)
     rig.add("r", 6, max_tokens=14, repetition_detection=RULE)
@@ -127,7 +127,7 @@ def test_preemption_changes_nothing() -> None:
     check_end(rig)
 
 
-def test_min_tokens_does_not_keep_it_going_and_a_stop_at_the_same_token_comes_first() -> None:
+def test_min_tokens_does_not_prevent_it_and_a_stop_token_takes_precedence() -> None:
     rig = EngineRig()
     rig.add("r", 6, max_tokens=14, min_tokens=12, repetition_detection=RULE)
     rig.add("stops", 6, max_tokens=14, min_tokens=12, stop_token_ids=frozenset({3}), repetition_detection=RULE)
@@ -136,7 +136,7 @@ def test_min_tokens_does_not_keep_it_going_and_a_stop_at_the_same_token_comes_fi
     check_end(rig)
 
 
-def test_the_other_sequences_of_the_request_end_with_it() -> None:
+def test_a_repetition_ends_all_sequences_of_the_request() -> None:
     rig = EngineRig()
     rig.add("r", 6, max_tokens=14, n=2, repetition_detection=RULE)
     drive(rig)
@@ -155,11 +155,11 @@ def test_the_other_sequences_of_the_request_end_with_it() -> None:
         RepetitionDetection(3, 1, 1),
     ],
 )
-def test_what_makes_no_sense_is_refused(rule: RepetitionDetection) -> None:
+def test_rules_out_of_bounds_are_refused(rule: RepetitionDetection) -> None:
     with pytest.raises(InvalidRequest, match="repetition_detection"):
         EngineRig().add("r", 6, repetition_detection=rule)
 
 
-def test_beams_are_refused() -> None:
+def test_repetition_detection_with_beams_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="repetition_detection: does not go with beam_width"):
         EngineRig().add("r", 6, beam_width=3, repetition_detection=RULE)

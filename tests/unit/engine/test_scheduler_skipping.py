@@ -26,7 +26,7 @@ def with_all_loads_under_way(num_loads: int, **limits: int) -> EngineRig:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_decode_leg_that_may_not_load_yet_holds_up_nobody_who_needs_a_seat(policy: str) -> None:
+def test_a_decode_leg_that_waits_for_a_load_slot_delays_no_request_that_needs_a_seat(policy: str) -> None:
     rig = EngineRig(num_blocks=257, max_num_seqs=16, policy=policy)
     for number in range(17):
         rig.add(f"d{number}", 8, leg=Leg.DECODE, max_tokens=3)
@@ -45,7 +45,7 @@ def test_a_decode_leg_that_may_not_load_yet_holds_up_nobody_who_needs_a_seat(pol
     assert not rig.core.has_work()
 
 
-def test_however_many_pass_it_the_waiting_decode_leg_loads_as_soon_as_it_may() -> None:
+def test_a_passed_decode_leg_loads_as_soon_as_a_load_slot_is_free() -> None:
     rig = with_all_loads_under_way(2)
     rig.add("third", 8, leg=Leg.DECODE, max_tokens=3)
     for number in range(40):
@@ -80,7 +80,7 @@ def test_decode_legs_begin_to_load_in_their_own_order() -> None:
 # --- requests that wait for a seat ---
 
 
-def test_a_load_may_begin_though_somebody_in_front_waits_for_a_seat() -> None:
+def test_a_load_may_begin_while_an_earlier_request_waits_for_a_seat() -> None:
     rig = EngineRig(max_num_seqs=1)
     rig.add("stream", 4, max_tokens=20)
     rig.step()
@@ -95,7 +95,7 @@ def test_a_load_may_begin_though_somebody_in_front_waits_for_a_seat() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_loads_pass_one_that_waits_for_a_seat_a_bounded_number_of_times(policy: str) -> None:
+def test_loads_pass_a_request_that_waits_for_a_seat_a_bounded_number_of_times(policy: str) -> None:
     """What was loaded takes the next seat: without a bound a stream of decode legs would keep it out for ever."""
     rig = EngineRig(max_num_seqs=1, max_times_passed=3, policy=policy)
     rig.add("stream", 4, max_tokens=2)
@@ -115,7 +115,7 @@ def test_loads_pass_one_that_waits_for_a_seat_a_bounded_number_of_times(policy: 
     assert rig.tokens["whole"] == rig.expected("whole", 2)
 
 
-def test_nothing_loads_in_front_of_a_preempted_request() -> None:
+def test_no_load_begins_before_a_preempted_request_runs() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("old", 8, max_tokens=10)
     rig.add("new", 7, max_tokens=10)
@@ -127,7 +127,7 @@ def test_nothing_loads_in_front_of_a_preempted_request() -> None:
         rig.step()
 
 
-def test_without_chunks_loads_begin_while_a_prompt_waits_for_a_step_of_its_own() -> None:
+def test_without_chunked_prefill_loads_begin_while_a_prompt_waits_for_a_step() -> None:
     rig = EngineRig(max_num_batched_tokens=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
     rig.add("stream", 4, max_tokens=12)
     rig.step()
@@ -144,7 +144,7 @@ def test_without_chunks_loads_begin_while_a_prompt_waits_for_a_step_of_its_own()
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("leg", [Leg.WHOLE, Leg.DECODE])
-def test_whose_grammar_was_compiled_is_tried_where_it_came(policy: str, leg: Leg) -> None:
+def test_a_request_whose_grammar_was_compiled_keeps_its_place(policy: str, leg: Leg) -> None:
     rig = EngineRig(max_num_seqs=1, policy=policy)
     rig.add("first", 4, max_tokens=2)
     rig.add("with grammar", 8, leg=leg, json_schema=SCHEMA, max_tokens=2)
@@ -161,7 +161,7 @@ def test_whose_grammar_was_compiled_is_tried_where_it_came(policy: str, leg: Leg
     assert rig.reason("later") is Outcome.LENGTH
 
 
-def test_grammars_compiled_in_another_order_change_no_turn() -> None:
+def test_grammars_compiled_in_another_order_change_no_places() -> None:
     rig = EngineRig(max_num_seqs=1)
     rig.add("running", 4, max_tokens=3)
     rig.step()
@@ -177,7 +177,7 @@ def test_grammars_compiled_in_another_order_change_no_turn() -> None:
 # --- with the prefix cache off ---
 
 
-def test_nothing_is_looked_up_in_a_cache_that_is_off() -> None:
+def test_no_lookups_are_counted_with_prefix_caching_off() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     for name in ("one", "again"):
         rig.add(name, list(range(20)), max_tokens=2)

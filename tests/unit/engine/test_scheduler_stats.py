@@ -15,7 +15,7 @@ def waiting(rig: EngineRig) -> dict[str, int]:
     return {reason: number for reason, number in by_reason.items() if number}
 
 
-def test_everybody_who_waits_has_one_reason() -> None:
+def test_every_waiting_request_has_exactly_one_reason() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.connector.unknown.add("unsure")
     rig.add("runs", 8, max_tokens=9)
@@ -36,7 +36,7 @@ def test_everybody_who_waits_has_one_reason() -> None:
     assert waiting(rig) == {}
 
 
-def test_a_deferred_request_that_is_told_its_answer_waits_for_something_else() -> None:
+def test_a_deferred_request_whose_prompt_has_begun_waits_for_another_reason() -> None:
     rig = EngineRig()
     rig.connector.unknown.add("unsure")
     rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
@@ -50,7 +50,7 @@ def test_a_deferred_request_that_is_told_its_answer_waits_for_something_else() -
     assert rig.core.make_stats().num_waiting_for_remote_kvs == 1
 
 
-def test_preempted_and_swapped_requests_are_told_apart() -> None:
+def test_preempted_and_swapped_requests_have_different_reasons() -> None:
     for mode, reason, status in (
         ("recompute", "preempted", RequestStatus.PREEMPTED),
         ("swap", "swapped", RequestStatus.SWAPPED),
@@ -66,7 +66,7 @@ def test_preempted_and_swapped_requests_are_told_apart() -> None:
         assert waiting(rig) == {}
 
 
-def test_hits_are_counted_where_they_were_found() -> None:
+def test_hits_are_counted_by_source() -> None:
     rig = EngineRig()
     prompt = prompt_of(16)
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
@@ -121,7 +121,7 @@ def computed_step(rig: EngineRig, seconds: float) -> ComputedStep | None:
     return rig.core.take_computed_step()
 
 
-def test_a_step_says_what_it_was_made_of_and_how_long_it_took() -> None:
+def test_a_computed_step_has_its_size_and_duration() -> None:
     rig = EngineRig()
     began = rig.clock.monotonic()
     rig.add("a", 10, max_tokens=5)
@@ -138,14 +138,14 @@ def test_a_step_says_what_it_was_made_of_and_how_long_it_took() -> None:
     assert rig.core.take_computed_step() is None
 
 
-def test_nobody_learns_from_a_step_that_was_lost() -> None:
+def test_a_lost_step_is_not_reported_as_computed() -> None:
     rig = EngineRig()
     rig.add("r", 10, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
     assert computed_step(rig, 0.25) is None
 
 
-def test_a_load_is_told_without_statistics() -> None:
+def test_token_counts_are_available_without_statistics() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.connector.unknown.add("unsure")
     rig.add("pulls", 8, leg=Leg.DECODE, max_tokens=3)
@@ -162,7 +162,7 @@ def test_a_load_is_told_without_statistics() -> None:
     assert load_of(rig.core.scheduler, draining=True).draining
 
 
-def test_nobody_takes_events_that_were_stopped() -> None:
+def test_stopped_events_are_not_recorded() -> None:
     rig = EngineRig()
     rig.core.scheduler.stop_events()
     rig.add("runs", 8, max_tokens=2)

@@ -25,7 +25,7 @@ def tokens_of(count: int) -> list[int]:
 TOKENS = tokens_of(10)
 
 
-def test_the_script_does_not_repeat_itself() -> None:
+def test_the_scripted_tokens_do_not_repeat() -> None:
     assert len(set(TOKENS)) == 10, "the tests below stop at one token each"
 
 
@@ -92,7 +92,7 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
         assert rig.tokens["huge"] == rig.expected("huge", 1)
 
 
-def test_a_refusal_that_nobody_asked_for_comes_with_the_next_step() -> None:
+def test_a_refusal_that_was_not_taken_comes_with_the_next_step() -> None:
     rig = EngineRig(num_blocks=3)
     rig.scheduler.add_request(Request("huge", list(range(40)), SamplingParams()))
     assert rig.core.has_work()
@@ -138,7 +138,7 @@ def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
     assert rig.tokens["waits"] == TOKENS
 
 
-def test_a_runner_that_forgets_a_request_does_not_hang_it() -> None:
+def test_a_request_without_a_sampled_token_fails() -> None:
     rig = EngineRig()
     rig.add("r", 4, max_tokens=5)
     output = rig.scheduler.schedule()

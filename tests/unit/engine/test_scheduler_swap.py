@@ -54,7 +54,7 @@ def two_that_collide(rig: EngineRig) -> None:
     rig.add("new", 7, max_tokens=8)
 
 
-def test_a_swapped_request_goes_on_where_it_was() -> None:
+def test_a_swapped_request_continues_where_it_was() -> None:
     rig = swapping(enable_prefix_caching=False)
     two_that_collide(rig)
     decided = outputs_of(rig)
@@ -95,7 +95,7 @@ def test_what_the_host_tier_has_is_not_copied_out_again() -> None:
     assert rig.tokens == {f"r{number}": rig.expected(f"r{number}", 24) for number in range(3)}
 
 
-def test_no_room_in_the_host_tier_means_computing_again() -> None:
+def test_without_room_in_the_host_tier_a_request_is_recomputed() -> None:
     rig = swapping(num_host_blocks=2, enable_prefix_caching=False)
     two_that_collide(rig)
     decided = outputs_of(rig)
@@ -104,7 +104,7 @@ def test_no_room_in_the_host_tier_means_computing_again() -> None:
     assert rig.tokens["new"] == rig.expected("new", 8)
 
 
-def test_a_swapped_request_comes_back_before_newcomers() -> None:
+def test_a_swapped_request_is_resumed_before_new_requests() -> None:
     rig = swapping()
     two_that_collide(rig)
     rig.commit(until_swapped(rig, "new"))
@@ -152,7 +152,7 @@ def test_an_abort_of_a_swapped_request_frees_its_host_blocks(committed: bool) ->
     assert rig.tokens["old"] == rig.expected("old", 8)
 
 
-def test_a_swap_out_that_got_lost_is_computed_again() -> None:
+def test_a_request_whose_swap_out_was_lost_is_recomputed() -> None:
     rig = swapping()
     two_that_collide(rig)
     while rig.requests["new"].num_preemptions == 0:
@@ -169,7 +169,7 @@ def test_a_swap_out_that_got_lost_is_computed_again() -> None:
     assert rig.tokens["new"] == rig.expected("new", 8)
 
 
-def test_a_swap_in_that_got_lost_fails_its_request() -> None:
+def test_a_lost_swap_in_fails_its_request() -> None:
     rig = swapping(enable_prefix_caching=False)
     two_that_collide(rig)
     rig.commit(until_swapped(rig, "new"))
@@ -181,7 +181,7 @@ def test_a_swap_in_that_got_lost_fails_its_request() -> None:
 
 
 @pytest.mark.parametrize(("seconds_per_copy", "swaps"), [(1e-6, True), (10.0, False)])
-def test_auto_takes_what_measured_cheaper(seconds_per_copy: float, swaps: bool) -> None:
+def test_preemption_mode_auto_takes_the_cheaper_way(seconds_per_copy: float, swaps: bool) -> None:
     rig = EngineRig(12, preemption_mode="auto", num_host_blocks=32, enable_prefix_caching=False)
     rig.runner.seconds_per_copy, rig.runner.seconds_per_token = seconds_per_copy, 1e-3
     for number in range(6):

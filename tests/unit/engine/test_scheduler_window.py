@@ -43,7 +43,7 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
     assert rig.tokens["long"] == rig.expected("long", 60)
 
 
-def test_blocks_go_once_the_last_query_that_sees_them_is_computed() -> None:
+def test_blocks_are_freed_once_the_last_query_that_sees_them_is_computed() -> None:
     rig = EngineRig(windows=(5,))
     rig.add("one", 8, max_tokens=8)
     rig.step()
@@ -54,7 +54,7 @@ def test_blocks_go_once_the_last_query_that_sees_them_is_computed() -> None:
     assert rig.tokens["one"] == rig.expected("one", 8)
 
 
-def test_prompts_are_dropped_chunk_by_chunk_and_stay_in_the_cache() -> None:
+def test_blocks_of_prompts_are_freed_chunk_by_chunk_and_stay_cached() -> None:
     rig = EngineRig(windows=(5,), max_num_batched_tokens=8)
     prompt = list(range(100, 132))
     rig.add("first", prompt, max_tokens=1)
@@ -67,7 +67,7 @@ def test_prompts_are_dropped_chunk_by_chunk_and_stay_in_the_cache() -> None:
     assert rig.tokens["again"] == rig.expected("again", 1)
 
 
-def test_a_group_with_a_window_lets_go_alone() -> None:
+def test_only_groups_with_a_window_free_blocks() -> None:
     rig = EngineRig(windows=(None, 10))
     rig.add("long", 4, max_tokens=60)
     most = 0
@@ -79,7 +79,7 @@ def test_a_group_with_a_window_lets_go_alone() -> None:
     assert rig.tokens["long"] == rig.expected("long", 60)
 
 
-def test_what_one_group_lets_go_of_another_request_gets() -> None:
+def test_blocks_freed_by_one_group_can_be_allocated_to_another_request() -> None:
     # 12 stripes of both groups hold two sequences of 24 tokens; of 40 tokens each, only without what is out of sight.
     rig = EngineRig(num_blocks=2 * 12 + 1, windows=(None, 4), max_num_seqs=2)
     for name in ("one", "other"):
@@ -91,7 +91,7 @@ def test_what_one_group_lets_go_of_another_request_gets() -> None:
 
 
 @pytest.mark.parametrize("length", range(9, 17))
-def test_what_a_prefill_leg_offers_outlasts_its_own_last_query(length: int) -> None:
+def test_a_prefill_leg_keeps_the_blocks_that_it_offers(length: int) -> None:
     rig = EngineRig(windows=(None, 4))
     rig.add("offered", length, leg=Leg.PREFILL, max_tokens=4)
     rig.run()
@@ -99,7 +99,7 @@ def test_what_a_prefill_leg_offers_outlasts_its_own_last_query(length: int) -> N
 
 
 @pytest.mark.parametrize("windows", [(4,), (None, 4)], ids=["alone", "mixed"])
-def test_a_prefill_leg_offers_what_a_continuation_sees(windows: tuple[int | None, ...]) -> None:
+def test_a_prefill_leg_offers_the_blocks_that_a_continuation_sees(windows: tuple[int | None, ...]) -> None:
     rig = EngineRig(windows=windows, max_num_batched_tokens=8)
     rig.add("offered", 16, leg=Leg.PREFILL, max_tokens=4)
     rig.step()
@@ -116,7 +116,7 @@ def test_a_prefill_leg_offers_what_a_continuation_sees(windows: tuple[int | None
 
 
 @pytest.mark.parametrize(("windows", "reserved"), [((6,), 2 + 1), ((None, 6), 5 + 1 + 2 + 1)], ids=["alone", "mixed"])
-def test_a_decode_leg_takes_in_what_it_sees(windows: tuple[int | None, ...], reserved: int) -> None:
+def test_a_decode_leg_loads_only_the_blocks_that_it_sees(windows: tuple[int | None, ...], reserved: int) -> None:
     rig = EngineRig(windows=windows)
     rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
     rig.step()
@@ -130,7 +130,7 @@ def test_a_decode_leg_takes_in_what_it_sees(windows: tuple[int | None, ...], res
     assert rig.tokens["taken"] == rig.expected("taken", 12)
 
 
-def test_an_aborted_load_quarantines_what_it_was_to_fill() -> None:
+def test_an_aborted_load_quarantines_the_blocks_that_it_was_to_fill() -> None:
     rig = EngineRig(windows=(None, 6))
     rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
     rig.step()
@@ -221,7 +221,7 @@ def test_the_events_name_the_group() -> None:
 
 @pytest.mark.parametrize("windows", [(12,), (None, 5), (6, None, 12)])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_ones_come_back_whole(mode: str, windows: tuple[int | None, ...]) -> None:
+def test_preempted_requests_with_windows_are_resumed_completely(mode: str, windows: tuple[int | None, ...]) -> None:
     host_blocks = 60 if mode == "swap" else 0
     rig = EngineRig(num_blocks=8 * len(windows) + 1, windows=windows, preemption_mode=mode, num_host_blocks=host_blocks)
     names = ("old", "middle", "new")
@@ -245,14 +245,14 @@ MIXED = ["gemma2", "gemma3_text", "gpt_oss"]
     ("architecture", "groups"),
     [("mistral", ["16@0,1,2"]), ("llama", ["all@0,1,2"])] + [(name, ["all@1", "16@0", "16@2"]) for name in MIXED],
 )
-def test_a_model_says_how_far_its_layers_see(tmp_path: Path, architecture: str, groups: list[str]) -> None:
+def test_groups_of_layers_follow_from_a_models_windows(tmp_path: Path, architecture: str, groups: list[str]) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     runner = load_runner(tmp_path, dtype="float32", num_blocks=16)
     assert [str(group) for group in runner.layout.groups] == groups
 
 
 @pytest.mark.parametrize("architecture", ["mistral", *MIXED])
-def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path, architecture: str) -> None:
+def test_with_a_real_model_freeing_blocks_changes_no_token(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     outputs = []
     # The second pool is too small for three whole sequences: what was let go of is overwritten.
@@ -279,7 +279,7 @@ def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path,
 
 
 @pytest.mark.parametrize("many", [{"n": 3, "seed": 5}, {"n": 3, "beam_width": 3}], ids=["siblings", "beams"])
-def test_sequences_that_share_a_prompt_keep_it(many: dict[str, Any]) -> None:
+def test_sequences_keep_their_shared_prompt_until_all_run(many: dict[str, Any]) -> None:
     tokens = []
     for window in (None, 5):
         rig = EngineRig(windows=(window,))
@@ -291,7 +291,7 @@ def test_sequences_that_share_a_prompt_keep_it(many: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("many", [{"n": 3, "seed": 5}, {"n": 3, "beam_width": 3}], ids=["siblings", "beams"])
-def test_sequences_that_share_a_prompt_let_go_of_it(many: dict[str, Any]) -> None:
+def test_sequences_free_their_shared_prompt_once_all_run(many: dict[str, Any]) -> None:
     rig = EngineRig(windows=(5,))
     rig.add("r", 40, max_tokens=30, **many)
     for _ in range(20):
@@ -302,7 +302,7 @@ def test_sequences_that_share_a_prompt_let_go_of_it(many: dict[str, Any]) -> Non
     assert {len(own) for own in rig.tokens.values()} == {30}
 
 
-def test_a_sibling_that_waits_is_spared_the_prompt() -> None:
+def test_a_waiting_sequence_does_not_recompute_the_prompt() -> None:
     rig = EngineRig(windows=(None, 5), max_num_seqs=2, enable_prefix_caching=False)
     rig.add("r", 40, max_tokens=12, n=3, seed=5)
     rig.run()
@@ -312,7 +312,7 @@ def test_a_sibling_that_waits_is_spared_the_prompt() -> None:
     assert begun_at == [0, 39, 39], "the prompt is computed once, and its last token for each"
 
 
-def test_what_comes_back_from_the_host_tier_has_the_same_holes() -> None:
+def test_a_swapped_table_returns_with_the_same_null_blocks() -> None:
     pool, host = BlockPool(40), HostTier(40)
     hasher = BlockHasher(CacheKeyFields("m", "d", "l"), 4)
     manager = KVCacheManager(pool, hasher, 4, windows=(None, 5), enable_caching=True, host=host)
@@ -330,7 +330,7 @@ def test_what_comes_back_from_the_host_tier_has_the_same_holes() -> None:
     manager.check_invariant()
 
 
-def test_a_prefix_with_holes_is_not_shared() -> None:
+def test_a_prefix_that_lacks_blocks_is_not_shared() -> None:
     rig = EngineRig(windows=(None, 4))
     rig.add("r", 12, max_tokens=4)
     rig.step()

@@ -47,7 +47,7 @@ def test_ids_and_seeds() -> None:
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("caching", [True, False])
-def test_each_sequence_is_what_it_is_alone(num_prompt_tokens: int, caching: bool) -> None:
+def test_each_sequence_has_the_tokens_that_it_has_alone(num_prompt_tokens: int, caching: bool) -> None:
     rig = EngineRig(enable_prefix_caching=caching)
     rig.add("r", num_prompt_tokens, n=4, max_tokens=9, seed=3)
     rig.run()
@@ -108,7 +108,7 @@ def test_more_sequences_than_seats() -> None:
     assert rig.tokens["later"] == rig.expected("later", 5)
 
 
-def test_sequences_come_before_those_who_came_later() -> None:
+def test_further_sequences_are_admitted_before_later_requests() -> None:
     rig = EngineRig(max_num_seqs=2)
     rig.add("r", 6, n=3, max_tokens=3)
     rig.add("other", 6, max_tokens=3)
@@ -119,7 +119,7 @@ def test_sequences_come_before_those_who_came_later() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_sequences_come_back_the_same(caching: bool) -> None:
+def test_preempted_sequences_are_resumed_with_the_same_tokens(caching: bool) -> None:
     rig = EngineRig(num_blocks=9, enable_prefix_caching=caching)
     rig.add("r", 6, n=4, max_tokens=20)
     rig.run()
@@ -181,7 +181,7 @@ def test_one_failed_sequence_fails_the_request(broken: str) -> None:
     assert rig.tokens["bystander"] == rig.expected("bystander", 4)
 
 
-def test_what_is_one_sequences_own_fault_is_the_requests() -> None:
+def test_an_invalid_sequence_makes_the_whole_request_invalid() -> None:
     rig = EngineRig()
     rig.add("r", 6, n=3, max_tokens=50)
     rig.step()
@@ -195,7 +195,7 @@ def test_what_is_one_sequences_own_fault_is_the_requests() -> None:
     assert {end.error for end in ends.values()} == {"json_schema: too complex"}
 
 
-def test_a_pulled_prompt_serves_all_sequences() -> None:
+def test_a_transferred_prompt_serves_all_sequences() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
     rig.step()
@@ -207,7 +207,7 @@ def test_a_pulled_prompt_serves_all_sequences() -> None:
     assert_all_right(rig, 4, 7)
 
 
-def test_the_prefill_leg_hands_off_though_its_own_sequence_is_over() -> None:
+def test_the_prefill_leg_hands_off_even_if_its_own_sequence_stopped() -> None:
     rig = EngineRig()
     rig.add("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
     rig.run()
@@ -240,7 +240,7 @@ def test_bounds(n: int) -> None:
     assert not rig.scheduler.has_requests()
 
 
-def test_a_sequence_that_ends_at_once_leaves_the_others_to_go_on() -> None:
+def test_the_other_sequences_continue_when_one_ends_at_once() -> None:
     rig = EngineRig(enable_prefix_caching=False)
     prompt = prompt_of(6)
     rig.add("other", prompt, max_tokens=1)

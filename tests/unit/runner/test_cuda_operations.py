@@ -60,7 +60,7 @@ def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
     [(fake_varlen_attn, "paged"), (no_pages, "gathered"), (wrong, "plain"), (no_kernel, "plain")],
     ids=["paged", "gathered", "wrong", "none"],
 )
-def test_every_way_to_attend_gives_the_same_tokens(tmp_path: Path, architecture: str, flash: Any, ways: str) -> None:
+def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architecture: str, flash: Any, ways: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     plain: Operations = TorchOperations(1)
     expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=plain)
@@ -95,7 +95,7 @@ def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, arc
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9])
-def test_padding_disturbs_nobody(tmp_path: Path, count: int) -> None:
+def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path, count: int) -> None:
     """Sequences of different lengths, that come and go: what an earlier step left in a buffer is nobody's."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     runner = load_runner(
@@ -114,7 +114,7 @@ def test_padding_disturbs_nobody(tmp_path: Path, count: int) -> None:
     assert graphs_of(runner).num_replays > count
 
 
-def test_graphs_share_memory_and_nobody_reads_what_the_next_replay_spoils(
+def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of every step are looked at when all steps, of several sizes, have been computed."""
@@ -155,7 +155,7 @@ def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> 
     assert outputs[0] == outputs[1]
 
 
-def test_what_can_not_be_recorded_is_computed_step_by_step(tmp_path: Path) -> None:
+def test_steps_that_can_not_be_recorded_are_computed_without_graphs(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
 
     class Asking(CudaOperations):
@@ -170,7 +170,7 @@ def test_what_can_not_be_recorded_is_computed_step_by_step(tmp_path: Path) -> No
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
 
 
-def test_nothing_is_recorded_where_layers_ask_the_device(tmp_path: Path) -> None:
+def test_steps_whose_layers_read_from_the_device_are_not_recorded(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     operations = CudaOperations(CPU, no_pages, FakeRecorder())
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
@@ -190,7 +190,7 @@ def test_the_cpu_is_always_there() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     assert resolve_device("auto") == CPU
     with pytest.raises(ConfigError, match="device 'cuda:1' is not available: torch finds no GPU; install"):

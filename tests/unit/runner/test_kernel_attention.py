@@ -143,7 +143,7 @@ class Paged:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (20, None), (64, 5.0), (1000, 30.0)])
-def test_attention_is_softmax_attention(
+def test_attention_equals_softmax_attention_in_float64(
     isa: str, dtype: torch.dtype, window: int | None, softcap: float | None
 ) -> None:
     kernels.use_isa(isa)
@@ -172,7 +172,7 @@ def test_attention_of_every_head_shape(dtype: torch.dtype, head_dim: int, heads:
     group=st.sampled_from([1, 3, 7]),
     placement=st.integers(0, 100),
 )
-def test_a_row_of_attention_does_not_depend_on_chunks_mates_or_blocks(
+def test_a_row_of_attention_does_not_depend_on_chunks_batch_or_blocks(
     isa: str,
     dtype: torch.dtype,
     length: int,
@@ -239,7 +239,7 @@ def test_threads_do_not_change_attention(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_later_tokens_that_are_not_numbers_reach_nobody_before_them(isa: str, dtype: torch.dtype) -> None:
+def test_nan_in_later_tokens_changes_no_earlier_row(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[150], query_lens=[150])
     clean = paged.attend(window=70)
@@ -253,7 +253,7 @@ def test_later_tokens_that_are_not_numbers_reach_nobody_before_them(isa: str, dt
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_behind_the_window_reach_nobody(isa: str, dtype: torch.dtype) -> None:
+def test_tokens_outside_the_window_change_no_row(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[150], query_lens=[150])
     clean = paged.attend(window=20)
@@ -312,7 +312,7 @@ def test_keys_and_values_of_different_widths(isa: str, dtype: torch.dtype, key_d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("size", [0.5, 30.0])
-def test_sinks_take_a_share_and_give_nothing(isa: str, dtype: torch.dtype, window: int | None, size: float) -> None:
+def test_sinks_take_probability_and_add_no_value(isa: str, dtype: torch.dtype, window: int | None, size: float) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1])
     plain = paged.attend(window)
@@ -323,7 +323,7 @@ def test_sinks_take_a_share_and_give_nothing(isa: str, dtype: torch.dtype, windo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_keys_values_and_tables_may_lie_apart(dtype: torch.dtype) -> None:
+def test_queries_keys_values_and_tables_may_have_strides(dtype: torch.dtype) -> None:
     paged = Paged.make(dtype, lengths=[70, 33], query_lens=[9, 1])
     expected = paged.attend()
     paged.query = torch.cat([paged.query, torch.full_like(paged.query, float("nan"))], dim=1)[:, :6]
@@ -363,7 +363,7 @@ def test_amx_keeps_more_than_bfloat16_probabilities() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_query_that_is_not_a_number_reaches_nobody_else(isa: str, dtype: torch.dtype) -> None:
+def test_a_nan_query_changes_no_other_row(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[150, 40], query_lens=[150, 3])
     clean = paged.attend()
@@ -417,7 +417,7 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
         ("value_dim", {"cache": _cache(4, 2, 16, 32, 264, torch.float32)}),
     ],
 )
-def test_attention_refuses_what_would_leave_the_cache(argument: str, change: dict[str, object]) -> None:
+def test_attention_refuses_arguments_that_reach_outside_the_cache(argument: str, change: dict[str, object]) -> None:
     paged = Paged.make(torch.float32, lengths=[20], query_lens=[4])
     for name, value in change.items():
         setattr(paged, name, value)
@@ -426,7 +426,7 @@ def test_attention_refuses_what_would_leave_the_cache(argument: str, change: dic
     assert error.value.argument == argument
 
 
-def test_attention_refuses_numbers_without_sense() -> None:
+def test_attention_refuses_invalid_numbers() -> None:
     paged = Paged.make(torch.float32, lengths=[20], query_lens=[4])
     for window, softcap in ((0, None), (-1, None), (None, 0.0), (None, float("nan"))):
         with pytest.raises(KernelArgumentError):

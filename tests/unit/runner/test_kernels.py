@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, t
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 64, 64), (3, 1, 1), (13, 70, 33), (29, 130, 96), (2, 17, 501), (70, 40, 129)]
 )
-def test_linear_is_the_product(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+def test_linear_equals_the_product_in_float64(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     kernels.use_isa(isa)
     x, weight, bias = _randn(m, k, dtype=dtype), _randn(n, k, seed=1, dtype=dtype), _randn(n, seed=2, dtype=dtype)
     packed = kernels.pack(weight)
@@ -115,7 +115,7 @@ def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
             assert torch.equal(mine, other), isa
 
 
-def test_the_fingerprint_tells_orders_of_summation_apart() -> None:
+def test_the_fingerprint_differs_between_orders_of_summation() -> None:
     numerics = {}
     for isa in ISAS:
         kernels.use_isa(isa)
@@ -133,7 +133,7 @@ def test_empty_products(dtype: torch.dtype, m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_not_a_number_stays_in_its_row(isa: str) -> None:
+def test_nan_stays_in_its_row(isa: str) -> None:
     kernels.use_isa(isa)
     for dtype in DTYPES:
         x = _randn(20, 64, dtype=dtype)
@@ -145,7 +145,7 @@ def test_not_a_number_stays_in_its_row(isa: str) -> None:
         assert torch.equal(torch.cat([out[:7], out[8:]]), torch.cat([clean[:7], clean[8:]]))
 
 
-def test_subnormal_numbers_are_left_to_the_caller() -> None:
+def test_the_callers_handling_of_subnormals_is_unchanged() -> None:
     """The kernels flush them; nobody else's arithmetic may change."""
     tiny = torch.full((1, 1), 1e-40)
     assert not linear(tiny, kernels.pack(torch.ones(1, 1))).any()
@@ -165,7 +165,7 @@ def test_blocks_of_k_do_not_change_a_sum(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_x_may_lie_apart(isa: str, dtype: torch.dtype) -> None:
+def test_rows_of_x_may_have_a_stride(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
     wide = _randn(40, 300, dtype=dtype)
     for k in (96, 101):
@@ -215,7 +215,7 @@ def test_gated_linear_is_activation_times_up(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gates_of_any_size(activation: Activation) -> None:
+def test_activations_of_numbers_of_any_size(activation: Activation) -> None:
     x = torch.linspace(-100, 100, 4001)[:, None]
     packed = kernels.pack_gated(torch.ones(1, 1), torch.ones(1, 1))
     out = kernels.gated_linear(x, packed, activation=activation, threads=1)
@@ -340,6 +340,6 @@ def test_norms_and_rotations_refuse_what_does_not_fit() -> None:
             kernels.rotate(x, angles, angles, threads=1)
 
 
-def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+def test_a_missing_instruction_set_is_refused() -> None:
     with pytest.raises(KernelsUnavailable, match="it has"):
         kernels.use_isa("sse9")

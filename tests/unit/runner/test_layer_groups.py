@@ -16,11 +16,11 @@ def groups(*windows: int | None, layers: tuple[LayerGeometry, ...] = ()) -> list
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_layers_that_see_alike_are_one_group(window: int | None) -> None:
+def test_layers_with_equal_windows_are_one_group(window: int | None) -> None:
     assert groups(window, window, window) == [f"{window or 'all'}@0,1,2"]
 
 
-def test_those_that_see_everything_come_first() -> None:
+def test_groups_without_a_window_come_first() -> None:
     assert groups(9, None, 9, None) == ["all@1,3", "9@0,2"]
     assert groups(9, 4, 4, None) == ["all@3", "4@1", "4@2", "9@0"]
 

@@ -36,7 +36,7 @@ def expected(runner: TorchModelRunner) -> list[int]:
     return alone.output
 
 
-def test_a_copied_block_goes_on_where_the_original_was(runner: TorchModelRunner, expected: list[int]) -> None:
+def test_a_copied_block_continues_the_original(runner: TorchModelRunner, expected: list[int]) -> None:
     driver = RunnerDriver(runner)
     params = replace(PARAMS, logprobs=5)
     original = driver.add("original", PROMPT, params)
@@ -91,7 +91,7 @@ def test_log_probabilities_come_with_every_token(runner: TorchModelRunner, expec
     assert len(at_first.top) == 3
 
 
-def test_a_seed_draws_the_same_tokens_beside_anyone(runner: TorchModelRunner) -> None:
+def test_a_seed_draws_the_same_tokens_in_any_batch(runner: TorchModelRunner) -> None:
     params = SamplingParams(seed=42, max_tokens=6, top_p=0.9)
     drawn = []
     for mates in (0, 3):

@@ -76,7 +76,7 @@ def test_a_step_of_other_shapes_is_refused() -> None:
     assert not out.any()
 
 
-def test_what_the_kernels_can_not_take_is_not_recorded() -> None:
+def test_operations_that_the_kernels_can_not_take_are_not_recorded() -> None:
     program = Program(torch.bfloat16, 1)
     x, gated = program.argument(WIDTH), kernels.pack_gated(_randn(8, WIDTH), _randn(8, WIDTH))
     with pytest.raises(KernelArgumentError, match="gated"):

@@ -54,7 +54,7 @@ RECOGNISED = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_what_is_recognised(tmp_path: Path, name: str, dtype: str) -> None:
+def test_the_expected_parts_are_recognised(tmp_path: Path, name: str, dtype: str) -> None:
     runner = loaded(tmp_path, TINY_MODELS[name], dtype)
     assert runner.model.bit_exact
     assert (fused(runner), runner._transformer.has_own_loop) == RECOGNISED[name]
@@ -82,7 +82,7 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
     assert fused(runner) == (0, 3, 7)
 
 
-def test_a_loop_that_does_something_else_stays_transformers_own(tmp_path: Path) -> None:
+def test_a_loop_that_computes_something_else_stays_with_transformers(tmp_path: Path) -> None:
     runner = loaded(tmp_path, {**TINY_MODELS["llama"], "model_type": "granite", "residual_multiplier": 0.5})
     assert runner.model.bit_exact
     assert fused(runner) == (3, 3, 7)
@@ -148,7 +148,9 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
     assert "it raised TypeError: it wants past_key_values" in why
 
 
-def test_a_fault_in_our_own_loop_is_no_slow_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_decoder_is_raised_and_no_slower_path_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that would be served slower without a word is not served."""
     monkeypatch.setattr(RotaryTable, "__init__", lambda self, *_arguments: self.mispelled)
     with pytest.raises(AttributeError, match="mispelled"):

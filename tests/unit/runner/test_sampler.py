@@ -108,7 +108,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert distribution(LOGITS, SamplingParams(top_p=1e-9))[0].tolist() == [0]
 
 
-def test_top_p_beyond_the_first_look() -> None:
+def test_top_p_beyond_the_first_candidates() -> None:
     flat = np.zeros(5000, dtype=np.float32)
     kept, weights = distribution(flat, SamplingParams(top_p=0.5))
     assert kept.tolist() == list(range(2500))
@@ -205,7 +205,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     assert results[0] == results[2] == sample_row(LOGITS, state(SamplingParams(seed=1)))
 
 
-def test_a_row_does_not_depend_on_its_mates() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(40, 3000)).astype(np.float32)
     kinds = [
@@ -225,7 +225,7 @@ def test_the_position_moves_the_draw() -> None:
     assert len(set(drawn)) > 3
 
 
-def test_the_best_are_ordered_as_a_stable_sort_orders_them() -> None:
+def test_top_logprobs_are_ordered_as_by_a_stable_sort() -> None:
     rng = np.random.default_rng(1)
     for trial in range(60):
         size = int(rng.integers(1, 3000))

@@ -89,7 +89,7 @@ def test_a_beam_search_finds_what_a_naive_one_finds(width: int) -> None:
         assert [found[sequence_id(name, index)] for index in range(width)] == expected
 
 
-def test_every_request_generates_something_else() -> None:
+def test_different_requests_generate_different_tokens() -> None:
     tokens = {tuple(expected_tokens(prompt, GREEDY, SPEC)) for prompt in PROMPTS.values()}
     assert len(tokens) == len(PROMPTS)
     seeded = [expected_tokens([1], SamplingParams(seed=seed, max_tokens=4), SPEC) for seed in (1, 2)]
@@ -188,7 +188,7 @@ def test_finished_requests_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("parent", "num_shared"), [("stranger", 3), ("a", 5)])
-def test_a_fork_from_what_is_not_known_fails_alone(parent: str, num_shared: int) -> None:
+def test_a_fork_from_an_unknown_parent_fails_alone(parent: str, num_shared: int) -> None:
     driver = driven()
     driver.add("a", [1, 2, 3], GREEDY)
     driver.step({"a": 3})
@@ -212,7 +212,7 @@ def test_a_fork_from_what_is_not_known_fails_alone(parent: str, num_shared: int)
         (NewRequestData("x", [1] * 257, (), GREEDY, [*range(1, 64), 1, 1], 0), 257, "beyond the model's 256 tokens"),
     ],
 )
-def test_a_share_out_of_bounds_fails_alone(request_data: NewRequestData, count: int, reason: str) -> None:
+def test_a_fork_that_shares_too_many_tokens_fails_alone(request_data: NewRequestData, count: int, reason: str) -> None:
     runner = SimulatedRunner(SPEC)
     good = NewRequestData("good", [1, 2, 3], (), GREEDY, [63], 0)
     out = runner.execute_model(SchedulerOutput(1, [request_data, good], [], {"x": count, "good": 3}, count + 3))

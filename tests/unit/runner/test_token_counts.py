@@ -55,7 +55,7 @@ def assert_as_counted_anew(state: RequestState) -> None:
     output=st.lists(TOKENS, max_size=10),
     steps=st.lists(st.tuples(st.sampled_from(["append", "replace", "fork"]), TOKENS), max_size=40),
 )
-def test_kept_counts_are_those_of_the_whole_history(
+def test_kept_counts_equal_counts_of_the_whole_history(
     params: SamplingParams, prompt: list[int], output: list[int], steps: list[tuple[str, int]]
 ) -> None:
     state = RequestState(NewRequestData("one", prompt, output, params, [1], 0))
@@ -74,6 +74,6 @@ def test_kept_counts_are_those_of_the_whole_history(
         assert_as_counted_anew(state)
 
 
-def test_nothing_is_counted_where_nothing_asks() -> None:
+def test_no_counts_are_kept_without_penalties() -> None:
     state = RequestState(NewRequestData("one", [1, 2], [3], SamplingParams(), [1], 0))
     assert state.counts is None

@@ -47,7 +47,7 @@ def rows(count: int, seed: int = 1) -> npt.NDArray[np.float32]:
 
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
 @pytest.mark.parametrize("allowed", [{5}, {74}, {3, 31, 32, 64}, set(range(2, 75))], ids=len)
-def test_only_what_is_allowed_is_drawn_and_reported(params: SamplingParams, allowed: set[int]) -> None:
+def test_only_allowed_tokens_are_drawn_and_reported(params: SamplingParams, allowed: set[int]) -> None:
     logits, mask = rows(40), mask_of(allowed)
     states = [SamplingState(replace(params, seed=seed), [6, 0, 5, 74], 1, EOS, mask) for seed in range(40)]
     drawn = sample(logits, states)
@@ -71,7 +71,7 @@ def test_a_mask_that_allows_everything_changes_nothing(params: SamplingParams) -
     assert masked == sample(logits, [SamplingState(replace(params, seed=seed), tokens, 1, EOS) for seed in range(20)])
 
 
-def test_a_request_to_which_nothing_is_left_fails_alone() -> None:
+def test_a_request_without_an_allowed_token_fails_alone() -> None:
     logits = rows(2)
     barred = replace(WITH_GRAMMAR, logit_bias={5: -1e39})
     states = [SamplingState(barred, [6], 1, EOS, mask_of({5})), SamplingState(WITH_GRAMMAR, [6], 1, EOS, mask_of({5}))]
@@ -84,7 +84,7 @@ def state(request_id: str, matcher: FakeMatcher | None, params: SamplingParams =
     return RequestState(NewRequestData(request_id, [1, 2], [7], params, [1], 0, matcher))
 
 
-def test_matchers_are_told_what_was_drawn_wherever_that_was() -> None:
+def test_matchers_get_all_drawn_tokens_including_earlier_attempts() -> None:
     masks = TokenMasks(VOCAB)
     matcher = FakeMatcher([{7}, {8, 9}, {10}], EOS)
     request = state("a", matcher)

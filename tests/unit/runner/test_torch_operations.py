@@ -20,7 +20,7 @@ PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_no_kernels_no_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_without_kernels_the_tokens_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=1)
     with_kernels = load_runner(tmp_path, dtype="float32", num_blocks=48)
     absent = KernelInfo(isa=None, isas=(), numerics="", threads=False, reason="not built")
@@ -61,13 +61,13 @@ def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:
     assert model.numerics.startswith("torch-rows-32-")
 
 
-def test_no_padding_is_enough(tmp_path: Path) -> None:
+def test_a_model_is_not_bit_exact_if_no_padding_suffices(tmp_path: Path) -> None:
     model = load_careless(tmp_path, enough=ROWS_PER_CALL[-1] + 1)
     assert not model.bit_exact
     assert "different bits" in model.bit_exact_reason
 
 
-def test_rows_are_those_of_the_weight() -> None:
+def test_take_rows_returns_rows_of_the_weight() -> None:
     weight = torch.randn(70, 24)
     index = torch.tensor([3, 69, 3, 0])
     operations = TorchOperations(1)

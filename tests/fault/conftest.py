@@ -1,4 +1,4 @@
-"""One cluster for every fault that a cluster survives: two of each kind, simulated, slow enough to be hit."""
+"""The cluster that fault tests share: two processes of each kind, with the simulated model, slow enough to be hit."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a module's faults are asked for, of clusters that were started with it (see baton/failpoints.py)."""
+    """The folder in which a module requests faults of its clusters (see baton/failpoints.py)."""
     return tmp_path_factory.mktemp("failpoints")
 
 
 @pytest.fixture
 async def session(cluster: ProcessCluster) -> AsyncIterator[ClusterSession]:
-    """The shared cluster, whole and idle before a test and again after it."""
+    """The shared cluster; all processes run and are idle before a test and after it."""
     async with cluster.session() as opened:
         await opened.whole()
         await opened.idle()

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def ended() -> Iterator[asyncio.Queue[BackgroundFault]]:
-    """What ended the process of a test that is no whole router."""
+    """The faults that would have ended the process."""
     faults: asyncio.Queue[BackgroundFault] = asyncio.Queue()
     before = current_watch.set(BackgroundWatch(faults.put_nowait))
     yield faults
@@ -47,7 +47,7 @@ def ended() -> Iterator[asyncio.Queue[BackgroundFault]]:
 
 
 class Broken:
-    """Raises at its first call, and works from then on."""
+    """A wrapper that raises in its first call, and calls the real function from then on."""
 
     def __init__(self, work: Any = None) -> None:
         self.work = work
@@ -117,7 +117,7 @@ async def test_a_timer_that_raises_ends_the_process(ended: asyncio.Queue[Backgro
 async def test_a_turn_of_the_loop_that_raises_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault], owner: type, work: str, kind: str
 ) -> None:
-    """Requests that were not told would wait for ever."""
+    """Requests that are not informed would wait for ever."""
     async with router_rig(decode("d1")) as rig:
         reader = rig.ask("hello", request_id="r")
         await rig.submitted("d1")
@@ -211,18 +211,18 @@ GUARDED_OTHERWISE = {
     "baton/observe/listener.py": (1, "one connection's handshake; it is closed"),
     "baton/observe/otel.py": (1, "the last spans of a process that ends"),
 }
-"""Tasks and threads that are not started by baton/background.py: how many in a file, and what becomes of a fault."""
+"""Tasks and threads that are not started by baton/background.py: their number in each file, and what a fault does."""
 
 
 def starters_in(path: Path) -> int:
-    """How many tasks and threads a file starts by itself."""
+    """The number of tasks and threads that a file starts without baton/background.py."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     names = [call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "") for call in calls]
     return sum(name in STARTERS for name in names)
 
 
 def test_every_task_and_thread_is_watched() -> None:
-    """A new one goes through baton/background.py, or here with the reason why it needs not."""
+    """A new task or thread is started by baton/background.py, or listed above with the reason why it need not be."""
     found = {
         str(path.relative_to(ROOT)): count
         for package in PACKAGES

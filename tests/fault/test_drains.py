@@ -1,4 +1,4 @@
-"""A node that is told to end while it works: nothing is lost, nothing is done twice, and its successor takes over."""
+"""A node that is told to end while it works: no request is lost or repeated, and its successor takes over."""
 
 from __future__ import annotations
 

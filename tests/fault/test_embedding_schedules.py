@@ -1,4 +1,4 @@
-"""The schedules of faults of test_fault_schedules.py, while clusters are asked for embeddings as often as for text."""
+"""The fault schedules of test_fault_schedules.py with as many requests for embeddings as for text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SCHEDULES = int(os.environ.get("BATON_EMBEDDING_SCHEDULES", "40"))
 
 
 class EmbeddingSchedule(Schedule):
-    """Every other request is for a few embeddings at once."""
+    """A schedule in which every other request is for several embeddings."""
 
     async def _ask(self, number: int) -> None:
         if number % 2:

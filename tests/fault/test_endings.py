@@ -1,4 +1,4 @@
-"""How a cluster ends, and what it says of itself when it can't go on."""
+"""How a cluster ends, and what it reports when its processes keep failing."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from tests.support.process_cluster import ClusterSession, ProcessCluster, proces
 from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
 
 KILLED = ("Subscribe-done", "read-posted", "closing-offer", "Connected", "ConfirmRead", "ReadConfirmed")
-"""By turns a step of the prefill node and one of the decode node; test_handoff_steps has them all, in virtual time."""
+"""Steps of the prefill node and of the decode node in turns; test_handoff_steps has all steps, in virtual time."""
 SENDERS = ("Subscribe-done", "closing-offer", "ConfirmRead")
 NAMELESS = ("Connected", "read-posted")
-"""What the mover does has no request's name on it."""
+"""Steps of the mover, which have no request id."""
 STOPS = ("Offer-done", "ConfirmRead")
 
 
@@ -51,7 +51,7 @@ async def _answered(session: ClusterSession, request: GenerateRequest) -> Answer
 
 
 def leave_to_the_other(transport: str, number: int) -> None:
-    """By turns each kind of transport has a case, unless BATON_FAULT_SCHEDULES asks for more."""
+    """Skip cases so that the kinds of transport take turns, unless BATON_FAULT_SCHEDULES asks for all."""
     if (number % 2 == 0) is not (transport == "default") and "BATON_FAULT_SCHEDULES" not in os.environ:
         pytest.skip("the other kind of transport has this step; with BATON_FAULT_SCHEDULES set both have all")
 
@@ -105,6 +105,6 @@ async def test_a_blocked_event_loop_costs_no_link(session: ClusterSession, asked
 
 
 def _ended_links(session: ClusterSession) -> int:
-    """How many links to decode nodes the prefill nodes have lost so far."""
+    """The number of links to decode nodes that the prefill nodes have lost so far."""
     logs = (session.cluster.run_dir / "logs" / f"{name}.log" for name in session.cluster.nodes("prefill"))
     return sum("ended: " in line and '"event": "link ' in line for log in logs for line in log.read_text().splitlines())

@@ -35,9 +35,9 @@ from tests.support.virtual_time import run_virtually
 NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "100"))
 PER_TEST = 100
 HAPPENING_S = 3.0
-"""Requests and faults come within so many seconds."""
+"""The number of virtual seconds within which requests and faults come."""
 PATIENCE_S = 300.0
-"""Nothing takes longer once everything is healed. Far beyond every lease, grace and deadline."""
+"""The number of virtual seconds within which everything must end after all faults: more than any lease or deadline."""
 
 
 NOTED = {"quarantined", "lease_suspect", "preempted", "remote_kv_lost"}
@@ -48,11 +48,11 @@ HAPPENS = {
     *("digest mismatch", "swapped", "failed"),
     *("left or late", "finished after a failover"),
 }
-"""What each hundred of schedules has at least once."""
+"""Events that each hundred of schedules must contain at least once."""
 
 
 class Schedule:
-    """One cluster, a few requests, and what befalls them. Everything follows from the seed."""
+    """One cluster, a few requests and their faults, all drawn from one seed."""
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         self.rng = Random(seed)

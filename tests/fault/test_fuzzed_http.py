@@ -1,4 +1,4 @@
-"""HTTP bodies that nobody would write, to a whole cluster in virtual time.
+"""Fuzzed HTTP bodies, sent to a whole cluster in virtual time.
 
 A good one is served, one with a single wrong field is refused by that name, and whatever else has an answer that is no
 fault of ours; nothing of it is left, and a request alongside gets its own tokens. `BATON_FUZZ_EXAMPLES=100000` runs so
@@ -233,20 +233,20 @@ def test_a_call_for_embeddings_is_served_or_its_one_wrong_field_named(run: Run) 
 
 
 def prompts_of(inputs: Any) -> list[list[int]]:
-    """Token ids of what was sent as `input`."""
+    """The token ids of the value that was sent as `input`."""
     is_one = isinstance(inputs, str) or isinstance(inputs[0], int)
     return [Letters().encode(one) if isinstance(one, str) else one for one in ([inputs] if is_one else inputs)]
 
 
 def comes_back(spoilt: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
-    """Whether nothing is wrong but that nobody knows the stream."""
+    """Whether the only error is that the stream to continue is unknown."""
     is_position = spoilt == "last-event-id" and headers[spoilt] == "1"
     return is_position and "x-request-id" in headers and bool(body.get("stream")) and body.get("n", 1) == 1
 
 
 @st.composite
 def mutations(draw: st.DrawFn, path: str) -> bytes:
-    """A good body's bytes with a few of them changed, cut out, repeated or put in."""
+    """The bytes of a valid body with a few of them changed, removed, repeated or inserted."""
     junk = [b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b"[" * 70, b'"a":1,', b"null", b"\xff", b"0"]
     return mutated(draw, json.dumps(draw(good_bodies(path))).encode(), 12, st.sampled_from(junk))
 
@@ -260,7 +260,7 @@ JSON = st.recursive(
 
 @st.composite
 def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
-    """Any values under names that mean something."""
+    """Arbitrary values under known field names."""
     body = draw(good_bodies(path))
     for name in draw(st.sets(st.sampled_from(sorted(fields_of(path))), min_size=1, max_size=4)):
         body[name] = draw(JSON)

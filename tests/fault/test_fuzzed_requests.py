@@ -1,4 +1,4 @@
-"""Requests that nobody would write, to a whole cluster in virtual time: from their bytes to the nodes and back.
+"""Fuzzed gRPC requests, sent to a whole cluster in virtual time: from their bytes to the nodes and back.
 
 Each is answered with the status that the documented bounds give it, written a second time in `request_bounds`; nothing
 of it is left anywhere, and a request alongside gets its own tokens. `BATON_FUZZ_EXAMPLES=100000` runs so many.
@@ -142,7 +142,7 @@ def _set(draw: st.DrawFn, request: pb.GenerateRequest, name: str, is_spoilt: boo
 
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
-    """A good request's bytes with a few of them changed, cut out, repeated or put in."""
+    """The bytes of a valid request with a few of them changed, removed, repeated or inserted."""
     return mutated(draw, draw(requests(wild=False)).SerializeToString(), 8, st.binary(max_size=8))
 
 
@@ -214,7 +214,7 @@ def prompt_of(request: pb.GenerateRequest) -> list[int]:
 
 
 def sampling_of(request: pb.GenerateRequest, seed: int) -> SamplingParams:
-    """What decides the tokens of a simulated node."""
+    """The fields that decide the tokens of a simulated node."""
     params = request.sampling_params
     left = SPEC.max_model_len - num_prompt_tokens(request)
     return SamplingParams(

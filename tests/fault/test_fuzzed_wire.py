@@ -1,4 +1,4 @@
-"""What routers and nodes say to each other, spoilt: a message costs what it is about, and nobody else anything.
+"""Fuzzed messages between routers and nodes: a bad message harms only the request that it is about.
 
 `BATON_FUZZ_EXAMPLES=100000` runs so many.
 """
@@ -93,11 +93,11 @@ def router_messages(draw: st.DrawFn) -> bytes:
 
 
 class _Context:
-    """Nothing of a call is asked for."""
+    """A servicer context that is never used."""
 
 
 async def attach(cluster: FuzzedCluster, node_id: str, messages: Sequence[bytes]) -> set[int]:
-    """A router that says this, hears a little of what comes of it, and goes away. Returns the outcomes heard."""
+    """A router that sends these messages, reads some reports and disconnects. Returns the outcomes that it read."""
     node = cluster.cluster.nodes[node_id]
     all_said = asyncio.Event()
 
@@ -143,7 +143,7 @@ def test_invalid_messages_of_a_router_do_not_harm_a_node(run: Run, node_id: str,
 
 
 class Liar:
-    """What it says of the victim is not what the nodes said."""
+    """A node whose reports about one request are falsified."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)

@@ -1,4 +1,4 @@
-"""The cases that other systems got wrong, one by one, over a whole cluster in virtual time."""
+"""Hand-off cases that other systems have had bugs in, one by one, over a whole cluster in virtual time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.virtual_time import run_virtually
 
 SMALL = SimulatedLimits(num_blocks=24, chunk=8)
 AT_ONCE_S = 0.5
-"""Nobody waits for a lease (4 s) or a grace (2 s)."""
+"""The number of seconds in which blocks are freed without waiting for a lease (4 s) or a grace period (2 s)."""
 BOUND_S = 30.0
 
 
@@ -43,7 +43,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 async def ask(cluster: SimulatedCluster, prompt: list[int], request_id: str = "r", max_tokens: int = 8) -> Finished:
-    """Run a request to its end, which must be a good one."""
+    """Run a request to its end, and check that its answer is complete and right."""
     async with asyncio.timeout(BOUND_S):
         request = GenerateRequest(prompt, request_id, temperature=0.0, max_tokens=max_tokens)
         answer = await cluster.generate(request)
@@ -55,13 +55,13 @@ async def ask(cluster: SimulatedCluster, prompt: list[int], request_id: str = "r
 
 
 def events(cluster: SimulatedCluster, node_id: str, name: str) -> list[tuple[str, int, str]]:
-    """Request, value and detail of what a node recorded under that name."""
+    """Request id, value and detail of each event of this name that a node recorded."""
     found = [event for event in cluster.nodes[node_id].log.after(0) if event.name == name]
     return [(event.attempt.request_id, event.value, event.detail) for event in found]
 
 
 async def recorded(cluster: SimulatedCluster, node_id: str, name: str, count: int = 1) -> None:
-    """Return when a node has recorded the event so many times. Looking costs nothing in virtual time."""
+    """Wait until a node has recorded the event this many times. Polling costs nothing in virtual time."""
     for _ in range(int(BOUND_S / STEP_S)):
         if len(events(cluster, node_id, name)) >= count:
             return
@@ -70,7 +70,7 @@ async def recorded(cluster: SimulatedCluster, node_id: str, name: str, count: in
 
 
 async def all_offered(cluster: SimulatedCluster, num_blocks: int) -> None:
-    """Wait until the decode node was offered so many blocks, in however many offers."""
+    """Wait until the decode node has been offered this many blocks, in any number of offers."""
     for _ in range(int(BOUND_S / STEP_S)):
         if sum(count for _, count, _ in events(cluster, "decode-0", "offer_received")) == num_blocks:
             return
@@ -79,7 +79,7 @@ async def all_offered(cluster: SimulatedCluster, num_blocks: int) -> None:
 
 
 async def reading(cluster: SimulatedCluster, count: int) -> None:
-    """Wait until so many prompts are being read at once."""
+    """Wait until this many prompts are being read at once."""
     readers = [node.half for node in cluster.nodes.values() if isinstance(node.half, Intake)]
     for _ in range(int(BOUND_S / STEP_S)):
         if sum(reader.counts().in_progress for reader in readers) == count:
@@ -147,7 +147,7 @@ def test_a_partial_hit_on_either_side() -> None:
 
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_prompts_that_fit_on_one_node_only_do_not_deadlock(seed: int) -> None:
-    """Ten of them, about as many blocks as two or three need, and not as many on both sides: some pass others."""
+    """Ten prompts, and blocks for two or three of them, not as many on both nodes, so that some prompts pass others."""
 
     async def main() -> None:
         rng = Random(seed)
@@ -269,7 +269,7 @@ def test_a_node_whose_reads_never_end_gets_no_more_requests() -> None:
 
 
 def test_a_stalled_transfer_between_living_nodes_is_retried_at_another_node() -> None:
-    """A dead data path under living links: nobody is lost, so nothing else would ever end the wait."""
+    """The data path is dead while the links live: no node counts as lost, so nothing else would end the wait."""
 
     async def main() -> None:
         async with simulated_cluster(Random(1), prefill=2, limits=replace(SMALL, num_blocks=96)) as cluster:
@@ -320,7 +320,7 @@ def test_a_drain_gives_up_on_reads_that_never_end() -> None:
 
 
 def test_a_response_lost_after_the_prefill_is_freed_by_its_lease() -> None:
-    """The decode node never hears of the request, and then the router is silent for ever."""
+    """The decode node never gets the request, and the router is silent from then on."""
 
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=SMALL) as cluster:
@@ -433,7 +433,7 @@ def test_heartbeats_lost_one_way_are_noticed_within_three_and_end_in_a_retry(
 
 
 class CountingIntake(Intake):
-    """Counts the links that it opens."""
+    """A cluster that counts the links that it opens."""
 
     num_opened = 0
 

@@ -1,4 +1,4 @@
-"""Faults of our own in what the loop does for hand-offs: whoever waits would wait for ever, so the process ends."""
+"""Bugs in the event loop's part of a hand-off: requests would wait for ever, so the process ends."""
 
 from __future__ import annotations
 

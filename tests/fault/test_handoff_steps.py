@@ -1,4 +1,4 @@
-"""Death, a stop and a deaf ear at every step of the hand-off's protocol, in virtual time.
+"""A kill, a stop and a link that loses one direction at every step of the hand-off's protocol, in virtual time.
 
 One pair of nodes, of which one fails exactly at the step. Whoever waits for it finds out, its successor (or itself)
 takes part again, and the request ends with the tokens of an undisturbed run.
@@ -29,7 +29,7 @@ BOUND_S = 30.0
 to come back is there after 8."""
 
 Fault = Callable[[SimulatedCluster, str], asyncio.Task[None]]
-"""Strikes a node at once; the task is how it comes back."""
+"""Applies a fault to a node at once; the returned task brings the node back."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def no_failpoints() -> Iterator[None]:
 
 
 class Drill:
-    """Strikes once, when somebody comes by for the n-th time."""
+    """A failpoint that applies its fault once, when the step is reached for the n-th time."""
 
     def __init__(self, cluster: SimulatedCluster, place: str, count: int, fault: Fault) -> None:
         self.recovery: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class Drill:
 
 
 async def _survives(place: str, count: int, fault: Fault, attempts: int | None = None) -> None:
-    """`attempts`: so many it takes exactly."""
+    """`attempts`: the exact number of attempts that the request takes."""
     async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
         drill = Drill(cluster, place, count, fault)
         disturbed = await _asks(cluster, PROMPT)
@@ -106,7 +106,7 @@ def _stop(cluster: SimulatedCluster, node_id: str, seconds: float) -> asyncio.Ta
 
 
 def _hold(cluster: SimulatedCluster, source_id: str, target_id: str, seconds: float) -> asyncio.Task[None]:
-    """One direction of the link is silent."""
+    """Loses all messages of one direction of the link."""
 
     async def let_through() -> None:
         await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Router and nodes on hosts of their own, over a network whose links are cut, deaf or slow."""
+"""Router and nodes on hosts of their own, over a network whose links are cut, dead in one direction, or slow."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class HostsSession(ClusterSession):
-    """A client and operator of it."""
+    """A client and operator of the cluster."""
 
     async def whole(self) -> ClusterStatus:
         """Wait until the router uses every node."""
@@ -122,7 +122,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ho
 
 @pytest.fixture
 async def session(spread: HostsCluster) -> AsyncIterator[HostsSession]:
-    """The cluster, whole and idle before a test and again after it."""
+    """The cluster; all processes run and are idle before a test and after it."""
     router = spread.network.address("router")
     async with (
         grpc.aio.insecure_channel(f"{router}:{PORT}") as public,
@@ -160,7 +160,7 @@ async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, 
 
 
 async def test_a_read_from_a_host_that_never_returns_ends(session: HostsSession, spread: HostsCluster) -> None:
-    """Until then it may write, so its blocks are kept."""
+    """Until the read ends it may write, so its blocks are kept."""
     request = ask("vanished")
     with ExitStack() as slow:
         for name in PREFILL:
@@ -181,7 +181,7 @@ async def test_a_read_from_a_host_that_never_returns_ends(session: HostsSession,
 async def test_a_pair_of_nodes_whose_link_is_dead_in_one_direction(
     session: HostsSession, spread: HostsCluster, deaf: str
 ) -> None:
-    """Both still hear the router. `deaf` is who gets nothing from the other."""
+    """Both nodes still reach the router. `deaf`: the node that gets nothing from the other one."""
     request = ask(f"deaf-{deaf}", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request, BOUND_S))
     decode = await session.seen("decode", "read_done", request.request_id)

@@ -1,4 +1,4 @@
-"""A stream over HTTP outlives its router: its last event's id is all that another one needs."""
+"""A stream over HTTP survives its router: another router needs only the id of its last event."""
 
 from __future__ import annotations
 

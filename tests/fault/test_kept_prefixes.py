@@ -1,4 +1,4 @@
-"""A transfer fails in its middle and its decode node computes the prompt itself: what had come is not computed again.
+"""A transfer fails in its middle and the decode node computes the prompt: blocks that arrived are not recomputed.
 
 Over TCP alone, where a read goes on by itself, and over what UCX prefers on this machine.
 """
@@ -35,7 +35,7 @@ def recomputing(
 
 @pytest.fixture
 def metrics_ports() -> int:
-    """The first of those of both nodes, of which the decode node's is the second."""
+    """The first port of two; the decode node's is the second one."""
     return free_ports(2)
 
 

@@ -1,4 +1,4 @@
-"""kill -9 of nodes at the moments that hurt. Every request still gets exactly the tokens it would have had."""
+"""SIGKILL of nodes at critical moments. Every request still gets exactly the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.slow_model import ask, assert_right
 
 
 async def test_an_undisturbed_cluster_gives_the_expected_tokens(session: ClusterSession) -> None:
-    """What the other tests compare with: the closed form is what the cluster gives, greedy and sampled."""
+    """The other tests compare with a closed form; the cluster's tokens equal it, greedy and sampled."""
     for request in (ask("plain"), ask("plain-sampled", sampled=True)):
         answer = await session.generate(request)
         assert_right(answer, request)
@@ -70,7 +70,7 @@ async def test_killing_the_decode_node_in_mid_stream(session: ClusterSession) ->
 
 
 async def test_killing_the_decode_node_of_several_sequences(session: ClusterSession) -> None:
-    """All of them are replayed, whatever each had given out; what was already over is not sent again."""
+    """All sequences are replayed, wherever each was; a sequence that had ended is not sent again."""
     request = replace(ask("many-die", chunks=2, max_tokens=12, sampled=True), n=3)
     count = TokenCount()
     answering = asyncio.create_task(session.generate(request, on_event=count))
@@ -103,7 +103,7 @@ async def test_killing_both_prefill_nodes_at_once(session: ClusterSession) -> No
 
 
 async def test_killing_every_node_at_once(session: ClusterSession) -> None:
-    """The stream waits for their successors and goes on where it was."""
+    """The stream waits for the nodes' successors and continues where it was."""
     request = ask("all-die", chunks=2, max_tokens=48, sampled=True)
     answering = asyncio.create_task(session.generate(request))
     await session.seen("decode", "remote_kv_arrived", request.request_id)
@@ -117,7 +117,7 @@ async def test_killing_every_node_at_once(session: ClusterSession) -> None:
 
 
 async def test_a_request_id_that_is_used_again_is_a_new_request(session: ClusterSession) -> None:
-    """Not a fault of ours: a client that tries again under the same name, right after it left."""
+    """A client leaves and sends a request with the same id again at once."""
     request = ask("again", chunks=2)
     call = session.call(request)
     await call.read()

@@ -1,4 +1,4 @@
-"""A client that goes away, in each stage, from real processes: nobody keeps a block for it."""
+"""A client that leaves in each stage of its request, over real processes: no node keeps a block for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router whose links to its nodes break for a moment, or that hangs until they have: in virtual time."""
+"""A router whose links to its nodes break for a moment, or that hangs until they break, in virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def a_moment(cluster: SimulatedCluster) -> None:
 
 
 def a_hang(cluster: SimulatedCluster) -> None:
-    """Nodes close the streams of a router that does not answer them for 15 s; it finds out when it goes on."""
+    """Nodes close the streams of a router that does not answer for 15 s; the router notices when it continues."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     loop.hold_up(16.0)
@@ -41,7 +41,8 @@ def test_a_router_continues_its_requests_when_its_links_are_back(
 
 
 async def cut_at(cluster: SimulatedCluster, num_tokens: int, cut: Callable[[SimulatedCluster], None]) -> Finished:
-    """Ask, cut when so many tokens have come, and read to the end. An `Answer` takes no gap and no token twice."""
+    """Send a request, cut its links after this many tokens, and read it to the end. An `Answer` accepts no gap and no
+    repeated token."""
     answer, is_cut = Answer(), False
     async for event in cluster.dispatcher.generate(
         GenerateRequest(PROMPT, "r", temperature=0.0, max_tokens=NUM_TOKENS)
@@ -73,7 +74,7 @@ def test_the_end_of_a_request_is_received_after_its_links_were_cut() -> None:
 
 
 async def _ends_meanwhile() -> None:
-    """The node brings the last tokens while nobody can hear them."""
+    """The node generates the last tokens while its links are cut."""
     async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
         finished = await cut_at(cluster, NUM_TOKENS - 3, a_moment)
         assert finished.path.attempts == 1

@@ -1,4 +1,4 @@
-"""Streams that outlive the router that brought them: it is killed or stopped, Redis with it, or it is the only one."""
+"""Streams that survive their router, which is killed or stopped, together with Redis, or is the only one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.slow_model import ask, assert_right
 
 
 class Watched:
-    """A client of some routers, and what it was told."""
+    """A client of several routers, and the events that it received."""
 
     def __init__(self, client: AsyncGenerationClient) -> None:
         self._client = client
@@ -54,7 +54,7 @@ def routers(session: ClusterSession) -> list[str]:
 async def disturbed(
     session: ClusterSession, name: str, act: Callable[[], None], num_routers: int = 2
 ) -> list[tuple[GenerateRequest, Answer]]:
-    """Something happens to the first router while it brings one answer and another one's prompt is being computed."""
+    """Apply a fault to the first router while it streams one answer and another request's prompt is being computed."""
     requests = [ask(f"{name}-streams", 1, 12), ask(f"{name}-sampled", 1, 9, sampled=True), ask(f"{name}-begins", 4, 3)]
     async with AsyncGenerationClient(*routers(session)[:num_routers], rng=FirstOfAll()) as client:
         watched = Watched(client)
@@ -88,7 +88,7 @@ async def test_streams_continue_when_their_router_is_stopped_and_resumed(session
 
 
 async def test_streams_start_over_when_router_and_redis_are_killed(session: ClusterSession) -> None:
-    """Nobody knows the requests, so they are asked for again."""
+    """No router can find the requests, so the clients send them again."""
     with session.cluster.stopped(session.cluster.state.pid):
         redis = session.cluster.signal("redis", signal.SIGKILL)
         router = session.cluster.process("router-0")
@@ -99,7 +99,7 @@ async def test_streams_start_over_when_router_and_redis_are_killed(session: Clus
 
 
 async def test_streams_continue_when_the_only_known_router_restarts(session: ClusterSession) -> None:
-    """It comes back on its port, as another run, and finds what the first one left."""
+    """It is started again on its port, and finds the records of its predecessor."""
     address = session.cluster.state.grpc_address
     before = session.cluster.process("router-0")
     answers = await disturbed(session, "alone", lambda: os.kill(before.pid, signal.SIGKILL), num_routers=1)

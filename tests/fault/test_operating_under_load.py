@@ -1,4 +1,4 @@
-"""What an operator does to a cluster that serves, with the command: no request fails, no token changes.
+"""Operators' commands on a cluster that serves: no request fails, and no token changes.
 
 `BATON_DRILL_AWAY_S=60` keeps Redis away for a minute; 0 for a moment, then all of it takes half a minute.
 """
@@ -40,7 +40,7 @@ FLAGS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1")
 
 
 class Operator:
-    """Runs the command beside the load, and keeps what it took."""
+    """Runs the command beside the load, and records how long it took."""
 
     def __init__(self, cluster: ProcessCluster) -> None:
         self._cluster = cluster
@@ -82,7 +82,7 @@ def operated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluste
 
 @asynccontextmanager
 async def under_load(cluster: ProcessCluster) -> AsyncIterator[Load]:
-    """Clients ask all the while; at the end each of their answers was whole and right."""
+    """Clients send requests all the time; in the end each of their answers must be complete and right."""
     rng = Random(1)
     addresses = [process.address for process in cluster.state.processes if process.role == "router"]
     asked = requests(rng, NUM_REQUESTS, VOCAB_SIZE, longest_prompt=400)
@@ -101,7 +101,7 @@ async def under_load(cluster: ProcessCluster) -> AsyncIterator[Load]:
 
 
 async def nodes_are_drained(operator: Operator) -> None:
-    """One of each kind, both at once: what is left is one of each."""
+    """Drain one prefill and one decode node at once, so that one of each is left."""
     drained = ("prefill-0", "decode-0")
     for found in await asyncio.gather(*(operator.run("drain", name) for name in drained)):
         assert found["nodes"][0]["drained"]
@@ -120,7 +120,7 @@ async def a_node_changes_its_role_and_back(operator: Operator) -> None:
 
 
 async def redis_is_away_and_comes_back_empty(cluster: ProcessCluster, operator: Operator) -> None:
-    """What was wanted before is wanted after; nothing can be wanted meanwhile."""
+    """The desired state is the same before and after; it can't be changed meanwhile."""
     incarnations = {process.incarnation for process in cluster.state.processes if process.role != "redis"}
     await operator.do("cordon", "prefill-1")
     # The supervisor does not run either, else Redis were back at once.
@@ -162,7 +162,7 @@ async def a_drained_node_ends_and_another_takes_its_place(cluster: ProcessCluste
 
 
 async def a_second_signal_ends_what_still_works(cluster: ProcessCluster, operator: Operator) -> None:
-    """A node and a router in the middle of an answer, which goes on elsewhere."""
+    """Restart a node and a router in the middle of an answer, which continues elsewhere."""
     addresses = [process.address for process in cluster.state.processes if process.role == "router"]
     async with AsyncGenerationClient(*addresses, rng=Random(2)) as client:
         right = await ask(client, LONG)
@@ -180,7 +180,7 @@ async def a_second_signal_ends_what_still_works(cluster: ProcessCluster, operato
 
 
 def _end_with_two_signals(pid: int) -> float:
-    """Returns the seconds that the second one took."""
+    """Returns how many seconds the second command took."""
     os.kill(pid, signal.SIGTERM)
     while is_pending(pid, signal.SIGTERM):
         # A second one that comes before the first one is taken is none.

@@ -29,8 +29,8 @@ NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "2"))
 FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
 BOUND_S = 100.0
 SPARE = Counter(socket=8, thread=4)
-"""For one process: connections come and go, and pools of threads grow to their size. What leaks with every fault is
-more than this in the end, and of everything else nothing may be more."""
+"""How many more sockets and threads a process may have in the end: connections come and go, and thread pools grow to their
+size. A leak with every fault comes to more than this. Of everything else a process may have no more than before."""
 
 
 @pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])
@@ -46,7 +46,7 @@ def disturbed(
 
 
 class Schedule:
-    """A few requests and what befalls the nodes meanwhile."""
+    """A few requests, and the faults of the nodes meanwhile."""
 
     def __init__(self, seed: int, session: ClusterSession, asked: Path) -> None:
         self._seed = seed
@@ -117,7 +117,7 @@ class Schedule:
 
 
 class Counted:
-    """What the cluster's processes hold while they are idle, as the kernel counts it."""
+    """The descriptors, threads and memory of the cluster's idle processes, as the kernel counts them."""
 
     def __init__(self, session: ClusterSession) -> None:
         self._session = session
@@ -139,7 +139,7 @@ class Counted:
 
 
 async def warm_up(session: ClusterSession) -> None:
-    """Whatever is made once and kept (links, connections, threads) is there."""
+    """Wait until everything that is created once and kept (links, connections, threads) exists."""
     await session.whole()
     for turn in range(2):
         requests = [ask(f"before-{turn}-{number}", 2) for number in range(8)]

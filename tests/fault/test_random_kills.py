@@ -1,4 +1,4 @@
-"""kill -9 of prefill nodes, decode nodes, routers and Redis, at random moments under load: no client notices.
+"""SIGKILL of prefill nodes, decode nodes, routers and Redis at random moments under load: no request is lost or wrong.
 
 `BATON_KILLS=300` kills so often instead of a few times, `BATON_KILLS_SEED=N` draws others.
 """

@@ -1,4 +1,4 @@
-"""kill -9 of what is not on the data path: Redis."""
+"""SIGKILL of Redis, which is not on the data path."""
 
 from __future__ import annotations
 

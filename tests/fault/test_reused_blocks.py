@@ -26,14 +26,14 @@ NUM_REQUESTS = 1000
 PER_CLUSTER = 100
 AT_ONCE = 8
 LIMITS = SimulatedLimits(num_blocks=24, chunk=160, digests=False)
-"""All prompts that run fit into one step, so that each is offered at once; one is a third of the pool. Digests would
+"""All running prompts fit into one step, so that each is offered at once; one is a third of the pool. Digests would
 find the same; here the question alone has to."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 BOUND_S = 600.0
 
 
 class ForgetfulHandOff(HandOff):
-    """Counts its leases for over after 50 ms at most, as if their reader were dead, and tells nobody."""
+    """A sender that ends its leases after 50 ms at most, as if their reader were dead, and informs no reader."""
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
         super().link_opened(link, node_id, incarnation, address)
@@ -48,7 +48,7 @@ class ForgetfulHandOff(HandOff):
 
 
 class TrustingIntake(Intake):
-    """Takes every answer for a yes: the check is off."""
+    """A reader that takes every answer as a confirmation, so the check is off."""
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
         if isinstance(message, ReadConfirmed):
@@ -57,7 +57,7 @@ class TrustingIntake(Intake):
 
 
 def race(seed: int, intake: type[Intake], outcomes: Counter[str]) -> None:
-    """A hundred requests, eight at a time, through one pair of nodes."""
+    """Run a hundred requests, eight at a time, through one pair of nodes."""
 
     class RacingCluster(SimulatedCluster):
         make_handoff = ForgetfulHandOff
@@ -107,7 +107,7 @@ def outcomes_with(intake: type[Intake]) -> Counter[str]:
 
 
 def test_without_the_lease_check_clients_get_wrong_tokens() -> None:
-    """The harness is one: this is what the check is for."""
+    """Shows that the harness produces the fault against which the check protects."""
     outcomes = outcomes_with(TrustingIntake)
     assert outcomes["wrong"] >= 100
     assert outcomes["right"] + outcomes["wrong"] == NUM_REQUESTS

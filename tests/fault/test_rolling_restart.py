@@ -1,4 +1,4 @@
-"""Both routers are told to end, one after the other, while they bring answers: their nodes compute nothing again."""
+"""Both routers are told to end, one after the other, while they stream answers: no node computes anything again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
 
 @pytest.fixture
 def impatient(tmp_path: Path, model: Path) -> Iterator[ProcessCluster]:
-    """A cluster whose routers leave what they serve to each other at once."""
+    """A cluster whose routers hand their requests over at once when they are told to end."""
     sizes = ("--prefill", "1", "--decode", "1", "--routers", "2", "--drain-s", "0.1")
     with process_cluster(tmp_path / "run", model, *FLAGS, *sizes, environment=STEP_TIMES) as running:
         yield running

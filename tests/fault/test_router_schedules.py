@@ -37,7 +37,7 @@ ROUTERS = ("router-a", "router-b")
 
 
 class Schedule:
-    """One cluster with its routers, a few requests, and what befalls them. Everything follows from the seed."""
+    """One cluster with its routers, a few requests and their faults, all drawn from one seed."""
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         self.rng = Random(seed)
@@ -149,7 +149,7 @@ def test_each_token_comes_once_whichever_router_dies() -> None:
 
 
 class Flaps(Schedule):
-    """Nobody dies: links between routers and nodes break, again and again, and some clients go to the other router."""
+    """No process dies: links between routers and nodes break repeatedly, and some clients change their router."""
 
     def __init__(self, seed: int, struck: Counter[str]) -> None:
         super().__init__(seed, struck)
@@ -184,7 +184,7 @@ class Flaps(Schedule):
 
 
 COMPUTE_NOTHING_AGAIN = {AttemptCause.FIRST, AttemptCause.NOT_KEPT}
-"""Causes of attempts that are no second one of anything: what was sent when a link was cut did not arrive."""
+"""Causes of attempts that repeat no computation: what was sent as a link was cut did not arrive."""
 
 
 def test_links_that_are_cut_while_both_ends_live_cost_no_prompt() -> None:

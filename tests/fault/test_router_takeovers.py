@@ -1,4 +1,4 @@
-"""Requests that go from router to router: late messages, rolling restarts. In virtual time."""
+"""Requests that move from router to router: late messages and rolling restarts, in virtual time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPECTED = expected_tokens(PROMPT, SamplingParams(temperature=0.0, seed=0, max_t
 
 
 class Client:
-    """One client that goes from router to router when it is told to."""
+    """One client that changes its router when the test says so."""
 
     def __init__(self, cluster: RoutedCluster) -> None:
         self._cluster = cluster
@@ -121,7 +121,7 @@ def test_a_router_to_which_a_client_returns_takes_its_attempt_back() -> None:
 
 
 async def _back_at_the_first() -> None:
-    """The router between was slow: the nodes hear of it when the client is with the first one again."""
+    """The second router was slow: its messages reach the nodes when the client is at the first router again."""
     async with simulated_cluster(Random(1), limits=LIMITS, faults=Faults, cluster=RoutedCluster) as made:
         assert isinstance(made, RoutedCluster)
         for name in NAMES:

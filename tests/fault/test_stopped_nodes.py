@@ -1,4 +1,4 @@
-"""SIGSTOP: a node that neither answers nor dies. Its silence is noticed; what it says afterwards changes nothing."""
+"""SIGSTOP: a node that neither answers nor dies. Its silence is noticed, and its late messages change nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_prefill_node_that_is_stopped_while_it_computes(session: Cluster
 
 
 async def test_all_nodes_stopped_for_a_while(session: ClusterSession) -> None:
-    """Each of them has failed the request, and they are all there is: it goes on when they do."""
+    """All nodes have failed the request, and there are no others: it continues when the nodes do."""
     request = ask("all-stop", chunks=2, max_tokens=48)
     answering = asyncio.create_task(session.generate(request))
     await session.seen("decode", "remote_kv_arrived", request.request_id)
@@ -60,7 +60,7 @@ async def test_all_nodes_stopped_for_a_while(session: ClusterSession) -> None:
 
 
 async def _comes_back_as_it_was(session: ClusterSession, name: str, incarnation: str) -> None:
-    """The same process is used again, everybody is idle, and new work goes through it."""
+    """The same process is used again, all processes are idle, and new requests run on it."""
     await session.whole()
     await session.idle()
     assert session.cluster.process(name).incarnation == incarnation

@@ -1,4 +1,4 @@
-"""A prefill node dies with the KV that was asked of it: the decode node does what it was told to, over processes."""
+"""A prefill node dies with the KV that was requested: the decode node follows its policy, over real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hand-off and its worst fault over TCP alone; everything else runs over what UCX prefers on this machine."""
+"""The hand-off and its worst fault over TCP only; all other tests use the transport that UCX prefers here."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ MODELS = {**TINY_MODELS, "llama_odd_widths": ODD_WIDTHS}
 
 @dataclass(frozen=True)
 class Bits:
-    """All that a sequence's computation left: logits of every position, KV of every slot."""
+    """The results of a sequence's computation: logits of every position and KV of every slot."""
 
     logits: npt.NDArray[np.float32]
     kv: torch.Tensor
@@ -57,7 +57,7 @@ def same_bits(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> b
 
 
 class Run:
-    """Computes sequences on one transformer, all of their logits kept."""
+    """Computes sequences on one transformer, and keeps all of their logits."""
 
     def __init__(self, transformer: Transformer, vocab_size: int) -> None:
         self.transformer = transformer

@@ -1,4 +1,4 @@
-"""Embeddings: transformers' own last hidden state, normed, and the same bits whatever else the steps computed."""
+"""Embeddings equal transformers' last hidden state at length 1, with the same bits whatever else a step computes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_engine(runner: TorchModelRunner, budget: int = 256) -> EngineCore:
 
 
 def embed(engine: EngineCore, prompts: Mapping[str, Sequence[int]]) -> dict[str, bytes]:
-    """All of them at once; what else the engine has goes on beside them."""
+    """Compute all embeddings at once, beside the engine's other requests."""
     for name, prompt in prompts.items():
         engine.add_request(Request(name, prompt, SamplingParams(), leg=Leg.EMBED))
     found: dict[str, bytes] = {}
@@ -63,7 +63,7 @@ def add_stream(engine: EngineCore) -> Request:
 
 
 def hidden_states(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """What transformers' layers end with at the last token of each prompt, of length 1."""
+    """The last hidden state of transformers' layers at the last token of each prompt, scaled to length 1."""
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()

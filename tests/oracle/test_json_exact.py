@@ -1,4 +1,4 @@
-"""Constrained tokens are those of a naive mask over transformers' own logits, however the engine came by them."""
+"""Constrained tokens equal those of a naive mask over transformers' own logits, however the engine computes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.tiny_models import TINY_MODELS
 BLOCK_SIZE = 16
 VOCAB = 300
 EOS = 299
-"""Of a vocabulary that knows no special tokens: as a text it would be a word."""
+"""The end token of a vocabulary without special tokens, in which it could also be read as a word."""
 MAX_TOKENS = 160
 
 
@@ -98,7 +98,7 @@ def constrained(name: str, seed: int = 0, **fields: Any) -> SamplingParams:
 
 
 def naive_mask(grammars: JsonGrammars, json_schema: str, output: list[int]) -> np.ndarray[Any, Any]:
-    """What may come next, asked of a matcher that has seen nothing but this output."""
+    """The mask of a new matcher that has been given only this output."""
     matcher = grammars.matcher(json_schema)
     matcher.advance(output)
     mask = np.zeros(num_mask_words(VOCAB), dtype=np.int32)
@@ -149,7 +149,7 @@ def test_greedy_tokens_equal_generate_under_a_naive_mask(
 
 @pytest.fixture(scope="module")
 def sampled() -> tuple[dict[str, list[int]], dict[str, SamplingParams]]:
-    """Constrained requests of every schema, and unconstrained ones between them."""
+    """Constrained requests of every schema, with unconstrained requests between them."""
     prompts, params = {}, {}
     for index, name in enumerate(SCHEMAS):
         prompts[name] = prompt_of(index)
@@ -166,7 +166,7 @@ Sampled = tuple[dict[str, list[int]], dict[str, SamplingParams]]
 
 @pytest.fixture(scope="module")
 def alone(runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled) -> dict[str, list[int]]:
-    """One request after the other."""
+    """The tokens of all requests, computed one after the other."""
     prompts, params = sampled
     tokens: dict[str, list[int]] = {}
     for name, prompt in prompts.items():

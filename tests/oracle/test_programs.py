@@ -1,4 +1,4 @@
-"""A step in one call gives the bits of many single calls, and models that can't be recorded still run."""
+"""A program gives the same bits as single calls, and models that can't be recorded still run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LENGTHS = (150, 41, 90, 3, 64, 1, 77, 20)
 
 
 class SingleCalls(CompiledOperations):
-    """The same kernels, one call each."""
+    """The same kernels without programs, one call for each operation."""
 
     def program(self, dtype: torch.dtype) -> None:
         return None
@@ -76,14 +76,14 @@ def load(models: Path, name: str, dtype: str, operations: CompiledOperations | T
 
 
 def both(models: Path, name: str, dtype: str, threads: int) -> tuple[Transformer, Transformer]:
-    """With programs, and operation by operation."""
+    """The model with programs, and the same model operation by operation."""
     return load(models, name, dtype, CompiledOperations(threads, "")), load(
         models, name, dtype, SingleCalls(threads, "")
     )
 
 
 def requests(transformer: Transformer) -> list[RequestState]:
-    """One of each length, in blocks of its own."""
+    """A request of each length, with blocks of its own."""
     rng, states, first, groups = Random(3), [], 1, len(transformer.layout.groups)
     for length in LENGTHS:
         count = -(-length // BLOCK_SIZE) * groups
@@ -95,7 +95,7 @@ def requests(transformer: Transformer) -> list[RequestState]:
 
 
 def steps() -> list[list[int]]:
-    """Tokens computed of each request: chunks with and without rows that sample, and one row of each."""
+    """The tokens that a step computes of each request: chunks with and without rows that sample, and single rows."""
     rng, left, plan = Random(4), list(LENGTHS), []
     for most in (40, 1, 1, 70, 1, 9, 1, 300):
         counts = [min(most if most == 1 else most - rng.randint(0, most // 2), one) for one in left]

@@ -1,4 +1,4 @@
-"""Greedy tokens of the engine equal transformers' own `generate()` in float32, for every architecture we promise."""
+"""Greedy tokens of the engine equal transformers' own `generate()` in float32, for every supported architecture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny_models import TINY_MODELS
 BLOCK_SIZE = 16
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 5, 33, 70, 100)
-"""All at once; with 24 tokens a step the long ones take several chunks beside the others' decoding."""
+"""Prompts that run at once: with 24 tokens a step the long ones take several chunks beside decoding requests."""
 
 
 def make_engine(runner: TorchModelRunner) -> EngineCore:
@@ -39,7 +39,7 @@ def make_engine(runner: TorchModelRunner) -> EngineCore:
 
 
 def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
-    """Step until everything has ended; every request must end for its length."""
+    """Run steps until all requests have ended; each must end by its length."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     reasons: dict[str, Outcome] = {}
     for request in requests:

@@ -1,4 +1,4 @@
-"""A model's tokens are the same whether steps are decided ahead or not, whatever happens to the requests meanwhile."""
+"""A model's tokens are the same with and without asynchronous scheduling, whatever happens to requests meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXECUTORS: list[Callable[[], StepExecutor | None]] = [lambda: None, LazyExecutor
 
 
 class Sequence(NamedTuple):
-    """What became of one request."""
+    """How one request ended."""
 
     token_ids: list[int]
     reason: Outcome
@@ -43,7 +43,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
 
 
 def requests(stops: dict[str, int]) -> list[Request]:
-    """Greedy and seeded, some with logprobs, penalties and a common prefix; `stops` has tokens that end some."""
+    """Greedy and seeded requests, some with logprobs, penalties and a common prefix; tokens in `stops` end some."""
     made = []
     for number in range(NUM_REQUESTS):
         name = f"r{number}"

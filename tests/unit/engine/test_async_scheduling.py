@@ -1,4 +1,4 @@
-"""Steps that are decided while the one before them runs: what is foreseen, what is stale, what has to wait."""
+"""Asynchronous scheduling: steps that are decided while the step before them runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.executors import EagerExecutor
 
 
 def rig_with_one_in_flight(num_blocks: int = 65, **limits: Any) -> EngineRig:
-    """Its steps run when they are committed: as late as a device could."""
+    """An executor that runs a step when it is committed, as late as a device could."""
     return EngineRig(num_blocks, executor=LazyExecutor(), **limits)
 
 
@@ -36,7 +36,7 @@ def test_a_token_is_output_one_call_after_its_step_was_decided() -> None:
 
 @pytest.mark.parametrize("limits", [{"max_model_len": 20}, {"max_num_batched_tokens": 8}], ids=["length", "chunks"])
 def test_no_step_computes_beyond_a_requests_length(limits: dict[str, int]) -> None:
-    """Also when a last token would need a block that there is not."""
+    """Not even when the last token would need a block that is not free."""
     rig = rig_with_one_in_flight(num_blocks=6, **limits)
     rig.add("r", 17, max_tokens=3)
     computed = 0
@@ -74,7 +74,7 @@ def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
 
 
 def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_commit() -> None:
-    """A load writes as soon as it is decided; the step in flight would write over what it brought."""
+    """A load writes as soon as it is decided, and the step in flight could overwrite what it wrote."""
     rig = rig_with_one_in_flight(num_blocks=5, enable_prefix_caching=False)
     rig.connector.on_load = lambda load: rig.fill("pulled")
     rig.add("aborted", 14, max_tokens=9)
@@ -104,7 +104,7 @@ def test_a_lease_that_ends_while_a_step_is_in_flight_frees_its_blocks_at_its_com
 
 
 def test_blocks_that_windows_pass_while_a_step_is_in_flight_are_freed_at_its_commit() -> None:
-    """The window is that of what was computed, not of what was decided."""
+    """Windows follow the committed tokens, not the decided ones."""
     rig = rig_with_one_in_flight(windows=(5,), max_num_batched_tokens=8, enable_prefix_caching=False)
     rig.add("r", 24, max_tokens=1)
     rig.step()

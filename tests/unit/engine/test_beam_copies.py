@@ -1,4 +1,4 @@
-"""A step of a beam search costs the same however long the text is: only real forks copy, and what they must."""
+"""The cost of a beam search step does not depend on the length: only real forks copy, and only what they write to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 4
 
 
 def num_values(said: Any) -> int:
-    """Numbers and texts in a value, however deep."""
+    """The number of numbers and texts in a nested value."""
     if is_dataclass(said):
         return sum(num_values(getattr(said, one.name)) for one in fields(said))
     if isinstance(said, Mapping):
@@ -30,7 +30,7 @@ def num_values(said: Any) -> int:
 
 
 def each_goes_on(output: SchedulerOutput, step: int) -> Mapping[str, list[TokenLogprobs]]:
-    """After the prompt all beams are as likely; from then on the next token of each is nearly certain."""
+    """Log-probabilities: equal for all beams behind the prompt; later the next token of each is nearly certain."""
     near = -1.0 if step == 0 else -0.01
     top = [(100 * step + place, near if place < (WIDTH if step == 0 else 1) else -50.0) for place in range(2 * WIDTH)]
     return {name: [TokenLogprobs(*top[0], 1, top)] for name in output.num_scheduled_tokens}

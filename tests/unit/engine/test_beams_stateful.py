@@ -1,4 +1,4 @@
-"""Mostly beam searches on small pools with few seats: anything in any order, as in test_scheduler_stateful.py."""
+"""The state machine of test_scheduler_stateful.py with mostly beam searches, on small pools with few seats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.engine.test_scheduler_stateful import EngineMachine, Sketch, ske
 
 
 class BeamMachine(EngineMachine):
-    """An engine whose clients like to search."""
+    """An engine whose clients mostly send beam searches."""
 
     most_steps = 40_000
     """A wide search without a cache computes nearly everything again for each of its tokens."""

@@ -1,4 +1,4 @@
-"""Equal keys must mean equal KV: every field counts, and the spelling is frozen."""
+"""Equal keys must mean equal KV: every field is part of a key, and the encoding is frozen."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_parent_changes_the_key() -> None:
 
 
 def test_the_encoding_of_keys_is_frozen() -> None:
-    """A changed spelling without a new FORMAT_VERSION would let old and new processes mistake each other's keys."""
+    """Without a new FORMAT_VERSION, a changed encoding would let old and new processes confuse each other's keys."""
 
     def spelled(tag: bytes, payload: bytes) -> bytes:
         return tag + struct.pack("<I", len(payload)) + payload

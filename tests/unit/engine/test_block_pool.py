@@ -1,4 +1,4 @@
-"""Every block is in exactly one account, and what is least worth is taken first."""
+"""Every block is in exactly one account, and the least valuable blocks are allocated first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def key(number: int) -> bytes:
 
 
 def cached(pool: BlockPool, *keys: int) -> list[Block]:
-    """Blocks with these keys, owned once."""
+    """Blocks with these keys, with one owner each."""
     blocks = pool.get_new_blocks(len(keys))
     for block, number in zip(blocks, keys, strict=True):
         assert pool.cache_block(block, key(number))
@@ -270,7 +270,7 @@ def test_the_invariant_check_names_each_contradiction(damage: Any, story: str, b
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners, leases and quarantines against a model that only remembers which lists it was given."""
+    """Compares owners, leases and quarantines with a model that only remembers the lists that it was given."""
 
     owned: Bundle[list[Block]] = Bundle("owned")
     leased: Bundle[list[Block]] = Bundle("leased")

@@ -21,7 +21,7 @@ Prefix = tuple[int, ...]
 
 
 class NaiveCache:
-    """What can be found, and in which order it is lost: whatever nobody found or held for longest goes first."""
+    """The prefixes that can be found, least recently found or held first: in this order they are evicted."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_worthless = num_blocks
@@ -94,7 +94,7 @@ class NaiveCache:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Both are told the same; they must answer the same."""
+    """Calls manager and model in the same way; they must give the same results."""
 
     live: Bundle[Request] = Bundle("live")
 

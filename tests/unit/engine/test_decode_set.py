@@ -1,4 +1,4 @@
-"""Who decodes, and who is said to need a block."""
+"""The set of decoding requests: which of them need a block in which step."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_leased_blocks_stay_cached_and_are_not_allocated() -> None:
 
 
 def test_only_blocks_that_a_transfer_may_write_to_are_quarantined() -> None:
-    """2 cached blocks, 2 that a transfer fills, 1 of lookahead."""
+    """Two cached blocks, two that a transfer fills, and one lookahead block."""
     manager = manager_of(8)
     compute(manager, request_of("first", 9))
     manager.free("first")

@@ -1,4 +1,4 @@
-"""KV events: whoever follows them knows what the prefix cache has, and whoever can't is told."""
+"""KV events: a reader that applies all of them knows the prefix cache, and a reader that missed some is told so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.engine_rig import EngineRig, prompt_of
 
 @dataclass
 class Follower:
-    """A reader that keeps a copy of the index."""
+    """A reader that keeps a copy of the prefix cache's index."""
 
     scheduler: Scheduler
     found: dict[Tier, set[bytes]] = field(default_factory=dict)

@@ -46,7 +46,7 @@ Role = DecodeRole | PrefillRole
 
 
 class Rig:
-    """A node's engine and role, wired as in a node; the loop is a queue that nobody works off."""
+    """A node's engine and role, connected as in a node; the event loop is a queue that is not processed."""
 
     def __init__(self, ahead: bool, make_role: Callable[[RoleContext, MakeBackend], Role]) -> None:
         self.gate = StepGate(allowed=0)

@@ -1,4 +1,4 @@
-"""A runner that breaks: what it did not hear in that step it is told in the next one."""
+"""A runner that raises: the next step repeats what the lost step was to tell it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both policies' queues: one suite for what they share, and what priority adds."""
+"""The request queues of both policies: one suite for what they share, and tests of priorities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request goes where its table says, and nowhere else."""
+"""A request's status changes as its table says, and in no other way."""
 
 from __future__ import annotations
 

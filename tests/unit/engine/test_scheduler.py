@@ -1,4 +1,4 @@
-"""One step after the other: budgets, chunks, preemption, what the runner and the clients are told."""
+"""The scheduler step by step: budgets, chunks, preemption, what the runner and the clients get."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_prompt_is_cut_by_budget_and_threshold() -> None:
 
 
 def test_a_long_prompt_leaves_a_token_to_each_stream_behind_it() -> None:
-    """The threshold let `late` in beside the first chunk; from then on the long one may want the whole budget."""
+    """The threshold lets `late` run beside the first chunk; later chunks of the long prompt could use it all."""
     rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=8, long_prefill_token_threshold=8)
     rig.add("holder", 6, max_tokens=3)
     rig.add("long", 60, max_tokens=1)
@@ -63,7 +63,7 @@ def test_a_long_prompt_leaves_a_token_to_each_stream_behind_it() -> None:
 
 
 def test_a_chunk_never_takes_the_tokens_of_requests_behind_it() -> None:
-    """Preempted and resumed requests stand behind, with long histories before shorter ones."""
+    """Preempted and resumed requests are last, and those with long histories come before those with short ones."""
     rig = EngineRig(num_blocks=40, max_num_batched_tokens=6, max_num_seqs=4)
     for number in range(4):
         rig.add(f"r{number}", 20, max_tokens=20)
@@ -161,7 +161,7 @@ def test_a_resumed_request_gets_its_whole_table_and_finds_its_old_blocks() -> No
 
 
 def test_kv_of_generated_tokens_is_found_after_preemption() -> None:
-    """The hashes run over prompt and output: only what was evicted is computed again."""
+    """Keys cover prompt and output, so only evicted blocks are computed again."""
     rig = EngineRig(num_blocks=8)
     rig.add("old", 4, max_tokens=17)
     rig.add("new", 4, max_tokens=12)

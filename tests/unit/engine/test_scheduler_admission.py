@@ -1,4 +1,4 @@
-"""Who gets in, who may pass whom, and when the engine may sleep."""
+"""Admission: which requests are admitted, which may pass others, and when the engine may sleep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def running(rig: EngineRig) -> list[str]:
 
 
 def test_admission_allocates_the_whole_prompt_although_it_is_computed_in_chunks() -> None:
-    """Two prompts of which the pool holds one: the second must not start."""
+    """The pool holds one of two prompts, so the second one must not start."""
     rig = EngineRig(num_blocks=11, max_num_batched_tokens=8)
     rig.add("first", 28, max_tokens=4)
     rig.add("second", 28, max_tokens=4)

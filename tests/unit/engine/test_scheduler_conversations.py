@@ -1,4 +1,4 @@
-"""Golden conversations with the scheduler: what is said to it, and what it decides, step by step.
+"""Golden conversations with the scheduler: its inputs, and what it decides, step by step.
 
 A file begins with a line of limits. Lines with `>` are said to it, the lines after one are its answer:
 
@@ -27,12 +27,12 @@ from tests.support.engine_rig import EngineRig
 
 CONVERSATIONS = sorted((Path(__file__).parent / "scheduler_conversations").glob("*.txt"))
 _ENDS = {Outcome.ABORTED: "abort", Outcome.KV_LOST: "error"}
-"""What the files call these ends; they call all others as the outcome's value does."""
+"""The names of these outcomes in the files; all others have the outcome's value."""
 _WORDS = ("leg", "like", "preemption_mode", "policy")
 
 
 def pairs(words: Sequence[str]) -> dict[str, Any]:
-    """`max_tokens 3 leg decode` as keywords; of `windows all,5` each is one group of layers."""
+    """`max_tokens 3 leg decode` as keyword arguments; each entry of `windows all,5` is one group of layers."""
     return {name: _value(name, value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
@@ -43,7 +43,7 @@ def _value(name: str, value: str) -> Any:
 
 
 class Conversation:
-    """One rig, and how what it does is written down."""
+    """One engine rig, and the text of what it does."""
 
     def __init__(self, limits: str) -> None:
         self.rig = EngineRig(**pairs(limits.split()))
@@ -117,7 +117,7 @@ class Conversation:
 
 
 def replay(text: str) -> str:
-    """The conversation as it goes now: comments, limits and what is said as they are, with the answers of today."""
+    """The conversation with the present code: comments, limits and inputs of the file, with the present answers."""
     lines = text.splitlines()
     limits = next(line for line in lines if line.startswith("limits"))
     conversation = Conversation(limits.removeprefix("limits"))

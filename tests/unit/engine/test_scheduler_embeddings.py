@@ -1,4 +1,4 @@
-"""Requests for embeddings in the engine: prompts like any other, whose last chunk ends them."""
+"""Requests for embeddings in the engine: they are scheduled like prompts and end with their last chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come with what they generated elsewhere, seen from inside one engine."""
+"""Requests that come with output tokens of an earlier attempt, in one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request whose output must fit a grammar waits until that has been compiled, and for nothing else."""
+"""A request with a grammar waits until the grammar is compiled, and is then scheduled like any other."""
 
 from __future__ import annotations
 

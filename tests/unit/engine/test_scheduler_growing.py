@@ -1,4 +1,4 @@
-"""A prompt whose windows bound what is held of it needs no more blocks than that, and never waits half-way."""
+"""A prompt of a model with windows needs only the blocks that its windows hold, and never waits in its middle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny_models import TINY_MODELS
 
 
 def test_a_prompt_that_fits_with_its_window_is_computed() -> None:
-    """60 stripes of both groups are 120 blocks; with a window of 160 keys it holds 73 at most, of 76."""
+    """60 stripes of two groups are 120 blocks; with a window of 160 keys the request holds at most 73 of 76 blocks."""
     rig = EngineRig(num_blocks=77, windows=(None, 160), block_size=16, max_num_batched_tokens=512)
     rig.add("long", 960, max_tokens=4)
     rig.run()
@@ -72,7 +72,7 @@ def test_the_last_blocks_of_a_growing_request_are_found_by_the_next_request() ->
 
 @pytest.mark.parametrize("seed", range(12))
 def test_many_growing_requests_in_a_small_pool_all_end(seed: int) -> None:
-    """Prompts of all lengths and both legs, streams that are preempted, aborts: nobody wedges and no block is lost."""
+    """Prompts of all lengths and both legs, with preemptions and aborts: none deadlocks, and no block is lost."""
     rng = Random(seed)
     windows: tuple[int | None, ...] = rng.choice([(10,), (None, 10), (6, None, 12)])
     num_blocks = 1 + 40 * max(1, windows.count(None)) + 7 * len(windows)
@@ -133,7 +133,7 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
 
 @pytest.mark.parametrize("params", [{"n": 2}, {"beam_width": 2, "ignore_eos": False}])
 def test_one_of_several_sequences_becomes_as_long_as_the_pool_whatever_windows_leave(params: dict[str, int]) -> None:
-    """They share what they begin with: until each of them runs, none lets go of what its windows do not see."""
+    """The sequences share their prompt: until all of them run, none frees blocks that its windows have passed."""
     limits = {"num_blocks": 9, "windows": (3, 3), "enable_prefix_caching": False}
     rig = EngineRig(**limits, max_num_batched_tokens=5, max_num_seqs=1 if "n" in params else 2)
     rig.add("r", 1, **{"max_tokens": 17, "ignore_eos": True} | params)

@@ -1,4 +1,4 @@
-"""The two legs of a hand-off, seen from inside one engine."""
+"""The two legs of a hand-off, each in one engine with a fake connector."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
 
 
 def test_a_prefill_leg_is_never_preempted() -> None:
-    """Its blocks are on offer: a peer may be reading them. The stream before it gives way instead."""
+    """A peer may be reading its blocks, so the request before it is preempted instead."""
     rig = EngineRig(num_blocks=11, max_num_batched_tokens=4, max_num_seqs=3)
     rig.add("stream", 3, max_tokens=30)
     rig.step()
@@ -230,7 +230,7 @@ def test_loads_do_not_need_a_seat_but_are_bounded() -> None:
 
 @pytest.mark.parametrize("num_tokens", [7, 8])
 def test_loads_whose_prompts_fill_the_pool_do_not_deadlock(num_tokens: int) -> None:
-    """Each needs a slot for its first token: it was reserved, so nobody waits for a block held by somebody waiting."""
+    """Each first token's slot is reserved with the prompt, so no request waits for a block of a waiting request."""
     rig = EngineRig(num_blocks=7)
     for number in range(4):
         rig.add(f"d{number}", num_tokens, leg=Leg.DECODE, max_tokens=4)
@@ -343,7 +343,7 @@ def test_an_abort_before_the_load_began_frees_at_once() -> None:
 
 
 def test_the_connector_is_asked_only_about_the_prompts_blocks() -> None:
-    """Three for the prompt; the fourth, reserved for the first generated token, was never its business."""
+    """Three blocks are for the prompt; the fourth is reserved for the first generated token and never passed to it."""
     rig = EngineRig()
     rig.add("d", 12, leg=Leg.DECODE)
     rig.step()
@@ -428,7 +428,7 @@ def test_a_decode_leg_with_nothing_to_load_computes_its_prompt_here() -> None:
 
 
 class HalfConnector(FakeConnector):
-    """Promises less than the prompt."""
+    """A connector that has fewer external tokens than the prompt needs."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         return ExternalTokens(4, load_async=True)
@@ -499,7 +499,7 @@ def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
 
 
 def computed_tokens(rig: EngineRig, request_id: str) -> int:
-    """How many of a request's tokens the next steps compute until it has its first new one."""
+    """The number of a request's tokens that the next steps compute until its first new token."""
     count = 0
     while not rig.tokens[request_id]:
         output = rig.scheduler.schedule()
@@ -582,7 +582,7 @@ def test_with_windows_a_prefix_is_kept_where_every_group_has_what_the_next_query
 
 
 def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
-    """Two that wait, each with blocks that the other needs, would wait for ever."""
+    """If two waiting requests held blocks that the other one needs, both would wait for ever."""
     rig = EngineRig(num_blocks=8, on_transfer_failure="recompute", max_num_seqs=2)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=4)
     rig.step()

@@ -1,4 +1,4 @@
-"""The prefix cache's second tier: what the device evicts goes to the host, and comes back when it is asked for."""
+"""The prefix cache's host tier: evicted blocks are copied to the host, and copied back when a request needs them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FIRST, SECOND = prompt_of(16, 1), prompt_of(16, 2)
 
 
 def rig_of(num_host_blocks: int = 16, num_blocks: int = 6) -> EngineRig:
-    """Five blocks on the device: room for one prompt."""
+    """An engine with five blocks on the device, enough for one prompt."""
     return EngineRig(num_blocks, num_host_blocks=num_host_blocks)
 
 
 def admit(rig: EngineRig, name: str, prompt: list[int]) -> SchedulerOutput:
-    """The step that begins this request, which then runs to its end."""
+    """Run a request to its end, and return its first step."""
     rig.add(name, prompt, max_tokens=2)
     decided = rig.scheduler.schedule()
     rig.commit(decided)
@@ -62,7 +62,7 @@ def test_the_least_recently_used_host_blocks_are_evicted() -> None:
 
 
 def test_host_hits_are_not_overwritten_by_blocks_evicted_for_them() -> None:
-    """The host tier is full of what is asked for, and the device of something that would go there."""
+    """The host tier is full of the requested blocks, and the device has others that would be evicted to it."""
     rig = rig_of(num_host_blocks=5)
     admit(rig, "first", FIRST)
     admit(rig, "second", SECOND)

@@ -1,4 +1,4 @@
-"""An output that repeats itself ends with an error where its request wants that: at one token, whatever the path."""
+"""Repetition detection: an output that repeats itself ends with an error at the same token on every path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
 RULE = RepetitionDetection(max_pattern_size=3, min_pattern_size=2, min_count=3)
 TOKENS = [9, 9, 5, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 4]
-"""1 2 3 comes three times in a row up to token 11; what repeats before is too short or too seldom."""
+"""At token 11, 1 2 3 has come three times in a row; earlier repetitions are too short or too few."""
 END = 12
 
 
@@ -52,7 +52,7 @@ def test_the_detector_keeps_no_more_than_the_longest_pattern() -> None:
 
 
 def drive(rig: EngineRig) -> None:
-    """Run to the end; TOKENS are what everybody draws."""
+    """Run a request to its end; every request draws TOKENS."""
     while rig.core.has_work():
         decided = rig.scheduler.schedule()
         sampled = {}

@@ -1,4 +1,4 @@
-"""Who waits for one thing does not hold up those who wait for another, and nobody is passed for ever."""
+"""Requests that wait for one resource do not delay those that wait for another, and none is passed for ever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA = '{"type": "integer"}'
 
 
 def with_all_loads_under_way(num_loads: int, **limits: int) -> EngineRig:
-    """As many loads as may be under way at once, none of which has brought anything."""
+    """An engine with as many loads as may run at once, none of which has arrived."""
     rig = EngineRig(num_blocks=257, max_num_seqs=num_loads, **limits)
     for number in range(num_loads):
         rig.add(f"d{number}", 8, leg=Leg.DECODE, max_tokens=3)
@@ -96,7 +96,7 @@ def test_a_load_may_begin_while_an_earlier_request_waits_for_a_seat() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_loads_pass_a_request_that_waits_for_a_seat_a_bounded_number_of_times(policy: str) -> None:
-    """What was loaded takes the next seat: without a bound a stream of decode legs would keep it out for ever."""
+    """A loaded request gets the next seat, so without a bound a stream of decode legs could delay it for ever."""
     rig = EngineRig(max_num_seqs=1, max_times_passed=3, policy=policy)
     rig.add("stream", 4, max_tokens=2)
     rig.step()

@@ -1,4 +1,5 @@
-"""Anything in any order on small pools: books agree after every call, everybody ends once, with the right tokens."""
+"""Random operations on small pools: block accounts agree after each call, and each request ends once, with the right
+tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ GARBAGE = 0xDEADBEEF
 
 
 class Sketch(NamedTuple):
-    """A request to be. Those of one family share a prefix, those with an even `own` part share that too."""
+    """A request to submit. Requests of one family share a prefix, and those with an even `own` part share that, too."""
 
     leg: Leg
     family: int
@@ -39,13 +40,13 @@ class Sketch(NamedTuple):
     n: int
     beam_width: int
     given: int
-    """So many tokens of its output it comes with, if it has more and is one sequence."""
+    """The number of given output tokens, if its output is longer and it has one sequence."""
     has_grammar: bool
-    """It waits for one, unless it is a beam search."""
+    """Whether it has a grammar; ignored for a beam search."""
 
 
 def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.SearchStrategy[list[Sketch]]:
-    """A few requests to be, whose beam widths are drawn from these."""
+    """A few requests to submit, with beam widths from these."""
     sketch = st.builds(
         Sketch,
         leg=st.sampled_from([Leg.WHOLE, *Leg]),
@@ -63,11 +64,11 @@ def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.Searc
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """One engine, its clients, its peers: all of them impatient."""
+    """One engine with its clients and peers, which act at any time."""
 
     rig: EngineRig
     most_steps = 2000
-    """In which everything that is left must end."""
+    """The number of steps in which all remaining requests must end."""
 
     @initialize(
         num_stripes=st.integers(4, 13),

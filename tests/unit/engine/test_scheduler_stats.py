@@ -1,4 +1,4 @@
-"""What an engine says of its load: who waits for what, and where prompts were found."""
+"""An engine's statistics: what requests wait for, and where prompts were found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.engine_rig import EngineRig, prompt_of
 
 
 def waiting(rig: EngineRig) -> dict[str, int]:
-    """Reasons that anybody has."""
+    """The reasons for which at least one request waits."""
     by_reason = rig.core.make_stats().num_requests_waiting_by_reason
     return {reason: number for reason, number in by_reason.items() if number}
 
@@ -83,7 +83,7 @@ def test_hits_are_counted_by_source() -> None:
 
 
 def tokens(rig: EngineRig) -> tuple[int, int]:
-    """(to be computed, in the cache of those who run)"""
+    """The numbers of tokens that are still to be computed, and of running requests' tokens in the cache."""
     stats = rig.core.make_stats()
     return stats.num_uncomputed_tokens, stats.num_context_tokens
 
@@ -106,7 +106,7 @@ def test_the_load_in_tokens_follows_prompts_from_the_queue_to_the_cache() -> Non
 
 
 def computed_step(rig: EngineRig, seconds: float) -> ComputedStep | None:
-    """What a step said of itself that took its runner so long."""
+    """The computed step of a runner that took this long."""
     execute = rig.runner.execute_model
 
     def slowly(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

@@ -1,4 +1,4 @@
-"""Where a request ends, token by token."""
+"""The conditions that end a request: stop tokens, lengths and failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_models_length_ends_a_request(min_tokens: int) -> None:
 
 
 def test_the_pool_bounds_the_models_length() -> None:
-    """Two blocks hold eight tokens; the ninth is drawn, but its KV would never be needed."""
+    """Two blocks hold eight tokens. The ninth token is sampled, and its KV is never needed."""
     rig = EngineRig(num_blocks=3)
     assert rig.scheduler.max_model_len == 9
     rig.add("r", PROMPT, max_tokens=10)

@@ -1,4 +1,4 @@
-"""Preemption with a host tier: what is copied when, who comes back first, and what happens when copies get lost."""
+"""Preemption with a host tier: which blocks are copied when, which request is resumed first, and lost copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def swapping(num_blocks: int = 6, num_host_blocks: int = 16, **limits: Any) -> E
 
 
 def outputs_of(rig: EngineRig, limit: int = 100) -> list[SchedulerOutput]:
-    """Run to the end; every step's decision."""
+    """Run all requests to their ends, and return every step's decision."""
     decided: list[SchedulerOutput] = []
     for _ in range(limit):
         if not rig.core.has_work():
@@ -41,7 +41,7 @@ def outputs_of(rig: EngineRig, limit: int = 100) -> list[SchedulerOutput]:
 
 
 def until_swapped(rig: EngineRig, name: str) -> SchedulerOutput:
-    """Step until this request is swapped out, that step not committed yet."""
+    """Run steps until one swaps this request out; that step is not committed yet."""
     while True:
         decided = rig.scheduler.schedule()
         if rig.requests[name].status is RequestStatus.SWAPPED:

@@ -1,4 +1,4 @@
-"""Sequences of a model whose layers have windows, all or some of them: what no query sees any more is let go of."""
+"""Models whose layers have windows, all or some of them: blocks that no query sees any more are freed."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_aborted_load_quarantines_the_blocks_that_it_was_to_fill() -> None:
 
 
 def forget(pool: BlockPool, block: Block) -> None:
-    """Evict one idle cached block, as an allocation would that gets to it."""
+    """Evict one idle cached block, as an allocation would."""
     key = block.block_hash
     assert key is not None
     pool._free.remove(block)

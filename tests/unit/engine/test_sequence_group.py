@@ -1,4 +1,4 @@
-"""Several sequences of one request: the prompt computed once, its blocks shared, each with the tokens it has alone."""
+"""Several sequences of one request: the prompt is computed once, and each has the tokens that it would have alone."""
 
 from __future__ import annotations
 

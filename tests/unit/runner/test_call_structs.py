@@ -1,4 +1,4 @@
-"""Python's copies of the kernels' structures are those of the compiled library, or the library is not used."""
+"""Python's copies of the kernels' structures equal those of the compiled library; otherwise the library is not used."""
 
 from __future__ import annotations
 

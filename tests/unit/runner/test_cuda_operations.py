@@ -1,4 +1,4 @@
-"""The GPU's operations: everything around the kernel on any machine, the kernel itself where there is a GPU."""
+"""The CUDA operations: everything around the kernel on any machine, and the kernel itself where there is a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = {"short": [5, 3], "long": [(7 * i + 1) % 250 for i in range(45)], "blo
 
 
 def no_pages(*arguments: Any, block_table: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
-    """A kernel that can't follow block tables."""
+    """A fake FlashAttention that can't follow block tables."""
     if block_table is not None:
         raise RuntimeError("block size must be a multiple of 256")
     return fake_varlen_attn(*arguments, **keywords)
@@ -96,7 +96,7 @@ def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, arc
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9])
 def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path, count: int) -> None:
-    """Sequences of different lengths, that come and go: what an earlier step left in a buffer is nobody's."""
+    """Sequences of different lengths come and go, and buffers still have the content of earlier steps."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     runner = load_runner(
         tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn, FakeRecorder())
@@ -117,7 +117,7 @@ def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path, count: 
 def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits of every step are looked at when all steps, of several sizes, have been computed."""
+    """The logits of all steps, of several sizes, are compared only after the last step."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     kept: list[list[npt.NDArray[np.float32]]] = []
     compute = Transformer.compute

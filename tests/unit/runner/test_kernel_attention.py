@@ -36,7 +36,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _cache(blocks: int, heads: int, size: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> CacheView:
-    """Full of NaN, with another layer before and one behind, and a gap between keys and values."""
+    """A cache full of NaN, with a layer before and one behind this layer, and a gap between keys and values."""
     key_offset, gap = 72, 16
     value_offset = key_offset + heads * size * key_dim + gap
     stride = value_offset + heads * size * value_dim + 40
@@ -45,7 +45,7 @@ def _cache(blocks: int, heads: int, size: int, key_dim: int, value_dim: int, dty
 
 
 def _keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views [blocks, kv_heads, block_size, dim]."""
+    """Views of keys and values [blocks, kv_heads, block_size, dim]."""
     views = []
     for offset, dim in ((cache.key_offset, cache.key_dim), (cache.value_offset, cache.value_dim)):
         size = (cache.num_blocks, cache.num_kv_heads, cache.block_size, dim)
@@ -56,7 +56,7 @@ def _keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Paged:
-    """Requests whose keys and values lie scattered over a cache full of NaN."""
+    """Requests whose keys and values are scattered over a cache full of NaN."""
 
     cache: CacheView
     tables: torch.Tensor

@@ -146,7 +146,7 @@ def test_nan_stays_in_its_row(isa: str) -> None:
 
 
 def test_the_callers_handling_of_subnormals_is_unchanged() -> None:
-    """The kernels flush them; nobody else's arithmetic may change."""
+    """The kernels flush subnormals to zero; the calling thread's arithmetic must not change."""
     tiny = torch.full((1, 1), 1e-40)
     assert not linear(tiny, kernels.pack(torch.ones(1, 1))).any()
     assert (tiny * 1.0).all()
@@ -155,7 +155,7 @@ def test_the_callers_handling_of_subnormals_is_unchanged() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_of_k_do_not_change_a_sum(isa: str, dtype: torch.dtype) -> None:
-    """Many rows go over k in pieces that fit a cache, few go over it at once."""
+    """With many rows k is cut into pieces that fit a cache, with few rows it is not cut."""
     kernels.use_isa(isa)
     x, packed = _randn(1100, 901, dtype=dtype), kernels.pack(_randn(66, 901, seed=1, dtype=dtype))
     whole = linear(x, packed)

@@ -1,4 +1,4 @@
-"""The kernels compile for aarch64 with the flags of the package's own build, and its vectors are the processor's."""
+"""The kernels compile for aarch64 with the flags of the package's own build, and use the processor's vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with one window keep their KV together, in groups of about one size."""
+"""Layers with equal windows share blocks, in groups of about one size."""
 
 from __future__ import annotations
 

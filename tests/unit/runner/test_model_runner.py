@@ -1,4 +1,4 @@
-"""The torch runner follows the scheduler: copied blocks, resumed requests, forgotten ones, log-probabilities."""
+"""The torch runner does what the scheduler decides: copied blocks, resumed and finished requests, log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program of the kernels: what it refuses to record or to run, and that its scratch grows with the steps."""
+"""Programs of the kernels: what they refuse to record or run, and scratch memory that grows with the steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _layout(rows: int) -> StepLayout:
-    """One request, all of it in this step."""
+    """The layout of a step that computes one whole request."""
     starts = torch.tensor([0, rows], dtype=torch.int32)
     return StepLayout(
         starts, starts[1:].clone(), [torch.zeros(1, 4, dtype=torch.int32)], [torch.arange(rows)], starts.clamp(max=1)
@@ -29,7 +29,7 @@ def _layout(rows: int) -> StepLayout:
 
 
 def _normed_product(threads: int = 2) -> tuple[Program, torch.Tensor, kernels.PackedWeight]:
-    """out[sampled] = norm(x) times a weight."""
+    """A program that computes out[sampled] = norm(x) times a weight."""
     program, scale, packed = Program(torch.bfloat16, threads), _randn(WIDTH, seed=1), kernels.pack(_randn(80, WIDTH))
     x, out = program.argument(WIDTH), program.argument(80, sampled=True)
     normed = program.rms_norm(x, scale, 1e-6, plus_one=False, into="normed")

@@ -1,4 +1,4 @@
-"""Parts of a model are replaced when they compute what ours do, and only then."""
+"""Parts of a model are replaced if Baton's fused layers compute the same, and only then."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loaded(tmp_path: Path, config: Mapping[str, Any], dtype: str = "float32") ->
 
 
 def fused(runner: TorchModelRunner) -> tuple[int, ...]:
-    """How many attentions, MLPs and norms outside of attention are ours."""
+    """The numbers of fused attention layers, of fused MLPs, and of fused norms outside of attention."""
     counts = Counter(type(part) for part in runner._transformer._module.modules())
     return tuple(counts[part] for part in PARTS)
 
@@ -49,7 +49,7 @@ RECOGNISED = {
     "gpt2": ((0, 0, 0), False),
     "opt": ((0, 0, 0), False),
 }
-"""How many parts of each kind, and whether the loop over the layers is ours."""
+"""The expected numbers of fused parts, and whether Baton's loop over the layers is used."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -151,7 +151,7 @@ def test_attention_that_is_not_recognised_is_named_with_its_reason(
 def test_a_bug_in_the_decoder_is_raised_and_no_slower_path_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that would be served slower without a word is not served."""
+    """Otherwise a model would be served slower without a reason that anyone sees."""
     monkeypatch.setattr(RotaryTable, "__init__", lambda self, *_arguments: self.mispelled)
     with pytest.raises(AttributeError, match="mispelled"):
         loaded(tmp_path, TINY_MODELS["llama"])

@@ -1,4 +1,4 @@
-"""Tokens follow their exact probabilities, and depend on nothing but the row, the request and the position."""
+"""Sampled tokens follow their exact probabilities, and depend only on the row, the request and the position."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 
 def frequencies(params: SamplingParams) -> npt.NDArray[np.float64]:
-    """Shares of DRAWS draws over consecutive seeds, at position 0."""
+    """The share of each token among DRAWS draws with consecutive seeds, at position 0."""
     counts = Counter(sample_row(LOGITS, state(replace(params, seed=seed))).token_id for seed in range(DRAWS))
     return np.array([counts[token] for token in range(LOGITS.size)]) / DRAWS
 
 
 def assert_drawn_like(params: SamplingParams, exact: npt.NDArray[np.float64]) -> None:
-    """Pearson's chi-squared on the tokens with probability, and none outside of them. Seeds are fixed: no flakiness."""
+    """Pearson's chi-squared test; no token without probability may be drawn. Seeds are fixed, so it is not flaky."""
     shares = frequencies(params)
     possible = exact > 0
     assert shares[~possible].sum() == 0

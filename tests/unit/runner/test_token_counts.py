@@ -1,4 +1,4 @@
-"""Counts that are kept say, bit for bit, what counting the whole request in each step would say."""
+"""Token counts that are kept between steps equal, bit for bit, counts of the whole request in each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PENALTIES = st.builds(
 
 
 def counted_anew(logits: npt.NDArray[np.float32], state: RequestState) -> npt.NDArray[np.float32]:
-    """The penalties, of the whole history."""
+    """The penalties, computed from the whole history."""
     params, row = state.sampling_params, logits.copy()
     if params.repetition_penalty != 1.0:
         seen = np.unique(state.token_ids)

@@ -1,4 +1,4 @@
-"""What a grammar leaves out is never drawn, whatever else a request asks for; and it costs nobody else anything."""
+"""Tokens that a grammar does not allow are never drawn, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.runner.execution.token_masks import TokenMasks
 from baton.testing.fake_grammar import FakeMatcher
 
 VOCAB = 75
-"""No whole number of words."""
+"""The size is not a multiple of 32, so the last word of a mask is not full."""
 EOS = frozenset({3})
 WITH_GRAMMAR = SamplingParams(json_schema="{}")
 SETTINGS = [

@@ -1,4 +1,4 @@
-"""An install without the C kernels serves on torch's products, bit-exact or saying that it is not."""
+"""Without the C kernels a model runs on torch's products, bit-exact or with a reason why not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_kernels_the_tokens_are_the_same(tmp_path: Path, monkeypatch: py
 
 
 class Careless(TorchOperations):
-    """Products that depend on how many rows there are, until calls have `enough` of them."""
+    """Products that depend on the number of rows, unless calls have at least `enough` of them."""
 
     enough = 0
 

@@ -239,7 +239,7 @@ def test_no_second_copy_and_no_product_of_torch_is_left(pristine: Path) -> None:
 
 
 def _status(key: str) -> int:
-    """Bytes that this process has, now (VmRSS) or at most since it was asked to forget (VmHWM)."""
+    """The process's memory in bytes: present (VmRSS), or the peak since the last reset (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
@@ -248,7 +248,7 @@ def _status(key: str) -> int:
     ("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32"), ("gpt_oss", "float32")]
 )
 def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, architecture: str, stored: str) -> None:
-    """Cast on their way (qwen2), merged (the experts of qwen3_moe) or transposed out of the file (those of gpt_oss)."""
+    """Weights that are cast (qwen2), merged (the experts of qwen3_moe) or transposed (the experts of gpt_oss)."""
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "moe_intermediate_size": 512}
     write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
     load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)

@@ -29,8 +29,8 @@ NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "2"))
 FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
 BOUND_S = 100.0
 SPARE = Counter(socket=8, thread=4)
-"""How many more sockets and threads a process may have in the end: connections come and go, and thread pools grow to their
-size. A leak with every fault comes to more than this. Of everything else a process may have no more than before."""
+"""How many more sockets and threads a process may have in the end: connections come and go, and thread pools grow to
+their size. A leak with every fault comes to more than this. Nothing else may be more than before."""
 
 
 @pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])

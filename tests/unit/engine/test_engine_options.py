@@ -125,7 +125,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 def outputs_of(directory: Path, limits: Mapping[str, Any]) -> tuple[list[list[int]], int]:
-    """The tokens of four requests, three of which share a prefix and come one after the other, and the longest chunk."""
+    """The tokens of four requests, three of which share a prefix and come in turns, and the longest chunk."""
     runner = load_runner(directory, dtype="float32", block_size=4, num_blocks=80)
     config = SchedulerConfig(80, block_size=4, max_num_batched_tokens=160, max_num_seqs=4, max_model_len=160, **limits)
     scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())

@@ -59,6 +59,7 @@ from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
+from baton.engine.waiting.waiting_requests import WaitingRequests
 from baton.errors import DuplicateRequest, InvalidRequest
 from baton.messages.node import Leg
 
@@ -87,8 +88,9 @@ class Scheduler:
         self.clock = clock
         connector = connector if connector is not None else NullConnector()
         self._state = SchedulerState(config, key_fields, clock, connector, make_decodes(config.block_size))
-        self._admission = Admission(self._state)
-        self._preemption = Preemption(self._state, self._admission)
+        self._waiting = WaitingRequests(config)
+        self._admission = Admission(self._state, self._waiting)
+        self._preemption = Preemption(self._state, self._waiting)
         self._commit = Commit(self._state, self._admission)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
@@ -190,9 +192,9 @@ class Scheduler:
 
         A connector that answered "not known yet" wakes the scheduler with any `update_from_kv_transfer`.
         """
-        if self._state.running or self._admission.num_arrived or self._pending:
+        if self._state.running or self._waiting.arrived or self._pending:
             return True
-        return not self._stalled and self._admission.num_waiting + self._admission.num_swapped > 0
+        return not self._stalled and self._waiting.num_queued + len(self._waiting.swapped) > 0
 
     def make_stats(self) -> SchedulerStats:
         """The engine's load after a step, in O(running requests that don't decode)."""
@@ -204,7 +206,7 @@ class Scheduler:
             num_waiting=num_waiting,
             num_uncomputed_tokens=num_uncomputed_tokens,
             num_context_tokens=num_context_tokens,
-            num_requests_waiting_by_reason=self._admission.num_waiting_by_reason(),
+            num_requests_waiting_by_reason=self._waiting.num_by_reason(),
             total_blocks=pool.num_total_blocks,
             free_blocks=pool.num_free_blocks,
             leased_blocks=pool.num_leased_blocks,
@@ -227,13 +229,13 @@ class Scheduler:
         for request in self._state.filling:
             num_filled += request.num_computed_tokens
             num_to_fill += request.num_tokens - request.num_computed_tokens
-        num_uncomputed_tokens = self._admission.num_waiting_tokens + num_to_fill
+        num_uncomputed_tokens = self._waiting.num_queued_tokens + num_to_fill
         return num_uncomputed_tokens, self._state.decodes.num_context_tokens + num_filled
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:
         """The same number as in `make_stats`, in O(1)."""
-        return self._admission.num_waiting_for_remote_kvs
+        return self._waiting.num_waiting_for_remote_kvs
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV. Returns False and changes nothing while any block is in use (see `blocks_in_use`)."""
@@ -276,7 +278,7 @@ class Scheduler:
         self, requests: Sequence[Request], status: RequestStatus, error: str | None, outputs: OutputsByClient
     ) -> None:
         if requests:
-            self._admission.take_out(requests)
+            self._waiting.remove(requests)
             for request in requests:
                 self._state.end(request, status, outputs, error=error)
             self._state.remove_ended()
@@ -367,7 +369,7 @@ class Scheduler:
     def _schedule_filling(self, plan: StepPlan) -> None:
         # The other requests have all their known tokens in flight, and end with the token that is being computed.
         filling = [r for r in self._state.filling if r.num_tokens > r.num_computed_tokens]
-        arriving = min(self._admission.num_arrived, self.config.max_num_seqs - len(self._state.running))
+        arriving = min(len(self._waiting.arrived), self.config.max_num_seqs - len(self._state.running))
         for index, request in enumerate(filling):
             if plan.token_budget <= 0:
                 return
@@ -437,13 +439,13 @@ class Scheduler:
         """
         outputs = OutputsByClient()
         for request_id, arrived in transfers.arrived.items():
-            request = self._admission.take_remote(request_id)
+            request = self._admission.pop_loading(request_id)
             if request is None:
                 self.num_unknown_transfers += 1
             else:
                 self._admission.arrive(request, arrived, outputs)
         for request_id, lost in transfers.failed.items():
-            request = self._admission.take_unloaded(request_id)
+            request = self._admission.pop_unloaded(request_id)
             if request is None:
                 self.num_unknown_transfers += 1
             elif self.config.on_transfer_failure == "recompute":

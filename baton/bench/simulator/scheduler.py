@@ -55,9 +55,9 @@ class SimulatedScheduler(Scheduler):
 
     def num_quiet_steps(self) -> int:
         """A number of steps that only decode unless something arrives: no request ends in them or lacks a block."""
-        state, admission = self._state, self._admission
+        state, waiting = self._state, self._waiting
         num_decodes = len(state.decodes)
-        if not num_decodes or state.filling or self._in_flight or self._pending or admission.anybody_waits:
+        if not num_decodes or state.filling or self._in_flight or self._pending or waiting.may_be_admitted:
             return 0
         several = state.beams or state.groups or state.parked
         manager = state.kv_cache_manager

@@ -6,42 +6,29 @@ blocks don't fit and the model's attention windows bound how many are needed at 
 and the request reuses them. A load from another node also reserves the slot of its first generated token, so that a
 request whose KV has arrived never waits for a block.
 
-A waiting request lacks one of two things, and does not wait behind requests that lack the other one:
-
-  a seat       to be computed here: one of `max_num_seqs`, and at least one token of the step's budget
-  a load slot  to have KV read from another node into reserved blocks: one of `max_num_seqs` more; needs no seat
-
-Requests that lack a seat and requests that lack a load slot have a queue each, and are tried in one common order. While
-no load slot is free, only the requests that need a seat are tried: they take no load slot, and requests whose KV has
-arrived get seats before them. While no seat is free, loads may begin in front of requests that wait for a seat, but
+Requests that lack a seat and requests that lack a load slot (see waiting_requests.py) are tried in one common order.
+While no load slot is free, only the requests that need a seat are tried: they take no load slot, and requests whose KV
+has arrived get seats before them. While no seat is free, loads may begin in front of requests that wait for a seat, but
 the first of these may be passed only `max_times_passed` times, since a loaded request gets a seat before it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from baton.engine.batch import EngineCoreEventType, WaitingReason
+from baton.engine.batch import EngineCoreEventType
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache.allocation import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
-from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
-from baton.engine.waiting.request_queue import (
-    NO_TURN,
-    FCFSRequestQueue,
-    Places,
-    PriorityRequestQueue,
-    RequestQueue,
-    Turn,
-)
+from baton.engine.waiting.request_queue import NO_TURN, RequestQueue, Turn
+from baton.engine.waiting.waiting_requests import WaitingRequests, may_load
 from baton.errors import TransferCause
 from baton.messages.node import Leg
 
@@ -68,75 +55,16 @@ class _Unseated(NamedTuple):
     request: Request
 
 
-def _queue(config: SchedulerConfig, places: Places) -> RequestQueue:
-    if config.policy == "priority":
-        return PriorityRequestQueue(config.priority_ageing_s, places)
-    return FCFSRequestQueue(places)
-
-
 class Admission:
-    """Moves requests from `waiting` (no blocks), `remote` (KV in transfer), `arrived` and `swapped` to running."""
+    """Moves waiting requests to running, or from WAITING to WAITING_FOR_REMOTE_KVS."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, waiting: WaitingRequests) -> None:
         self._state = state
+        self._waiting = waiting
         self._config = state.config
         self._manager = state.kv_cache_manager
-        config = state.config
-        self._places = Places()
-        self._for_seat = _queue(config, self._places)
-        self._for_load = _queue(config, self._places)
-        self._swapped = _queue(config, self._places)
-        self._for_grammar: dict[str, Request] = {}
-        self._remote: dict[str, Request] = {}
-        self._arrived: deque[Request] = deque()
-        self._times_passed: dict[str, int] = {}
         self._prompt_needs_whole_step = False
-        self._preempted: set[str] = set()
-        """Ids of the waiting requests that were preempted."""
-        self._deferred: set[str] = set()
-        """Ids of the waiting requests whose last result was ASK_AGAIN."""
         self.prefix_cache = PrefixCacheCounts()
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait without blocks."""
-        return len(self._for_seat) + len(self._for_load)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """The sum of `tokens_to_compute` over the requests that wait without blocks, in O(1)."""
-        return self._for_seat.num_tokens + self._for_load.num_tokens
-
-    @property
-    def num_arrived(self) -> int:
-        return len(self._arrived)
-
-    @property
-    def num_swapped(self) -> int:
-        """Requests whose blocks are in the host tier."""
-        return len(self._swapped)
-
-    @property
-    def anybody_waits(self) -> bool:
-        """Whether the next step may have a request to admit."""
-        return bool(self._arrived or self.num_waiting or len(self._swapped))
-
-    @property
-    def num_waiting_for_remote_kvs(self) -> int:
-        """Requests whose KV is in transfer, or not begun on the other node."""
-        return len(self._remote) + len(self._deferred)
-
-    def num_waiting_by_reason(self) -> dict[WaitingReason, int]:
-        """The number of requests that don't run, by what they wait for, in O(1)."""
-        return {
-            "capacity": self.num_waiting - len(self._preempted) - len(self._deferred),
-            "deferred": len(self._deferred),
-            "grammar": len(self._for_grammar),
-            "remote_kv": len(self._remote),
-            "arrived": len(self._arrived),
-            "preempted": len(self._preempted),
-            "swapped": len(self._swapped),
-        }
 
     def add(self, request: Request, outputs: OutputsByClient) -> None:
         """Queue a new request. One that can never fit ends at once."""
@@ -149,27 +77,18 @@ class Admission:
             self._fail(request, exc, outputs)
             return
         if request.sampling_params.has_grammar and not request.matchers:
-            request.place = self._places.behind_all()
             request.transition(RequestEvent.GRAMMAR_MISSING)
-            self._for_grammar[request.request_id] = request
+            self._waiting.add_for_grammar(request)
         else:
-            self._queue_of(request).add(request)
+            self._waiting.add(request)
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
         """Queue a request whose grammar is compiled, before those that arrived later; skip one that has ended."""
-        request = self._for_grammar.pop(request_id, None)
+        request = self._waiting.for_grammar.pop(request_id, None)
         if request is not None:
             request.transition(RequestEvent.GRAMMAR_COMPILED)
             request.matchers = matchers
-            self._queue_of(request).add(request)
-
-    def put_back(self, request: Request) -> None:
-        """Put a preempted request next in turn, in the queue that its status (SWAPPED or PREEMPTED) tells."""
-        if request.status is RequestStatus.SWAPPED:
-            self._swapped.prepend(request)
-        else:
-            self._for_seat.prepend(request)
-            self._preempted.add(request.request_id)
+            self._waiting.add(request)
 
     def fork(self, request: Request) -> None:
         """Put the other sequences of a request, whose prompt is computed, next in turn; nothing if it has none."""
@@ -184,45 +103,21 @@ class Admission:
     def enter(self, requests: Sequence[Request]) -> None:
         """Put new sequences or beams, which continue what others computed, next in turn."""
         self._state.requests.update((request.request_id, request) for request in requests)
-        self._for_seat.prepend_many(requests)
+        self._waiting.for_seat.prepend_many(requests)
 
-    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
-        """The running request that is preempted first. `running`: in order of admission."""
-        return self._for_seat.last_in_turn(running)
-
-    def take_out(self, requests: Collection[Request]) -> None:
-        """Remove requests that are about to end from the queues in which they wait."""
-        queued, swapped = set(), set()
-        for request in requests:
-            self._times_passed.pop(request.request_id, None)
-            self._remote.pop(request.request_id, None)
-            self._for_grammar.pop(request.request_id, None)
-            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                queued.add(request.request_id)
-            elif request.status is RequestStatus.SWAPPED:
-                swapped.add(request.request_id)
-        if swapped:
-            self._swapped.remove_many(swapped)
-        if queued:
-            self._for_seat.remove_many(queued)
-            self._for_load.remove_many(queued)
-            self._preempted -= queued
-            self._deferred -= queued
-            self._arrived = deque(request for request in self._arrived if request.request_id not in queued)
-
-    def take_remote(self, request_id: str) -> Request | None:
+    def pop_loading(self, request_id: str) -> Request | None:
         """Remove and return a request that waits for remote KV; None when this request does not."""
-        return self._remote.pop(request_id, None)
+        return self._waiting.remote.pop(request_id, None)
 
-    def take_unloaded(self, request_id: str) -> Request | None:
+    def pop_unloaded(self, request_id: str) -> Request | None:
         """Remove and return a request that waits for remote KV, or for the blocks that a load needs; otherwise None."""
-        request = self._remote.pop(request_id, None) or self._state.requests.get(request_id)
+        request = self._waiting.remote.pop(request_id, None) or self._state.requests.get(request_id)
         if request is None or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return request
         queued = request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR)
         if request.leg is not Leg.DECODE or not queued or self._manager.has_table(request_id):
             return None
-        self.take_out([request])
+        self._waiting.remove([request])
         return request
 
     def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
@@ -253,7 +148,7 @@ class Admission:
             error, cause = "the KV arrived without a first token", TransferCause.REFUSED
             state.end(request, RequestStatus.KV_LOST, outputs, error=error, transfer_cause=cause)
             return
-        self._arrived.append(request)
+        self._waiting.arrived.append(request)
 
     def compute_here(self, request: Request, num_valid_blocks: int) -> None:
         """Compute a request here whose KV does not arrive completely, before new requests, as a request of one leg.
@@ -268,9 +163,9 @@ class Admission:
         request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0
         request.transition(RequestEvent.LOAD_LOST)
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            self._for_grammar[request.request_id] = request
+            self._waiting.for_grammar[request.request_id] = request
             return
-        self._for_seat.prepend(request)
+        self._waiting.for_seat.prepend(request)
 
     def pop_needs_whole_step(self) -> bool:
         """Whether a prompt that may not be split into chunks needs a whole step's budget; resets the answer."""
@@ -279,23 +174,23 @@ class Admission:
 
     def admit_arrived(self, plan: StepPlan) -> None:
         """Run the requests whose KV has arrived, in the order of its arrival: they already hold blocks."""
-        while self._arrived and self._has_seat(plan):
-            request = self._arrived[0]
+        while self._waiting.arrived and self._has_seat(plan):
+            request = self._waiting.arrived[0]
             num_tokens = plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget)
             if self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
                 return
-            self._arrived.popleft()
+            self._waiting.arrived.popleft()
             self._run(request, num_tokens, plan)
 
     def admit_swapped(self, plan: StepPlan) -> bool:
         """Swap requests back in, in turn. False when one has to wait: then no other waiting request may be admitted."""
-        while len(self._swapped):
+        while len(self._waiting.swapped):
             if not self._has_seat(plan):
                 return False
-            request = self._swapped.pop()
+            request = self._waiting.swapped.pop()
             answer = self._manager.swap_in(request, num_spared_blocks=self._spared_blocks())
             if answer is not AllocationAnswer.OK:
-                self._swapped.prepend(request)
+                self._waiting.swapped.prepend(request)
                 return False
             self._run(request, plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget), plan)
         return True
@@ -303,7 +198,8 @@ class Admission:
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
         """Try to admit the requests without blocks, in turn. One that does not fit now keeps its place; one that never
         will ends."""
-        if not self.num_waiting:
+        waiting = self._waiting
+        if not waiting.num_queued:
             return
         stay: dict[RequestQueue, list[Request]] = {}
         stuck: list[Request] = []
@@ -312,15 +208,15 @@ class Admission:
             turn = queue.next_turn
             request = queue.pop()
             result = self._try(request, plan, outputs)
-            self._deferred.discard(request.request_id)
+            waiting.deferred.discard(request.request_id)
             if result is _AdmissionResult.ASK_AGAIN and request.status is RequestStatus.WAITING:
-                self._deferred.add(request.request_id)
+                waiting.deferred.add(request.request_id)
             if result in (_AdmissionResult.ADMITTED, _AdmissionResult.ENDED):
-                self._preempted.discard(request.request_id)
+                waiting.preempted.discard(request.request_id)
             if result is _AdmissionResult.ADMITTED:
                 passed = stuck if unseated is None or turn < unseated.turn else [*stuck, unseated.request]
                 for other in passed:
-                    self._times_passed[other.request_id] = self._times_passed.get(other.request_id, 0) + 1
+                    waiting.times_passed[other.request_id] = waiting.times_passed.get(other.request_id, 0) + 1
                 unseated = unseated or self._unseated(plan)
             elif result is not _AdmissionResult.ENDED:
                 stay.setdefault(queue, []).append(request)
@@ -338,46 +234,38 @@ class Admission:
 
         `unseated`: the first request in turn that gets no seat in this step; then no other request gets a seat either.
         """
-        seat = self._for_seat.next_turn if unseated is None else NO_TURN
-        load = self._for_load.next_turn if self._has_load_slot() else NO_TURN
+        waiting = self._waiting
+        seat = waiting.for_seat.next_turn if unseated is None else NO_TURN
+        load = waiting.for_load.next_turn if waiting.has_load_slot else NO_TURN
         if seat < load:
-            return self._for_seat
+            return waiting.for_seat
         if load == NO_TURN:
             return None
         if unseated is not None and unseated.turn < load and not self._may_be_passed([unseated.request]):
             return None
-        return self._for_load
+        return waiting.for_load
 
     def _unseated(self, plan: StepPlan) -> _Unseated | None:
         """The first request in turn that waits for a seat, if no seat is left."""
-        request = self._for_seat.next_request
-        return None if request is None or self._has_seat(plan) else _Unseated(self._for_seat.next_turn, request)
-
-    def _queue_of(self, request: Request) -> RequestQueue:
-        return self._for_load if self._may_load(request) else self._for_seat
-
-    def _may_load(self, request: Request) -> bool:
-        return request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
-
-    def _has_load_slot(self) -> bool:
-        return len(self._remote) + len(self._arrived) < self._config.max_num_seqs
+        request = self._waiting.for_seat.next_request
+        return None if request is None or self._has_seat(plan) else _Unseated(self._waiting.for_seat.next_turn, request)
 
     def _may_be_passed(self, stuck: list[Request]) -> bool:
         # The stream of a preempted request has stalled: if new requests took its blocks, it could starve.
         return len(stuck) <= self._config.max_stuck_requests and all(
             request.status is not RequestStatus.PREEMPTED
-            and self._times_passed.get(request.request_id, 0) < self._config.max_times_passed
+            and self._waiting.times_passed.get(request.request_id, 0) < self._config.max_times_passed
             for request in stuck
         )
 
     def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _AdmissionResult:
-        may_load = self._may_load(request)
+        loads = may_load(request)
         if self._manager.has_table(request.request_id):
             return self._continue_parked(request, plan)
-        computed = self._computed_blocks(request, with_host=not may_load)
+        computed = self._computed_blocks(request, with_host=not loads)
         if computed is None:
             return _AdmissionResult.ASK_AGAIN
-        if may_load:
+        if loads:
             try:
                 external = self._external_tokens(request, computed)
             except Exception as exc:
@@ -508,7 +396,7 @@ class Admission:
         if allocation.answer is AllocationAnswer.NEVER:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
-        self._times_passed.pop(request.request_id, None)
+        self._waiting.times_passed.pop(request.request_id, None)
         request.transition(RequestEvent.LOAD_BEGUN)
         self._state.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
         try:
@@ -517,7 +405,7 @@ class Admission:
             )
         except Exception as exc:
             return self._fail(request, exc, outputs)
-        self._remote[request.request_id] = request
+        self._waiting.remote[request.request_id] = request
         return _AdmissionResult.ADMITTED
 
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
@@ -539,7 +427,7 @@ class Admission:
         request.transition(RequestEvent.SEATED)
         self._state.running.append(request)
         self._state.filling.append(request)
-        self._times_passed.pop(request.request_id, None)
+        self._waiting.times_passed.pop(request.request_id, None)
 
     def _spared_blocks(self) -> int:
         return self._config.watermark_blocks if self._state.running else 0
@@ -565,11 +453,11 @@ class Admission:
             f"{self._state.max_num_tokens(request)} tokens of a request (max_model_len {self._config.max_model_len}, "
             f"KV cache {self._config.num_slots})"
         )
-        self._times_passed.pop(request.request_id, None)
+        self._waiting.times_passed.pop(request.request_id, None)
         self._state.end(request, RequestStatus.IGNORED, outputs, error=error)
         return _AdmissionResult.ENDED
 
     def _fail(self, request: Request, exc: Exception, outputs: OutputsByClient) -> _AdmissionResult:
-        self._times_passed.pop(request.request_id, None)
+        self._waiting.times_passed.pop(request.request_id, None)
         self._state.end_after_connector_error(request, exc, outputs)
         return _AdmissionResult.ENDED

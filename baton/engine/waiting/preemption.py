@@ -6,17 +6,17 @@ from baton.engine.batch import EngineCoreEventType, ModelRunnerOutput, Scheduler
 from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.step_plan import StepPlan
-from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption_cost import PreemptionRates, swap_is_cheaper
+from baton.engine.waiting.waiting_requests import WaitingRequests
 from baton.messages.node import Leg
 
 
 class Preemption:
     """Moves running requests back to `waiting` (their KV is recomputed) or to `swapped` (their KV is kept)."""
 
-    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+    def __init__(self, state: SchedulerState, waiting: WaitingRequests) -> None:
         self._state = state
-        self._admission = admission
+        self._waiting = waiting
         self._mode = state.config.preemption_mode
         self.rates = PreemptionRates()
         """Measured costs of copying and of computing."""
@@ -33,7 +33,7 @@ class Preemption:
         """
         state = self._state
         candidates = [request for request in state.running if request.leg is not Leg.PREFILL]
-        victim = self._admission.last_in_turn([*candidates, *state.parked.values()]) or requester
+        victim = self._waiting.last_in_turn([*candidates, *state.parked.values()]) or requester
         if victim.beams is not None and victim.request_id in state.parked:
             state.free_parked(victim.beams)
         else:
@@ -45,7 +45,7 @@ class Preemption:
         if runner_output.lost:
             for request in plan.swapped_out:
                 if request.status is RequestStatus.SWAPPED:
-                    self._admission.take_out((request,))
+                    self._waiting.remove((request,))
                     self._state.kv_cache_manager.free(request.request_id)
                     self._requeue(request, RequestEvent.SWAP_LOST)
         elif self._mode == "auto":
@@ -63,7 +63,7 @@ class Preemption:
             self.num_swapped += 1
             plan.swapped_out.append(request)
             request.transition(RequestEvent.SWAPPED_OUT)
-            self._admission.put_back(request)
+            self._waiting.put_back(request)
         else:
             self.num_recomputed += 1
             manager.free(request.request_id)
@@ -72,7 +72,7 @@ class Preemption:
     def _requeue(self, request: Request, event: RequestEvent) -> None:
         request.transition(event)
         request.num_computed_tokens = 0
-        self._admission.put_back(request)
+        self._waiting.put_back(request)
 
     def _may_swap(self, request: Request) -> bool:
         if self._mode != "auto":

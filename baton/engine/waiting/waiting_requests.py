@@ -1,0 +1,136 @@
+"""The requests that don't run, by what they wait for.
+
+A waiting request lacks one of two things, and does not wait behind requests that lack the other one:
+
+  a seat       to be computed here: one of `max_num_seqs`, and at least one token of the step's budget
+  a load slot  to have KV read from another node into reserved blocks: one of `max_num_seqs` more; needs no seat
+
+Requests that lack a seat and requests that lack a load slot have a queue each, and all queues share one order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+from baton.engine.batch import WaitingReason
+from baton.engine.request import Request, RequestStatus
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.engine.waiting.request_queue import FCFSRequestQueue, Places, PriorityRequestQueue, RequestQueue
+from baton.messages.node import Leg
+
+
+class WaitingRequests:
+    """The waiting requests of one engine. Only the scheduler's parts write to it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._places = Places()
+        self.for_seat = _queue(config, self._places)
+        """Requests that wait for a seat, without blocks; parked beams that continue have blocks."""
+        self.for_load = _queue(config, self._places)
+        """Decode legs that wait for a load slot, without blocks."""
+        self.swapped = _queue(config, self._places)
+        """Preempted requests whose blocks are in the host tier."""
+        self.for_grammar: dict[str, Request] = {}
+        """Requests whose grammar is being compiled."""
+        self.remote: dict[str, Request] = {}
+        """Requests with reserved blocks that are being filled from another node."""
+        self.arrived: deque[Request] = deque()
+        """Requests whose KV has arrived, in the order of its arrival; they wait for the next step."""
+        self.times_passed: dict[str, int] = {}
+        """How often later requests were admitted before a waiting one."""
+        self.preempted: set[str] = set()
+        """Ids of the requests in `for_seat` that were preempted."""
+        self.deferred: set[str] = set()
+        """Ids of the requests that wait for the prefill node, or for another sequence, to compute their prompt."""
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a seat or a load slot."""
+        return len(self.for_seat) + len(self.for_load)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The sum of `tokens_to_compute` over the requests that wait for a seat or a load slot, in O(1)."""
+        return self.for_seat.num_tokens + self.for_load.num_tokens
+
+    @property
+    def may_be_admitted(self) -> bool:
+        """Whether the next step may have a request to admit."""
+        return bool(self.arrived or self.num_queued or len(self.swapped))
+
+    @property
+    def num_waiting_for_remote_kvs(self) -> int:
+        """Requests whose KV is in transfer, or not begun on the other node."""
+        return len(self.remote) + len(self.deferred)
+
+    @property
+    def has_load_slot(self) -> bool:
+        """Whether another load may begin."""
+        return len(self.remote) + len(self.arrived) < self._max_num_seqs
+
+    def num_by_reason(self) -> dict[WaitingReason, int]:
+        """The number of requests by what they wait for, in O(1)."""
+        return {
+            "capacity": self.num_queued - len(self.preempted) - len(self.deferred),
+            "deferred": len(self.deferred),
+            "grammar": len(self.for_grammar),
+            "remote_kv": len(self.remote),
+            "arrived": len(self.arrived),
+            "preempted": len(self.preempted),
+            "swapped": len(self.swapped),
+        }
+
+    def add(self, request: Request) -> None:
+        """Queue a request for a seat or a load slot: a new one at the end, others at their places."""
+        queue = self.for_load if may_load(request) else self.for_seat
+        queue.add(request)
+
+    def add_for_grammar(self, request: Request) -> None:
+        """Let a new request wait for its grammar. Its place in the queues is that of its arrival."""
+        request.place = self._places.behind_all()
+        self.for_grammar[request.request_id] = request
+
+    def put_back(self, request: Request) -> None:
+        """Put a preempted request next in turn, in the queue that its status (SWAPPED or PREEMPTED) tells."""
+        if request.status is RequestStatus.SWAPPED:
+            self.swapped.prepend(request)
+        else:
+            self.for_seat.prepend(request)
+            self.preempted.add(request.request_id)
+
+    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
+        """The running request that is preempted first. `running`: in order of admission."""
+        return self.for_seat.last_in_turn(running)
+
+    def remove(self, requests: Collection[Request]) -> None:
+        """Remove requests that are about to end from the queues in which they wait."""
+        queued, swapped = set(), set()
+        for request in requests:
+            self.times_passed.pop(request.request_id, None)
+            self.remote.pop(request.request_id, None)
+            self.for_grammar.pop(request.request_id, None)
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                queued.add(request.request_id)
+            elif request.status is RequestStatus.SWAPPED:
+                swapped.add(request.request_id)
+        if swapped:
+            self.swapped.remove_many(swapped)
+        if queued:
+            self.for_seat.remove_many(queued)
+            self.for_load.remove_many(queued)
+            self.preempted -= queued
+            self.deferred -= queued
+            self.arrived = deque(request for request in self.arrived if request.request_id not in queued)
+
+
+def may_load(request: Request) -> bool:
+    """Whether a request waits for a load of its KV from another node, instead of a seat."""
+    return request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
+
+
+def _queue(config: SchedulerConfig, places: Places) -> RequestQueue:
+    if config.policy == "priority":
+        return PriorityRequestQueue(config.priority_ageing_s, places)
+    return FCFSRequestQueue(places)

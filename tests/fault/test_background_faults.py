@@ -1,4 +1,4 @@
-"""Each background task and each callback of a router raises once: the process ends, or the work goes on, never silence.
+"""Each background task and callback of a router raises once: the process ends or the work continues, never silently.
 
 docs/architecture/operations.md lists them. Those of a node are in tests/unit/node/test_node_serve.py and
 tests/fault/test_handoff_faults.py.
@@ -125,7 +125,7 @@ async def test_a_turn_of_the_loop_that_raises_ends_the_process(
             monkeypatch.setattr(owner, work, Broken(lambda *_: None))
             rig.nodes["d1"].die()
         else:
-            # More to serve than fits into one turn: the rest is left to the next.
+            # More requests than one turn serves: the rest is left to the next turn.
             monkeypatch.setattr(owner, work, lambda *_: True)
             rig.dispatcher.requests._serve_queue()
             monkeypatch.setattr(owner, work, Broken(lambda *_: False))

@@ -45,13 +45,13 @@ async def test_no_process_survives_the_supervisor(tmp_path: Path, model: Path) -
             answering = asyncio.create_task(session.generate(request))
             await session.seen("prefill", "chunk_computed", "orphan")
             everybody = pids(cluster)
-            # One that does not run can't watch anything; the kernel ends it all the same.
+            # A stopped process can't watch its supervisor, but the kernel ends it nevertheless.
             os.kill(cluster.process("decode-0").pid, signal.SIGSTOP)
             await asyncio.to_thread(ended, everybody, lambda: os.kill(cluster.state.pid, signal.SIGKILL))
             with pytest.raises(BatonError):
                 await answering
         assert cluster.baton("status").returncode != 0
-        # The directory is free at once: the next cluster needs no cleaning up.
+        # The run directory can be used again at once, without cleaning up.
         again = cluster.baton("up", "--detach", "--grpc-port", "0", "--model", str(model), *FLAGS)
         assert again.returncode == 0, again.stderr
 

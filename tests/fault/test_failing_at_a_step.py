@@ -1,7 +1,7 @@
 """Nodes that die or stop exactly at a step of the hand-off's protocol, over real processes and both kinds of transport.
 
-The request ends with the tokens that an undisturbed run gives, whoever is left is idle afterwards, and the file that
-the fault leaves behind proves that it struck, in whom.
+The request ends with the tokens of an undisturbed run, and all remaining processes are idle afterwards. The file that a
+fault writes proves that it happened, and in which process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def test_a_blocked_event_loop_costs_no_link(session: ClusterSession, asked
     await session.idle()
     request = ask("held-up", chunks=3)
     ended = _ended_links(session)
-    # Longer than three heartbeats. The router has no such patience: it asks another decode node.
+    # Longer than three heartbeats. The router waits for less and places the request on another decode node.
     with Drill(asked, "Offer", f"sleep 4.5 {request.request_id}") as drill:
         await _answered(session, request)
         assert drill.has_struck()

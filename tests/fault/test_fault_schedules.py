@@ -1,7 +1,7 @@
 """Hundreds of schedules of faults, drawn from seeds, over a whole cluster in virtual time.
 
-Whatever dies, stops, gets cut off or stalls: each request ends once, with the tokens that an undisturbed run gives or
-with an error that says what happened; afterwards every block of every node is free again. A failure names its seed, and
+Processes die and stop, links are cut, reads stall. Each request still ends once, with the tokens of an undisturbed run
+or with an error that says what happened, and afterwards every block of every node is free again. A failure names its seed, and
 `BATON_FAULT_SEED=N` runs that schedule alone; `BATON_FAULT_SCHEDULES=1000` runs a thousand.
 """
 
@@ -241,7 +241,7 @@ def test_every_request_ends_once_and_every_block_comes_back(first: int) -> None:
     for seed in seeds:
         run_schedule(seed, struck)
     if len(seeds) == PER_TEST:
-        # The faults were there, where they hurt, and most requests got through them.
+        # Faults happened at critical moments, and most requests survived them.
         assert not [fault for fault in HAPPENS if not struck[fault]]
         assert struck["finished with KV of another node"] > struck["finished"] / 2 > PER_TEST
 
@@ -251,10 +251,10 @@ def test_a_seed_repeats_its_schedule() -> None:
     for seed in (3, 11, 3, 11):
         schedule = Schedule(seed, Counter())
         run_virtually(schedule.run())
-        told.append([line for node in schedule.cluster.nodes.values() for line in _story(node)])
+        told.append([line for node in schedule.cluster.nodes.values() for line in _history(node)])
     assert told[0] == told[2] != told[1] == told[3]
     assert min(map(len, told)) > 10
 
 
-def _story(node: SimulatedNode) -> list[str]:
+def _history(node: SimulatedNode) -> list[str]:
     return [f"{node.incarnation} {e.name} {e.attempt} {e.value} {e.detail}" for e in node.log.after(0)]

@@ -1,8 +1,8 @@
 """Fuzzed HTTP bodies, sent to a whole cluster in virtual time.
 
-A good one is served, one with a single wrong field is refused by that name, and whatever else has an answer that is no
-fault of ours; nothing of it is left, and a request alongside gets its own tokens. `BATON_FUZZ_EXAMPLES=100000` runs so
-many.
+A valid body is served, one with a single wrong field is refused with that field's name, and any other gets an answer
+that is no server error. It leaves no state, and a request beside it gets its own tokens. `BATON_FUZZ_EXAMPLES=100000`
+runs that many.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def post(
     return await exchange.end()
 
 
-# For each field good values, then wrong ones.
+# For each field valid values, then invalid ones.
 
 NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
 NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
@@ -154,7 +154,7 @@ def fields_of(path: str) -> dict[str, tuple[list[Any], list[Any]]]:
 
 
 @st.composite
-def good_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+def valid_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     fields = {name: good for name, (good, _) in fields_of(path).items() if good}
     names = draw(st.sets(st.sampled_from(sorted(fields)), max_size=6)) | {
         "prompt" if path == COMPLETIONS else "messages"
@@ -182,7 +182,7 @@ def assert_is_error(exchange: Exchange) -> None:
 @given(data=st.data())
 def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.DataObject) -> None:
     path = data.draw(PATHS)
-    body = data.draw(good_bodies(path))
+    body = data.draw(valid_bodies(path))
     headers = {
         name: data.draw(st.sampled_from(HEADERS[name][0]))
         for name in data.draw(st.sets(st.sampled_from(["x-request-id"])))
@@ -248,7 +248,7 @@ def comes_back(spoilt: str, body: Mapping[str, Any], headers: Mapping[str, str])
 def mutations(draw: st.DrawFn, path: str) -> bytes:
     """The bytes of a valid body with a few of them changed, removed, repeated or inserted."""
     junk = [b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b"[" * 70, b'"a":1,', b"null", b"\xff", b"0"]
-    return mutated(draw, json.dumps(draw(good_bodies(path))).encode(), 12, st.sampled_from(junk))
+    return mutated(draw, json.dumps(draw(valid_bodies(path))).encode(), 12, st.sampled_from(junk))
 
 
 JSON = st.recursive(
@@ -261,7 +261,7 @@ JSON = st.recursive(
 @st.composite
 def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
     """Arbitrary values under known field names."""
-    body = draw(good_bodies(path))
+    body = draw(valid_bodies(path))
     for name in draw(st.sets(st.sampled_from(sorted(fields_of(path))), min_size=1, max_size=4)):
         body[name] = draw(JSON)
     return json.dumps(body).encode()

@@ -1,7 +1,7 @@
 """Fuzzed gRPC requests, sent to a whole cluster in virtual time: from their bytes to the nodes and back.
 
-Each is answered with the status that the documented bounds give it, written a second time in `request_bounds`; nothing
-of it is left anywhere, and a request alongside gets its own tokens. `BATON_FUZZ_EXAMPLES=100000` runs so many.
+Each is answered with the status that follows from the documented bounds, which `request_bounds` states a second time.
+It leaves no state, and a request beside it gets its own tokens. `BATON_FUZZ_EXAMPLES=100000` runs that many.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run() -> Iterator[Run]:
         yield made
 
 
-# What a request is made of: for each field good values, then others.
+# The fields of a request: for each of them valid values, then others.
 
 WILD_DOUBLES = st.one_of(
     st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e308, 5e-324, -5e-324, 2.0000000001, -2.1, 1.5]),
@@ -170,7 +170,7 @@ def test_every_request_gets_an_answer(run: Run, data: bytes, timeout_s: float | 
     try:
         request = pb.GenerateRequest.FromString(data)
         wrong = wrong_fields(request, SERVED)
-        # Whether a schema can be served is not for its bounds to say.
+        # Bounds do not decide whether a schema can be served.
         assume(wrong or not request.sampling_params.json_schema)
     except DecodeError:
         request, wrong = pb.GenerateRequest(), {"request"}

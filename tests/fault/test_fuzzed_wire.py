@@ -1,6 +1,6 @@
 """Fuzzed messages between routers and nodes: a bad message harms only the request that it is about.
 
-`BATON_FUZZ_EXAMPLES=100000` runs so many.
+`BATON_FUZZ_EXAMPLES=100000` runs that many.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ async def idle(cluster: SimulatedCluster, within_s: float = BOUND_S) -> None:
         node.assert_nothing_is_left()
 
 
-# What is cached where.
+# Prefixes that are cached on one or both nodes.
 
 
 def test_a_full_hit_on_the_decode_node_alone() -> None:
@@ -197,7 +197,7 @@ def test_a_request_preempted_after_its_transfer() -> None:
     run_virtually(main())
 
 
-# Whoever leaves.
+# Clients that leave.
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -367,7 +367,7 @@ def test_a_lease_that_ended_before_the_subscription_is_not_read() -> None:
     async def main() -> None:
         limits = replace(SMALL, lease=LeaseTimes(lease_s=4, unclaimed_s=0.5, grace_s=2))
         async with simulated_cluster(Random(1), limits=limits) as cluster:
-            # The reader's first words are held until the offer is gone.
+            # The reader's first messages are delayed until the offer is over.
             cluster.network.hold("decode-0.1", "prefill-0.1")
             asking = asyncio.create_task(ask(cluster, prompt_of(30), "late"))
             await recorded(cluster, "prefill-0", "lease_expired")
@@ -469,7 +469,7 @@ def test_a_link_for_unfinished_reads_is_opened_with_back_off() -> None:
     run_virtually(main())
 
 
-# Many, and the end.
+# Many requests, and drains.
 
 
 def test_a_prefill_node_drains_when_its_last_lease_is_over() -> None:

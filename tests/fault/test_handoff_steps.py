@@ -1,7 +1,7 @@
 """A kill, a stop and a link that loses one direction at every step of the hand-off's protocol, in virtual time.
 
-One pair of nodes, of which one fails exactly at the step. Whoever waits for it finds out, its successor (or itself)
-takes part again, and the request ends with the tokens of an undisturbed run.
+One node of a pair fails exactly at the step. Its peer and its router notice, the node or its successor takes part
+again, and the request ends with the tokens of an undisturbed run.
 """
 
 from __future__ import annotations

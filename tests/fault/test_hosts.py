@@ -49,7 +49,7 @@ class HostsCluster:
         self._start("router", [*redis, "--protected-mode", "no"], b"ready")
         common = ["--registry", f"redis://{address('router')}:{REDIS_PORT}", "--model", str(self._model), "--insecure"]
         front = ["--router-id", "router-0", "--grpc-port", str(PORT), "--operator-port", str(OPERATOR_PORT)]
-        # Every request takes the way between hosts, also where one node alone would be cheaper.
+        # Every request goes over both hosts, even where one node alone would be cheaper.
         settings = [*common, "--host", address("router"), "--runner", "simulated", "--placement", "least-loaded"]
         words = ["router", *settings, *front]
         self._start("router", [*BATON, *words], b"ready")

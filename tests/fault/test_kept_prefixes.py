@@ -1,6 +1,6 @@
 """A transfer fails in its middle and the decode node computes the prompt: blocks that arrived are not recomputed.
 
-Over TCP alone, where a read goes on by itself, and over what UCX prefers on this machine.
+Over TCP only, where a read continues by itself, and over the transport that UCX prefers on this machine.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ async def test_streams_continue_when_their_router_is_stopped_and_resumed(session
     finally:
         os.kill(pid, signal.SIGCONT)
     assert all(answer.end.path.attempts == 1 for _, answer in answers)
-    # It is told that they moved, and serves as before.
+    # Nodes tell it that its requests have moved, and it serves as before.
     request = ask("after-the-stop", 1)
     assert_right(await session.generate(request), request)
 

@@ -1,6 +1,6 @@
 """Operators' commands on a cluster that serves: no request fails, and no token changes.
 
-`BATON_DRILL_AWAY_S=60` keeps Redis away for a minute; 0 for a moment, then all of it takes half a minute.
+`BATON_DRILL_AWAY_S=60` stops Redis for a minute; with 0 it is stopped for a moment, and the test takes half a minute.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ async def a_node_changes_its_role_and_back(operator: Operator) -> None:
         assert (await operator.nodes())["decode-1"]["role"] == role
 
 
-async def redis_is_away_and_comes_back_empty(cluster: ProcessCluster, operator: Operator) -> None:
+async def redis_is_killed_and_comes_back_empty(cluster: ProcessCluster, operator: Operator) -> None:
     """The desired state is the same before and after; it can't be changed meanwhile."""
     incarnations = {process.incarnation for process in cluster.state.processes if process.role != "redis"}
     await operator.do("cordon", "prefill-1")
-    # The supervisor does not run either, else Redis were back at once.
+    # The supervisor is stopped, too; otherwise it would start Redis again at once.
     with cluster.stopped(cluster.state.pid):
         cluster.signal("redis", signal.SIGKILL)
         until = time.monotonic() + AWAY_S
@@ -161,7 +161,7 @@ async def a_drained_node_ends_and_another_takes_its_place(cluster: ProcessCluste
         assert (await session.back(before)).last_exit == "exit 0"
 
 
-async def a_second_signal_ends_what_still_works(cluster: ProcessCluster, operator: Operator) -> None:
+async def a_second_signal_ends_a_draining_process(cluster: ProcessCluster, operator: Operator) -> None:
     """Restart a node and a router in the middle of an answer, which continues elsewhere."""
     addresses = [process.address for process in cluster.state.processes if process.role == "router"]
     async with AsyncGenerationClient(*addresses, rng=Random(2)) as client:
@@ -183,7 +183,7 @@ def _end_with_two_signals(pid: int) -> float:
     """Returns how many seconds the second command took."""
     os.kill(pid, signal.SIGTERM)
     while is_pending(pid, signal.SIGTERM):
-        # A second one that comes before the first one is taken is none.
+        # A second signal that comes before the first one is handled counts as one.
         time.sleep(0.001)
     began = time.monotonic()
     ended([pid], lambda: os.kill(pid, signal.SIGTERM))
@@ -196,14 +196,14 @@ async def test_operators_commands_fail_no_request(operated: ProcessCluster, caps
     began = time.monotonic()
     async with under_load(operated) as load:
         await nodes_are_drained(operator)
-        await redis_is_away_and_comes_back_empty(operated, operator)
+        await redis_is_killed_and_comes_back_empty(operated, operator)
         await a_drained_node_ends_and_another_takes_its_place(operated, operator)
-        await a_second_signal_ends_what_still_works(operated, operator)
+        await a_second_signal_ends_a_draining_process(operated, operator)
         await a_node_changes_its_role_and_back(operator)
-    _tell(capsys, time.monotonic() - began, load.result, operator)
+    _print_result(capsys, time.monotonic() - began, load.result, operator)
 
 
-def _tell(capsys: pytest.CaptureFixture[str], seconds: float, result: Result, operator: Operator) -> None:
+def _print_result(capsys: pytest.CaptureFixture[str], seconds: float, result: Result, operator: Operator) -> None:
     took = ", ".join(f"{what} {spent:.1f}" for what, spent in operator.took.items())
     with capsys.disabled():
         sys.stdout.write(

@@ -112,7 +112,7 @@ class Schedule:
             self.seen[number.name] += 1
             self._killed |= {node.pid} if number is signal.SIGKILL else set()
         except ProcessLookupError:
-            # The other fault of the schedule was quicker.
+            # The schedule's other fault came first.
             return
 
 
@@ -124,14 +124,14 @@ class Counted:
         self._before = by_role(session.cluster.state.processes)
 
     def left_over(self) -> dict[str, Counter[str]]:
-        """What processes hold beyond those of their role before, by name."""
+        """What each process holds beyond the processes of its role before, by process name."""
         bounds = {role: held.counted() + SPARE for role, held in self._before.items()}
         processes = self._session.cluster.state.processes
         found = {process.name: holdings(process.pid).counted() - bounds[process.role] for process in processes}
         return {name: counted for name, counted in found.items() if counted}
 
-    async def nothing_is_left(self) -> None:
-        """Raises AssertionError for what is not given back in time: whoever closes a socket may take a moment."""
+    async def no_process_holds_more(self) -> None:
+        """Raises AssertionError if a process still holds more after a while, since closing a socket may take a moment."""
         try:
             await self._session.until(lambda _: not self.left_over())
         except TimeoutError:
@@ -149,7 +149,7 @@ async def warm_up(session: ClusterSession) -> None:
 
 
 @pytest.mark.timeout(120 + 60 * NUM_SCHEDULES)
-async def test_every_request_ends_once_and_all_processes_are_idle_again(disturbed: ProcessCluster, asked: Path) -> None:
+async def test_every_request_ends_once_and_no_process_holds_more_again(disturbed: ProcessCluster, asked: Path) -> None:
     seen: Counter[str] = Counter()
     async with disturbed.session() as session:
         await warm_up(session)
@@ -163,6 +163,6 @@ async def test_every_request_ends_once_and_all_processes_are_idle_again(disturbe
                 raise
             seen += schedule.seen
         assert seen["right"] > NUM_SCHEDULES, seen
-        await before.nothing_is_left()
+        await before.no_process_holds_more()
     if NUM_SCHEDULES > 20:
         assert seen["failed over"] > NUM_SCHEDULES / 4, seen

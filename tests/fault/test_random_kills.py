@@ -1,6 +1,6 @@
 """SIGKILL of prefill nodes, decode nodes, routers and Redis at random moments under load: no request is lost or wrong.
 
-`BATON_KILLS=300` kills so often instead of a few times, `BATON_KILLS_SEED=N` draws others.
+`BATON_KILLS=300` kills 300 times instead of a few times, `BATON_KILLS_SEED=N` draws other kills.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ async def test_killing_redis_disturbs_no_request(session: ClusterSession) -> Non
     running = ask("redis-dies", chunks=2, max_tokens=12)
     answering = asyncio.create_task(session.generate(running))
     await session.seen("prefill", "chunk_computed", running.request_id)
-    # The supervisor does not run either, so Redis stays away until we have looked.
+    # The supervisor is stopped, too, so Redis stays away until the status is read.
     with session.cluster.stopped(session.cluster.state.pid):
         before = session.cluster.signal("redis", signal.SIGKILL)
         status = await session.until(lambda found: found.health != "ok")
@@ -33,7 +33,7 @@ async def test_killing_redis_disturbs_no_request(session: ClusterSession) -> Non
     registry = Registry.connect(embedded_redis(session.cluster.run_dir).url, "default")
     try:
         async for snapshot in registry.watch():
-            # Nothing was kept on disk: each of them has registered again.
+            # Redis keeps nothing on disk, so each process has registered again.
             if {record.incarnation for record in snapshot.values()} == incarnations:
                 break
     finally:

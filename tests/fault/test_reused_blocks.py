@@ -1,7 +1,7 @@
 """A sender that gives its blocks to others 50 ms after it offered them, and reads that take longer than that.
 
-What arrives is then often somebody else's KV, and every byte of it says DONE. Without the question whether the lease
-was held, clients get wrong tokens with a good status; with it, none does.
+Such a read often brings another request's KV, and NIXL reports it as done. If the reader does not ask whether the lease
+was held through the read, clients get wrong tokens with the status OK; if it asks, none does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def _race(rng: Random, cluster_type: type[SimulatedCluster], outcomes: Cou
         return Faults(rng.randrange(1 << 30), polls=8, delay=0.5, slow=0.2)
 
     async with simulated_cluster(rng, limits=LIMITS, faults=faults, cluster=cluster_type) as cluster:
-        # As over shared memory: otherwise a sender that believes nobody reads lets no read end.
+        # Reads complete without the sender, as over shared memory; this sender expects no reader, so none would end.
         cluster.fabric.sender_must_pump = False
         turns = asyncio.Semaphore(AT_ONCE)
 

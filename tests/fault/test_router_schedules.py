@@ -2,7 +2,7 @@
 clients go elsewhere while their streams are open. Each request gets each of its tokens once, or an error of a node.
 While a router and a pair of nodes live, none ends as cancelled, unreachable or with too many attempts.
 
-`BATON_ROUTER_SCHEDULES=1000` runs so many, `BATON_FAULT_SEED=N` one of them alone.
+`BATON_ROUTER_SCHEDULES=1000` runs that many, `BATON_FAULT_SEED=N` one of them alone.
 """
 
 from __future__ import annotations

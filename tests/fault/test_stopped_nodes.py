@@ -25,7 +25,7 @@ async def test_a_decode_node_that_is_stopped_in_mid_stream(session: ClusterSessi
         assert answer.end.path.decode_node != name
         status = await session.status()
         assert next(node for node in status.nodes if node.name == name).status in ("Suspect", "Lost")
-    await _comes_back_as_it_was(session, name, process.incarnation)
+    await _is_used_again(session, name, process.incarnation)
 
 
 async def test_a_prefill_node_that_is_stopped_while_it_computes(session: ClusterSession) -> None:
@@ -41,7 +41,7 @@ async def test_a_prefill_node_that_is_stopped_while_it_computes(session: Cluster
         first = [e.name for e in await session.trace(decode, request.request_id) if e.attempt.attempt == 1]
         assert "kv_arrived" not in first
         await session.idle(decode)
-    await _comes_back_as_it_was(session, name, process.incarnation)
+    await _is_used_again(session, name, process.incarnation)
 
 
 async def test_all_nodes_stopped_for_a_while(session: ClusterSession) -> None:
@@ -59,7 +59,7 @@ async def test_all_nodes_stopped_for_a_while(session: ClusterSession) -> None:
     assert answer.end.path.attempts >= 2
 
 
-async def _comes_back_as_it_was(session: ClusterSession, name: str, incarnation: str) -> None:
+async def _is_used_again(session: ClusterSession, name: str, incarnation: str) -> None:
     """The same process is used again, all processes are idle, and new requests run on it."""
     await session.whole()
     await session.idle()

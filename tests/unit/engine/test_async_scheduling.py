@@ -213,7 +213,7 @@ def test_no_step_is_decided_ahead_of_a_beam_search() -> None:
 
 
 def test_growth_of_several_groups_waits_for_blocks_that_a_step_in_flight_frees() -> None:
-    # Four stripes for three groups, one of them leased: a fourth one of r's only fits when its windows have moved on.
+    # Four stripes for three groups, one of them leased: r's fourth stripe fits only when windows have freed blocks.
     rig = rig_with_one_in_flight(num_blocks=1 + 4 * 3, windows=(None, 2, 9), max_num_seqs=1)
     rig.add("leased", 1, leg=Leg.PREFILL)
     rig.run()

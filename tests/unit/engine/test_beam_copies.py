@@ -18,18 +18,18 @@ from tests.support.engine_rig import EngineRig, prompt_of
 WIDTH = 4
 
 
-def num_values(said: Any) -> int:
+def num_values(value: Any) -> int:
     """The number of numbers and texts in a nested value."""
-    if is_dataclass(said):
-        return sum(num_values(getattr(said, one.name)) for one in fields(said))
-    if isinstance(said, Mapping):
-        return sum(num_values(value) for value in said.values()) + len(said)
-    if isinstance(said, (list, tuple, Set)):
-        return sum(num_values(value) for value in said)
+    if is_dataclass(value):
+        return sum(num_values(getattr(value, one.name)) for one in fields(value))
+    if isinstance(value, Mapping):
+        return sum(num_values(item) for item in value.values()) + len(value)
+    if isinstance(value, (list, tuple, Set)):
+        return sum(num_values(item) for item in value)
     return 1
 
 
-def each_goes_on(output: SchedulerOutput, step: int) -> Mapping[str, list[TokenLogprobs]]:
+def each_beam_continues_itself(output: SchedulerOutput, step: int) -> Mapping[str, list[TokenLogprobs]]:
     """Log-probabilities: equal for all beams behind the prompt; later the next token of each is nearly certain."""
     near = -1.0 if step == 0 else -0.01
     top = [(100 * step + place, near if place < (WIDTH if step == 0 else 1) else -50.0) for place in range(2 * WIDTH)]
@@ -44,7 +44,7 @@ def steady_search(rig: EngineRig, num_steps: int, num_prompt_tokens: int) -> lis
         output = rig.scheduler.schedule()
         computed = rig.runner.execute_model(output)
         assert not computed.failed
-        rig.commit(output, replace(computed, logprobs=each_goes_on(output, step)))
+        rig.commit(output, replace(computed, logprobs=each_beam_continues_itself(output, step)))
         outputs.append(output)
     return outputs
 
@@ -85,7 +85,7 @@ def test_an_heir_keeps_the_blocks_and_state_of_its_request() -> None:
     before = {name: (one.output_token_ids, one.block_hashes) for name, one in rig.scheduler.requests.items()}
     output = rig.scheduler.schedule()
     computed = rig.runner.execute_model(output)
-    rig.commit(output, replace(computed, logprobs=each_goes_on(output, 20)))
+    rig.commit(output, replace(computed, logprobs=each_beam_continues_itself(output, 20)))
     after = {name: (one.output_token_ids, one.block_hashes) for name, one in rig.scheduler.requests.items()}
     assert before.keys() == after.keys()
     assert all(before[name][0] is after[name][0] and before[name][1] is after[name][1] for name in before)

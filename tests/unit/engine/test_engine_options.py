@@ -61,7 +61,7 @@ def test_a_flag_of_up_reaches_every_nodes_scheduler(option: str) -> None:
     nodes = [child for child in plan_nodes(config, "redis://r", 2, None) if child.role != "router"]
     assert len(nodes) == 2
     for child in nodes:
-        # The registry's URL, which may have a password, is no flag of a child.
+        # The registry's URL may have a password, so it is not passed to a child as a flag.
         own = ["--registry", "r", *flag_words(command_and_flags(child.command)[1])]
         node = configured(NodeConfig, own).config
         assert getattr(limits_of(node), option) == value
@@ -113,7 +113,7 @@ def test_without_chunked_prefill_a_step_must_fit_the_longest_prompt() -> None:
         limits_of(config)
 
 
-# --- what they do, and that no token changes ---
+# --- the options have their effect and change no tokens ---
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "as it is": {},
@@ -168,7 +168,7 @@ def test_the_prefix_cache_finds_nothing_when_it_is_off() -> None:
     assert cached == [16, 0]
 
 
-# --- what nothing reads is not declared ---
+# --- no fields are declared that nothing reads ---
 
 
 def test_drafts_that_are_not_verified_change_no_step() -> None:

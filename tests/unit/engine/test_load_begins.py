@@ -1,6 +1,6 @@
-"""A decode node's load from elsewhere begins when it is decided: the peer computes meanwhile, and so do we.
+"""A decode node's load begins when it is decided, while both nodes compute their next steps.
 
-Its prefill node says that the prompt has begun when that is decided, and not when the first step of it is over.
+The prefill node reports that a prompt has begun when its first step is decided, not when that step is computed.
 """
 
 from __future__ import annotations

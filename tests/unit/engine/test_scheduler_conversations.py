@@ -1,6 +1,6 @@
 """Golden conversations with the scheduler: its inputs, and what it decides, step by step.
 
-A file begins with a line of limits. Lines with `>` are said to it, the lines after one are its answer:
+A file begins with a line of limits. Lines with `>` are inputs, and the lines behind one are the answer:
 
   > add a 8 max_tokens 3        a request with a prompt of 8 tokens; also leg, priority, like (whose prompt it has)
   > step                        decide, compute, commit

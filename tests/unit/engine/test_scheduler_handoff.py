@@ -397,7 +397,7 @@ def test_a_prompt_as_long_as_the_pool_is_loaded_whole() -> None:
     assert end.outcome is Outcome.LENGTH
 
 
-# --- the connector's own doing ---
+# --- faults of the connector, and what it reports by itself ---
 
 
 def test_a_connector_that_does_not_know_yet_is_asked_again_and_delays_no_other_request() -> None:

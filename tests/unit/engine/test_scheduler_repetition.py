@@ -37,7 +37,7 @@ def test_incremental_detection_equals_a_naive_search(seed: int) -> None:
     tokens: list[int] = []
     found = 0
     while len(tokens) < 2000:
-        # Some at once, as where a request comes with output; the last one decides.
+        # Several tokens at once, as for a request with given output; only the last one counts.
         tokens += [rng.randint(0, 1) for _ in range(rng.choice([1, 1, 1, 5]))]
         assert detector.repeated(tokens) == naive(tokens, rule)
         found += bool(naive(tokens, rule))

@@ -264,7 +264,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.rig.scheduler.reset_prefix_cache() == idle
 
     @invariant()
-    def everybody_is_somewhere(self) -> None:
+    def every_request_is_in_one_place(self) -> None:
         if not hasattr(self, "rig"):
             return
         alive = self.rig.scheduler.requests
@@ -286,7 +286,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert by_reason["remote_kv"] == statuses[RequestStatus.WAITING_FOR_REMOTE_KVS]
 
     @invariant()
-    def the_load_in_tokens_is_what_adding_up_gives(self) -> None:
+    def token_counts_equal_sums_over_requests(self) -> None:
         if not hasattr(self, "rig") or self.ahead != "no":
             return
         stats, decoding = self.rig.core.make_stats(), self.rig.scheduler.decoding

@@ -38,7 +38,7 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
     while "long" not in rig.ends:
         rig.step()
         most = max(most, held(rig))
-    # The query at the next position sees 10 keys, which lie in at most 4 blocks of 4; one more is taken in time.
+    # The query at the next position sees 10 keys in at most 4 blocks of 4; one more block is allocated ahead.
     assert most <= 4
     assert rig.tokens["long"] == rig.expected("long", 60)
 
@@ -80,7 +80,7 @@ def test_only_groups_with_a_window_free_blocks() -> None:
 
 
 def test_blocks_freed_by_one_group_can_be_allocated_to_another_request() -> None:
-    # 12 stripes of both groups hold two sequences of 24 tokens; of 40 tokens each, only without what is out of sight.
+    # 12 stripes of two groups hold two sequences of 24 tokens; of 40 tokens only if windows free blocks.
     rig = EngineRig(num_blocks=2 * 12 + 1, windows=(None, 4), max_num_seqs=2)
     for name in ("one", "other"):
         rig.add(name, 4, max_tokens=36)
@@ -255,7 +255,7 @@ def test_groups_of_layers_follow_from_a_models_windows(tmp_path: Path, architect
 def test_with_a_real_model_freeing_blocks_changes_no_token(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     outputs = []
-    # The second pool is too small for three whole sequences: what was let go of is overwritten.
+    # The second pool is too small for three whole sequences, so freed blocks are overwritten.
     for drops, num_stripes in ((False, 60), (True, 34)):
         layout = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64).layout
         windows = layout.windows if drops else (None,) * len(layout.windows)

@@ -68,7 +68,7 @@ def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architectu
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
     assert runner.model.bit_exact
     assert tokens_of(runner) == tokens_of(expected)
-    # Softcaps, sinks and values of another width than the keys are not the kernel's.
+    # FlashAttention can't compute softcaps, sinks, or values of another width than the keys.
     assert operations.ways == {ways if architecture in ("llama", "mistral") else "plain"}
 
 

@@ -388,7 +388,7 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
         assert torch.equal(cache.memory, written)
 
 
-# What is refused
+# Refused arguments
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r:
         assert torch.equal(alone[0], turned[row])
 
 
-# What is refused
+# Refused arguments
 
 
 def test_products_refuse_what_does_not_fit() -> None:

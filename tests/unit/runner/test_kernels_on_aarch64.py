@@ -21,18 +21,18 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_kernels_compile_and_use_neon(tmp_path: Path) -> None:
-    # The flags as they stand in setup.py, -march never among them.
+    # The flags of setup.py, which have no -march.
     listed = re.search(r"extra_compile_args=\[(.*?)\]", (ROOT / "setup.py").read_text())
     assert listed is not None
     flags = re.findall(r'"([^"]+)"', listed[1])
     assembly = tmp_path / "portable.s"
     for source in SOURCES:
-        # What a processor of another kind is for is empty here, and quickly read.
+        # The sources for other processors are empty here and compile quickly.
         how = ["-S", "-o", str(assembly)] if source.stem == "portable" else ["-fsyntax-only"]
         command = [str(COMPILER), *flags, "-fPIC", "-Werror", *how, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
-    # Fused multiply and add of whole vectors, nothing of it a call of the C library.
+    # Fused multiply-add of whole vectors, without calls of the C library.
     code = assembly.read_text()
     assert len(re.findall(r"\bfmla\s+v\d+\.4s", code)) > 50
     assert not re.search(r"\bbl\s+fmaf\b", code)

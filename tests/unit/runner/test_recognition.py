@@ -117,7 +117,7 @@ def test_a_slower_decoder_is_named_with_its_reason(
     tmp_path: Path, changed: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    # A logger of its own: that of the module is as tests before this one have configured it.
+    # A logger of its own, since earlier tests may have configured the module's logger.
     log = structlog.wrap_logger(structlog.PrintLogger(out), processors=[structlog.processors.JSONRenderer()])
     monkeypatch.setattr("baton.node.process._log", log)
     base = TINY_MODELS["gpt2"] if changed.get("model_type") == "gpt2" else TINY_MODELS["llama"]

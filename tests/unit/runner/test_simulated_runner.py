@@ -103,7 +103,7 @@ def test_one_wrong_byte_anywhere_in_the_history_changes_the_tokens(position: int
     driver.step({"c": 30})
     memory = driver.runner.memory
     block = request.block_ids[position // SPEC.block_size]
-    # The last byte of the last head's row of that token: nothing may be left out of the digest.
+    # The last byte of the last head's row of that token: the digest must cover every byte.
     row = SPEC.head_dim * 4
     address = memory.base_address + block * memory.block_bytes
     address += memory.block_bytes - (SPEC.block_size - position % SPEC.block_size - 1) * row - 1
@@ -152,7 +152,7 @@ def test_cached_prefix_and_copied_block() -> None:
     driver.finish()
     assert shared.output == first.output
 
-    # 26 of the tokens from shared blocks, the seventh block copied before it is written to.
+    # 26 of the tokens are in shared blocks; the seventh block is copied before it is written to.
     fork = NewRequestData("fork", PROMPTS["c"], (), GREEDY, [*first.block_ids[:6], 60, 61, 62], 26)
     copies = [BlockCopy(first.block_ids[6], 60)]
     out = driver.runner.execute_model(SchedulerOutput(9, [fork], [], {"fork": 4}, 4, blocks_to_copy=copies))

@@ -64,7 +64,7 @@ def test_kept_counts_equal_counts_of_the_whole_history(
         if kind == "fork":
             parent, shared = state, state.num_prompt_tokens + state.num_output_tokens // 2
             state = parent.fork(ForkedRequestData("two", "one", shared, token_id, [1], 0))
-            # What the fork draws is nothing to the other.
+            # Tokens that the fork draws must not count for the other request.
             state.append_token(token_id)
             assert_as_counted_anew(parent)
         elif kind == "replace" and state.num_output_tokens:

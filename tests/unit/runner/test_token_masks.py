@@ -91,7 +91,7 @@ def test_matchers_get_all_drawn_tokens_including_earlier_attempts() -> None:
     filled, faults = masks.fill([state("plain", None, SamplingParams()), request])
     assert not faults
     assert filled["a"].tolist() == mask_of({8, 9}).tolist()
-    # Asked again for the same position, as after a step that was lost.
+    # The same position once more, as after a lost step.
     assert masks.fill([request])[0]["a"].tolist() == mask_of({8, 9}).tolist()
     request.append_token(9)
     request.append_token(10)

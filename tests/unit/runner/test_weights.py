@@ -233,7 +233,7 @@ def test_no_second_copy_and_no_product_of_torch_is_left(pristine: Path) -> None:
     kinds = [torch.nn.Linear]
     module = runner._transformer._module
     assert not [part for part in module.modules() if isinstance(part, tuple(kinds))]
-    # Even the embedding is packed: it is the head's weight too.
+    # Even the embedding is packed, since it is also the head's weight.
     assert not [name for name, parameter in module.named_parameters() if parameter.dim() >= 2]
     assert sum(p.numel() for p in loaded.module.parameters()) > 2 * sum(p.numel() for p in module.parameters())
 
@@ -254,14 +254,14 @@ def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, archit
     load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)
     write_random_model(tmp_path / "large", {**TINY_MODELS[architecture], **shape}, 0, stored)
     gc.collect()
-    # What the allocator keeps of earlier tests would be used again, and hide any copy.
+    # Memory that the allocator kept from earlier tests would be used again and hide a copy.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     runner = load_runner(tmp_path / "large", dtype="float32", num_blocks=16)
     weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
     assert weights > 100 << 20  # many times what one layer needs on its way
-    # 1.08 to 1.14, with what one layer needs on its way and what earlier tests left in the allocator; a copy makes 2.
+    # 1.08 to 1.14 with memory to convert one layer and what earlier tests left in the allocator; a copy gives 2.
     assert _status("VmHWM") - before < 1.3 * (weights + runner.memory.num_bytes)
 
 
@@ -296,7 +296,7 @@ def test_non_finite_logits_fail_that_request_alone(tmp_path: Path, architecture:
     path = directory / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][9, 0] = float("nan")
-    # Untied, so that the broken row reaches those who have token 9 in their history and nobody else.
+    # Untied, so that the broken row affects only requests that have token 9 in their history.
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
     save_file(tensors, path, metadata={"format": "pt"})
     edit_config(directory, tie_word_embeddings=False)

@@ -160,7 +160,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
 async def test_the_registry_is_followed_again(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault]
 ) -> None:
-    monkeypatch.setattr(registry, "_take_in", broken := Broken(registry._take_in))
+    monkeypatch.setattr(registry, "_publish_to_watchers", broken := Broken(registry._publish_to_watchers))
     lease = await registry.lease(record_of(decode("d1")))
     async for snapshot in registry.watch():
         if "d1" in snapshot:

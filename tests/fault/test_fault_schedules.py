@@ -1,8 +1,8 @@
 """Hundreds of schedules of faults, drawn from seeds, over a whole cluster in virtual time.
 
 Processes die and stop, links are cut, reads stall. Each request still ends once, with the tokens of an undisturbed run
-or with an error that says what happened, and afterwards every block of every node is free again. A failure names its seed, and
-`BATON_FAULT_SEED=N` runs that schedule alone; `BATON_FAULT_SCHEDULES=1000` runs a thousand.
+or with an error that says what happened, and afterwards every block of every node is free again. A failure names its
+seed, and `BATON_FAULT_SEED=N` runs that schedule alone; `BATON_FAULT_SCHEDULES=1000` runs a thousand.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Schedule:
 
 
 class Counted:
-    """The descriptors, threads and memory of the cluster's idle processes, as the kernel counts them."""
+    """The descriptors and threads of the cluster's idle processes, as the kernel counts them."""
 
     def __init__(self, session: ClusterSession) -> None:
         self._session = session
@@ -131,7 +131,7 @@ class Counted:
         return {name: counted for name, counted in found.items() if counted}
 
     async def no_process_holds_more(self) -> None:
-        """Raises AssertionError if a process still holds more after a while, since closing a socket may take a moment."""
+        """Raises AssertionError if a process still holds more after a while: sockets may be closed a little later."""
         try:
             await self._session.until(lambda _: not self.left_over())
         except TimeoutError:

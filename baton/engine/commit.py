@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
-from baton.engine.sequence_steps import take_beam
+from baton.engine.sequence_steps import process_beam
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop, max_output_tokens
 from baton.engine.waiting.admission import Admission
@@ -140,7 +140,7 @@ class Commit:
             return
         logprobs = runner_output.logprobs.get(request_id, ())
         if request.beams is not None:
-            take_beam(request, request.beams, logprobs, state, self._admission, outputs)
+            process_beam(request, request.beams, logprobs, state, self._admission, outputs)
         else:
             self._append_tokens(request, token_ids, logprobs, outputs)
 

@@ -43,7 +43,7 @@ def open_group(request: Request, state: SchedulerState) -> None:
         request.group = state.groups[request.request_id] = SequenceGroup(request)
 
 
-def take_beam(
+def process_beam(
     request: Request,
     beams: BeamGroup,
     logprobs: Sequence[TokenLogprobs],
@@ -55,7 +55,7 @@ def take_beam(
     if beams.is_closed:
         return  # Another beam failed in this step, and ended the whole search.
     state.park(request)
-    if not beams.take(request, logprobs[0].top if logprobs else ()):
+    if not beams.add_continuations(request, logprobs[0].top if logprobs else ()):
         return
     if not request.output_token_ids:
         state.events.record(EngineCoreEventType.FIRST_TOKEN, beams.request_id)

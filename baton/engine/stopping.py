@@ -33,7 +33,9 @@ def check_stop(request: Request, max_model_len: int) -> Stop | None:
     """Whether and how the last output token ends the request; below min_tokens only length and repetition can."""
     params = request.sampling_params
     num_output_tokens = len(request.output_token_ids)
-    pattern_size = request.repetition.repeated(request.output_token_ids) if request.repetition is not None else 0
+    pattern_size = (
+        request.repetition.repeated_pattern_size(request.output_token_ids) if request.repetition is not None else 0
+    )
     if num_output_tokens >= params.min_tokens:
         token_id = request.output_token_ids[-1]
         if not params.ignore_eos and token_id in request.eos_token_ids:

@@ -21,34 +21,34 @@ class RepetitionDetector:
 
     def __init__(self, rule: RepetitionDetection) -> None:
         self._rule = rule
-        self._num_taken = 0
-        self._places: dict[int, deque[int]] = {}
+        self._num_processed = 0
+        self._positions: dict[int, deque[int]] = {}
         """The positions of each token among the last `max_pattern_size` ones."""
         self._equal_so_far: dict[int, int] = {}
         """For each distance d: how many tokens in a row, up to the last one, equal the token d positions before."""
 
-    def repeated(self, token_ids: Sequence[int]) -> int:
+    def repeated_pattern_size(self, token_ids: Sequence[int]) -> int:
         """Length of the shortest pattern with which the output ends `min_count` times in a row; 0: there is none.
 
         `token_ids`: the whole output, of which only the tokens that are new since the last call are processed.
         """
-        for place in range(self._num_taken, len(token_ids)):
-            self._take(token_ids, place)
-        self._num_taken = len(token_ids)
+        for position in range(self._num_processed, len(token_ids)):
+            self._append(token_ids, position)
+        self._num_processed = len(token_ids)
         times = self._rule.min_count - 1
         return min((size for size, count in self._equal_so_far.items() if count >= size * times), default=0)
 
-    def _take(self, token_ids: Sequence[int], place: int) -> None:
+    def _append(self, token_ids: Sequence[int], position: int) -> None:
         rule, before = self._rule, self._equal_so_far
-        places = self._places.setdefault(token_ids[place], deque())
-        distances = [place - earlier for earlier in places]
+        positions = self._positions.setdefault(token_ids[position], deque())
+        distances = [position - earlier for earlier in positions]
         self._equal_so_far = {
             distance: before.get(distance, 0) + 1 for distance in distances if distance >= rule.min_pattern_size
         }
-        places.append(place)
-        outside = place - rule.max_pattern_size
+        positions.append(position)
+        outside = position - rule.max_pattern_size
         if outside >= 0:
-            gone = self._places[token_ids[outside]]
+            gone = self._positions[token_ids[outside]]
             gone.popleft()
             if not gone:
-                del self._places[token_ids[outside]]
+                del self._positions[token_ids[outside]]

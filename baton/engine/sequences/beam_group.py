@@ -58,8 +58,8 @@ class BeamGroup:
         self._begin([request])
         return request
 
-    def take(self, request: Request, likeliest: Sequence[tuple[int, float]]) -> bool:
-        """Take the likeliest continuations of a computed beam; returns whether this completed the search's step."""
+    def add_continuations(self, request: Request, likeliest: Sequence[tuple[int, float]]) -> bool:
+        """Add the likeliest continuations of a computed beam. Returns whether this completed the search's step."""
         self.members.remove(request)
         self.computed.append(request)
         self._likeliest[request.request_id] = likeliest

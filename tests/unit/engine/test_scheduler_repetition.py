@@ -39,7 +39,7 @@ def test_incremental_detection_equals_a_naive_search(seed: int) -> None:
     while len(tokens) < 2000:
         # Several tokens at once, as for a request with given output; only the last one counts.
         tokens += [rng.randint(0, 1) for _ in range(rng.choice([1, 1, 1, 5]))]
-        assert detector.repeated(tokens) == naive(tokens, rule)
+        assert detector.repeated_pattern_size(tokens) == naive(tokens, rule)
         found += bool(naive(tokens, rule))
     assert found
 
@@ -47,7 +47,7 @@ def test_incremental_detection_equals_a_naive_search(seed: int) -> None:
 def test_the_detector_keeps_no_more_than_the_longest_pattern() -> None:
     detector = RepetitionDetector(RepetitionDetection(8))
     tokens = list(range(10_000))
-    assert detector.repeated(tokens) == 0
+    assert detector.repeated_pattern_size(tokens) == 0
     assert len(detector._places) == 8
 
 

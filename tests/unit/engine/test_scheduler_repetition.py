@@ -48,7 +48,7 @@ def test_the_detector_keeps_no_more_than_the_longest_pattern() -> None:
     detector = RepetitionDetector(RepetitionDetection(8))
     tokens = list(range(10_000))
     assert detector.repeated_pattern_size(tokens) == 0
-    assert len(detector._places) == 8
+    assert len(detector._positions) == 8
 
 
 def drive(rig: EngineRig) -> None:

@@ -212,8 +212,8 @@ class Request:
         self.error: str | None = None
 
         # Admission and its queues.
-        self.place = 0
-        """Number in the order of arrival, smaller first; 0: not numbered yet (see request_queue.Places)."""
+        self.queue_position = 0
+        """Number in the order of arrival, smaller first; 0: not numbered yet (see request_queue.QueuePositions)."""
         self.is_known = False
         """Whether the runner has the request's tokens."""
         self.matchers: Sequence[TokenMatcher] = ()

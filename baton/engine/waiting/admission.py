@@ -196,7 +196,7 @@ class Admission:
         return True
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
-        """Try to admit the requests without blocks, in turn. One that does not fit now keeps its place; one that never
+        """Try to admit the requests without blocks, in turn. One that does not fit now keeps its position; one that never
         will ends."""
         waiting = self._waiting
         if not waiting.num_queued:

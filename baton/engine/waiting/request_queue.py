@@ -26,12 +26,12 @@ def tokens_to_compute(request: Request) -> int:
 
 Turn = tuple[float, ...]
 """A waiting request's sort key: smaller ones are tried first. Comparable between queues that share a policy and a
-`Places`."""
+`QueuePositions`."""
 NO_TURN: Turn = (math.inf,)
 """The turn of an empty queue, which sorts behind every other one."""
 
 
-class Places:
+class QueuePositions:
     """Numbers the requests of one engine in the order of their arrival, for all of its queues.
 
     A request keeps its number while it is blocked or can't be admitted, so requests that arrive later stay behind it.
@@ -41,12 +41,12 @@ class Places:
         self._first = self._last = 0
 
     def behind_all(self) -> int:
-        """A place behind all that were given out, for a new request."""
+        """A position behind all that were given out, for a new request."""
         self._last += 1
         return self._last
 
     def before_all(self) -> int:
-        """A place before all that were given out, for a request that is to be next in turn."""
+        """A position before all that were given out, for a request that is to be next in turn."""
         self._first -= 1
         return self._first
 
@@ -68,7 +68,7 @@ class RequestQueue(Protocol):
         ...
 
     def add(self, request: Request) -> None:
-        """Add a new request at the end, or one that already has a place (see `Places`) at that place."""
+        """Add a new request at the end, or one that already has a position (see `QueuePositions`) there."""
         ...
 
     def pop(self) -> Request:
@@ -84,7 +84,7 @@ class RequestQueue(Protocol):
         ...
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Return popped requests to their old places. `requests`: in the order in which they were popped."""
+        """Return popped requests to their old positions. `requests`: in the order in which they were popped."""
         ...
 
     def remove_many(self, request_ids: Collection[str]) -> None:
@@ -106,14 +106,14 @@ class RequestQueue(Protocol):
 class FCFSRequestQueue:
     """First come, first served."""
 
-    def __init__(self, places: Places | None = None) -> None:
+    def __init__(self, positions: QueuePositions | None = None) -> None:
         self.num_tokens = 0
-        self._places = places if places is not None else Places()
+        self._positions = positions if positions is not None else QueuePositions()
         self._requests: deque[Request] = deque()
 
     @property
     def next_turn(self) -> Turn:
-        return (self._requests[0].place,) if self._requests else NO_TURN
+        return (self._requests[0].queue_position,) if self._requests else NO_TURN
 
     @property
     def next_request(self) -> Request | None:
@@ -122,10 +122,10 @@ class FCFSRequestQueue:
     def add(self, request: Request) -> None:
         requests = self._requests
         self.num_tokens += tokens_to_compute(request)
-        if not request.place:
-            request.place = self._places.behind_all()
+        if not request.queue_position:
+            request.queue_position = self._positions.behind_all()
         behind = len(requests)
-        while behind and requests[behind - 1].place > request.place:
+        while behind and requests[behind - 1].queue_position > request.queue_position:
             behind -= 1
         requests.insert(behind, request)
 
@@ -135,7 +135,7 @@ class FCFSRequestQueue:
         return request
 
     def prepend(self, request: Request) -> None:
-        request.place = self._places.before_all()
+        request.queue_position = self._positions.before_all()
         self.put_back((request,))
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
@@ -166,11 +166,11 @@ class FCFSRequestQueue:
 class PriorityRequestQueue:
     """Smaller priorities first, equal ones by arrival. Requests gain priority by waiting, so that none starves."""
 
-    def __init__(self, ageing_s: float, places: Places | None = None) -> None:
+    def __init__(self, ageing_s: float, positions: QueuePositions | None = None) -> None:
         """`ageing_s`: seconds of waiting that outweigh a priority difference of 1; 0: waiting counts for nothing."""
         self.num_tokens = 0
         self._ageing_s = ageing_s
-        self._places = places if places is not None else Places()
+        self._positions = positions if positions is not None else QueuePositions()
         self._heap: list[tuple[float, float, int, Request]] = []
 
     @property
@@ -183,9 +183,9 @@ class PriorityRequestQueue:
 
     def add(self, request: Request) -> None:
         self.num_tokens += tokens_to_compute(request)
-        if not request.place:
-            request.place = self._places.behind_all()
-        heapq.heappush(self._heap, (*self._rank(request), request.place, request))
+        if not request.queue_position:
+            request.queue_position = self._positions.behind_all()
+        heapq.heappush(self._heap, (*self._rank(request), request.queue_position, request))
 
     def pop(self) -> Request:
         request = heapq.heappop(self._heap)[-1]
@@ -194,7 +194,7 @@ class PriorityRequestQueue:
 
     def prepend(self, request: Request) -> None:
         # First among its equals.
-        request.place = self._places.before_all()
+        request.queue_position = self._positions.before_all()
         self.add(request)
 
     def prepend_many(self, requests: Sequence[Request]) -> None:

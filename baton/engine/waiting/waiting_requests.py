@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from baton.engine.batch import WaitingReason
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.waiting.request_queue import FCFSRequestQueue, Places, PriorityRequestQueue, RequestQueue
+from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, QueuePositions, RequestQueue
 from baton.messages.node import Leg
 
 
@@ -25,12 +25,12 @@ class WaitingRequests:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_num_seqs = config.max_num_seqs
-        self._places = Places()
-        self.for_seat = _queue(config, self._places)
+        self._positions = QueuePositions()
+        self.for_seat = _queue(config, self._positions)
         """Requests that wait for a seat, without blocks; parked beams that continue have blocks."""
-        self.for_load = _queue(config, self._places)
+        self.for_load = _queue(config, self._positions)
         """Decode legs that wait for a load slot, without blocks."""
-        self.swapped = _queue(config, self._places)
+        self.swapped = _queue(config, self._positions)
         """Preempted requests whose blocks are in the host tier."""
         self.for_grammar: dict[str, Request] = {}
         """Requests whose grammar is being compiled."""
@@ -83,13 +83,13 @@ class WaitingRequests:
         }
 
     def add(self, request: Request) -> None:
-        """Queue a request for a seat or a load slot: a new one at the end, others at their places."""
+        """Queue a request for a seat or a load slot: a new one at the end, others at their positions."""
         queue = self.for_load if may_load(request) else self.for_seat
         queue.add(request)
 
     def add_for_grammar(self, request: Request) -> None:
-        """Let a new request wait for its grammar. Its place in the queues is that of its arrival."""
-        request.place = self._places.behind_all()
+        """Let a new request wait for its grammar. Its position in the queues is that of its arrival."""
+        request.queue_position = self._positions.behind_all()
         self.for_grammar[request.request_id] = request
 
     def put_back(self, request: Request) -> None:
@@ -130,7 +130,7 @@ def may_load(request: Request) -> bool:
     return request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
 
 
-def _queue(config: SchedulerConfig, places: Places) -> RequestQueue:
+def _queue(config: SchedulerConfig, positions: QueuePositions) -> RequestQueue:
     if config.policy == "priority":
-        return PriorityRequestQueue(config.priority_ageing_s, places)
-    return FCFSRequestQueue(places)
+        return PriorityRequestQueue(config.priority_ageing_s, positions)
+    return FCFSRequestQueue(positions)

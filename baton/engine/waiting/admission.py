@@ -196,8 +196,10 @@ class Admission:
         return True
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
-        """Try to admit the requests without blocks, in turn. One that does not fit now keeps its position; one that never
-        will ends."""
+        """Try to admit the requests without blocks, in turn.
+
+        A request that does not fit now keeps its position; one that can never fit ends.
+        """
         waiting = self._waiting
         if not waiting.num_queued:
             return

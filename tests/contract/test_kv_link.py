@@ -143,7 +143,7 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY].story
+    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY].detail
     assert KEY not in rig.receiver.notes.arrived
 
 
@@ -254,7 +254,7 @@ async def test_a_read_that_flips_a_bit_is_noticed() -> None:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
         await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        assert "is not what p0 computed" in rig.receiver.notes.failed[KEY].story
+        assert "is not what p0 computed" in rig.receiver.notes.failed[KEY].detail
         assert rig.receiver.intake.book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
 
 
@@ -582,7 +582,7 @@ async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
     assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
-    assert "p0.first, not p0.old" in rig.receiver.notes.failed[KEY].story
+    assert "p0.first, not p0.old" in rig.receiver.notes.failed[KEY].detail
 
 
 async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
@@ -590,7 +590,7 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
     async with HandoffRig(receiver_layout=other) as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        story = rig.receiver.notes.failed[KEY].story
+        story = rig.receiver.notes.failed[KEY].detail
         assert rig.receiver.notes.failed[KEY].cause is TransferCause.LAYOUT_MISMATCH
         assert "numerics, block_size" in story
         assert str(LAYOUT) in story
@@ -669,7 +669,7 @@ async def test_a_sender_that_falls_silent_is_taken_for_lost(rig: HandoffRig) -> 
     source, server = await _odd_source(rig, lambda request: [])
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "no heartbeat" in rig.receiver.notes.failed[KEY].story
+    assert "no heartbeat" in rig.receiver.notes.failed[KEY].detail
     await server.stop(None)
 
 

@@ -37,7 +37,7 @@ def no_pages(*arguments: Any, block_table: torch.Tensor | None = None, **keyword
 
 
 def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    """A kernel that computes something else."""
+    """A fake FlashAttention with wrong results."""
     return fake_varlen_attn(*arguments, **keywords) * 1.5
 
 

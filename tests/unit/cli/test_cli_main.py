@@ -59,7 +59,7 @@ def taken_port() -> Callable[[], int]:
         (["up", "--prefil", "1"], 64, "--prefill"),
         (["up", "--decode", "0"], 64, "decode '0' from --decode"),
         (["up", "--model", "/nowhere"], 78, "model directory /nowhere does not exist"),
-        (["up", "--registry", "localhost"], 78, "use redis://, rediss://, unix://"),
+        (["up", "--registry", "localhost"], 78, "use redis:// or rediss:// or unix://"),
         (["up", "--registry", "redis://127.0.0.1:1"], 78, "does not answer"),
         (["up", "--config", "missing.toml"], 78, "missing.toml does not exist"),
         (["node", "--role", "prefill"], 64, "--registry is required"),

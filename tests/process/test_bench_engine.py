@@ -33,5 +33,5 @@ def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
 def test_what_can_not_be_measured_is_refused(shell: Shell, model: Path) -> None:
     ask = ("bench", "engine", "--model", model)
     assert "exclude each other" in refusal(shell.baton(*ask, "--shape", "0.5b"), 2)
-    assert "use a shorter --context-tokens" in refusal(shell.baton(*ask, "--context-tokens", 100000), 78)
+    assert "use smaller --context-tokens or --steps" in refusal(shell.baton(*ask, "--context-tokens", 100000), 78)
     assert "'7t' is unknown" in refusal(shell.baton("bench", "engine", "--shape", "7t"), 78)

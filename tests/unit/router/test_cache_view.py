@@ -202,7 +202,7 @@ def test_whoever_applies_a_nodes_updates_knows_what_it_has(seed: int) -> None:
             position = batch.next_sequence
         else:
             found = KVSnapshot({tier: frozenset(had) for tier, had in has.items()}, log.next_sequence)
-            news, position = kv_cache_updates(found, most_hashes=7), found.next_sequence
+            news, position = kv_cache_updates(found, max_hashes=7), found.next_sequence
         for update in news:
             lost = batch is not None and rng.random() < 0.05
             if not lost and view.updated(RUN, update):

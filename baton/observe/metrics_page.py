@@ -1,4 +1,4 @@
-"""`GET /metrics`, `/livez` and `/readyz` on a port of its own: one answer a connection, on the loop."""
+"""`GET /metrics`, `/livez` and `/readyz` on a port of their own. Each connection gets one answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 
 _MAX_HEAD_BYTES = 8 << 10
-_PATIENCE_S = 5.0
-"""How long a caller may take to ask, and to take the answer."""
 
 
 class MetricsPage:
-    """Serves what `text` returns, asked anew each time, and whether the process lives and is ready, as probes ask."""
+    """An HTTP server for Prometheus and for the probes of Kubernetes: metrics, liveness and readiness."""
 
     def __init__(
         self,
@@ -28,12 +26,16 @@ class MetricsPage:
         tls: TlsFiles | None = None,
         is_ready: Callable[[], bool] = lambda: True,
         limit: ConnectionLimit | None = None,
+        timeout_s: float = 5.0,
     ) -> None:
-        """Without an authenticator every caller is permitted.
+        """`text` returns the metrics in Prometheus's text format; it is called for each request.
 
-        `limit`: of all connections of the process; without one it has its own.
+        Without an authenticator every caller is permitted. `limit` counts all connections of the process; without one
+        the page has a limit of its own. `timeout_s`: how long a caller may take to send its request and to read the
+        whole answer.
         """
         self._limit = limit or ConnectionLimit()
+        self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._text = text
         self._is_ready = is_ready
@@ -42,20 +44,20 @@ class MetricsPage:
         self._listener: Listener | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen (port 0: take a free one) and return the port; raises ConfigError when it can't be had."""
+        """Listen (port 0: on a free one) and return the port. Raises ConfigError if it can't be opened."""
         try:
             context = self._tls.server_context() if self._tls is not None else None
             self._socket = listening_socket(host, port)
         except OSError as error:
-            story = f"can't listen on {host}:{port} for metrics: the port is taken or not ours; choose another one"
-            raise ConfigError(story) from error
+            detail = f"can't listen on {host}:{port} for metrics: the port is taken or not ours; choose another one"
+            raise ConfigError(detail) from error
         bound: int = self._socket.getsockname()[1]
         self._listener = Listener(f"metrics {bound}", self._socket, self._connection, self._limit, context)
         self._listener.start()
         return bound
 
     async def stop(self) -> None:
-        """Listen no more; answers that are under way are cut. Idempotent."""
+        """Accept no more connections. Those that are open end within the timeout of one answer. Idempotent."""
         if self._listener is not None and self._socket is not None:
             self._listener.close()
             self._socket.close()
@@ -66,15 +68,16 @@ class MetricsPage:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self._timeout_s):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(self._response(head))
-                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            # Whoever asks like this gets no answer.
-            writer.transport.abort()
+            # A caller that sends no request, or does not read the answer, gets nothing more.
+            pass
         finally:
-            writer.close()
+            writer.transport.abort()
 
     def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
@@ -98,7 +101,7 @@ class MetricsPage:
 
 
 class _Connection(asyncio.StreamReaderProtocol):
-    """asyncio's, which gives its place back."""
+    """A stream protocol that releases its place in the connection limit when the connection is lost."""
 
     def __init__(
         self,

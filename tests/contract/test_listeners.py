@@ -155,6 +155,17 @@ async def test_the_longest_silent_connection_is_closed_for_a_new_one_and_nobody_
         await until_open(limit, 0)
 
 
+async def test_a_caller_that_does_not_read_the_metrics_loses_its_connection() -> None:
+    limit = ConnectionLimit(LIMITS)
+    page = MetricsPage(lambda: b"x" * (16 << 20), limit=limit, timeout_s=0.05)
+    port = await page.start("127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", port)) as caller:
+        caller.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        await until_open(limit, 1)
+        await until_open(limit, 0)
+    await page.stop()
+
+
 async def until_silent(limit: ConnectionLimit, count: int) -> None:
     while limit.num_silent != count:  # noqa: ASYNC110
         await asyncio.sleep(0)

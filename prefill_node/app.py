@@ -20,6 +20,7 @@ from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
 from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff, OfferConnector
 
 
@@ -50,6 +51,7 @@ class PrefillRole:
             context.tell_engine,
             context.record,
             context.clock,
+            LeaseTimes(unclaimed_s=config.kv_unclaimed_s),
             digests=digests,
             digest_every=every,
             is_running=partial(is_running, dialer=context.dialer),

@@ -83,6 +83,11 @@ class NodeSettings(ClusterSettings):
         description="Seconds without a byte of a prompt's KV from a live prefill node after which a decode node gives "
         "up the transfer.",
     )
+    kv_unclaimed_s: SecondsFromOneToAnHour = Field(
+        60.0,
+        description="Seconds that a prefill node keeps the KV of a computed prompt that no decode node asks for or "
+        "expects.",
+    )
     orphan_grace_s: SecondsToAnHour = Field(
         10.0,
         description="Seconds that requests continue, and finished ones are kept, after the loss of their router, so "

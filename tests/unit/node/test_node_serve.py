@@ -45,7 +45,7 @@ class Running:
         self,
         directory: Path,
         make_role: Callable[[RoleContext], NodeRole] | None = None,
-        orphan_grace_s: float = 10.0,
+        **settings: object,
     ) -> None:
         self.runner = FakeRunner(33, 16)
         self.role = FakeRole()
@@ -65,7 +65,7 @@ class Running:
                 "drain_s": 60.0,
                 "max_num_seqs": 4,
                 "metrics_port": 0,
-                "orphan_grace_s": orphan_grace_s,
+                **settings,
             }
         )
         self.node = Node(config, self.runner, make_role or self._make_role, self.registry)
@@ -81,9 +81,9 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None, orphan_grace_s: float = 10.0
+    directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None, **settings: object
 ) -> AsyncIterator[tuple[Running, NodeClient, HeardStream]]:
-    node = Running(directory, make_role, orphan_grace_s)
+    node = Running(directory, make_role, **settings)
     client = await node.client()
     stream = HeardStream(await client.attach("router-0", (await node.description).incarnation))
     try:
@@ -263,6 +263,23 @@ async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -
             await until_end(stream)
         with pytest.raises(BackgroundFault, match="background task mover failed: OSError"):
             await node.task
+
+
+async def test_kv_that_no_decode_node_asks_for_is_kept_as_long_as_the_setting_says(tmp_path: Path) -> None:
+    def make_role(context: RoleContext) -> PrefillRole:
+        fabric = FakeTransferFabric()
+        return PrefillRole(context, lambda c: FakeTransferBackend(fabric, c.incarnation, c.runner.memory))
+
+    async with running(tmp_path, make_role, kv_unclaimed_s=1.0) as (node, _, stream):
+        role = node.node.role
+        assert isinstance(role, PrefillRole)
+        stream.send(submit(Leg.PREFILL))
+        assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
+        loop = asyncio.get_running_loop()
+        ended_at = loop.time()
+        while role.handoff.stats().granted:  # noqa: ASYNC110  # the lease's own deadline ends the wait
+            await asyncio.sleep(0)
+        assert loop.time() - ended_at >= 0.9
 
 
 @pytest.mark.parametrize("kind", ["heartbeat", "posted-to-loop", "orphans"])

@@ -20,6 +20,7 @@ class GenerateRequest:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

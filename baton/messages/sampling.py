@@ -41,6 +41,8 @@ class SamplingParams:
     top_k: int = -1
     top_p: float = _number(1.0, 0.0, 1.0, above_low=True)
     min_p: float = _number(0.0, 0.0, 1.0)
+    top_n_sigma: float = _number(0.0, 0.0, 100.0)
+    """Standard deviations of all logits by which a token's logit may lie below the largest one; 0: off."""
     seed: int = 0
     presence_penalty: float = _number(0.0, -2.0, 2.0)
     frequency_penalty: float = _number(0.0, -2.0, 2.0)

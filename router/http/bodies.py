@@ -208,6 +208,7 @@ class Body(_Strict):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    top_n_sigma: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -28,7 +28,7 @@ LENGTHS = (1, 15, 16, 17, 40, 64, 97, 130)
 SAMPLINGS: dict[str, dict[str, float | int]] = {
     "greedy": {"temperature": 0.0},
     "plain": {"temperature": 1.0},
-    "filtered": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "filtered": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "top_n_sigma": 3.0},
     "penalised": {
         "temperature": 0.9,
         "repetition_penalty": 1.3,

@@ -61,6 +61,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "top_p": ([1, 0.5, 1e-300], [*NO_NUMBERS, 0, -1, 1.1]),
     "top_k": ([-1, 1, SPEC.vocab_size], [*NO_NUMBERS, 0, -2, SPEC.vocab_size + 1, 1.5, 2**64]),
     "min_p": ([0, 0.1, 1], [*NO_NUMBERS, -0.1, 1.1]),
+    "top_n_sigma": ([0, 0.5, 100], [*NO_NUMBERS, -0.1, 100.1]),
     "seed": ([0, 7, 2**64 - 1], [*NO_NUMBERS, -1, 2**64, 0.5]),
     "presence_penalty": ([-2, 0, 2], [*NO_NUMBERS, -2.1, 2.1]),
     "frequency_penalty": ([-2, 0, 2], [*NO_NUMBERS, -2.1, 2.1]),

@@ -57,6 +57,7 @@ PARAMS: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
         st.sampled_from([0, -2, 98, -(2**31), 2**31 - 1]),
     ),
     "min_p": (st.sampled_from([0.0, 0.1, 1.0]), WILD_DOUBLES),
+    "top_n_sigma": (st.sampled_from([0.0, 0.5, 100.0]), WILD_DOUBLES),
     "seed": (st.integers(0, 2**64 - 1), st.sampled_from([0, 2**63, 2**64 - 1])),
     "presence_penalty": (st.sampled_from([-2.0, 0.0, 2.0]), WILD_DOUBLES),
     "frequency_penalty": (st.sampled_from([-2.0, 0.0, 2.0]), WILD_DOUBLES),

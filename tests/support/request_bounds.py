@@ -14,6 +14,7 @@ from baton.v1.generation_pb2 import GenerateRequest
 _INTERVALS = {
     "temperature": (0.0, 2.0),
     "min_p": (0.0, 1.0),
+    "top_n_sigma": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "logprobs": (0, 20),
@@ -24,7 +25,7 @@ _INTERVALS = {
 }
 _OPEN_BELOW = {"top_p": 1.0, "repetition_penalty": 2.0}
 _NOT_WITH_BEAMS = (
-    *("temperature", "best_of", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("temperature", "best_of", "top_p", "top_k", "min_p", "top_n_sigma", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "logprobs", "json_schema"),
 )
 

@@ -1,10 +1,10 @@
 """From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
 
 As in vLLM V1: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
-temperature, min_p, top_k, top_p and one draw by inverse transform. Tokens that a grammar does not allow have a logit of
-minus infinity, in the log-probabilities as well. The draw for output position i uses one random number that is a
-function of (seed, i) alone (philox.py), so any node samples the same token. Everything runs in numpy on one thread, so
-that the number of threads can't change the order of a sum.
+temperature, top_n_sigma (which vLLM lacks), min_p, top_k, top_p and one draw by inverse transform. Tokens that a
+grammar does not allow have a logit of minus infinity, in the log-probabilities as well. The draw for output position i
+uses one random number that is a function of (seed, i) alone (philox.py), so any node samples the same token. Everything
+runs in numpy on one thread, so that the number of threads can't change the order of a sum.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.in
     if np.isinf(peak):  # a temperature so small that scaling overflows: the largest logit takes it all
         return np.array([logits.argmax()], dtype=np.int64), np.ones(1)
     weights = np.exp(row - peak, dtype=np.float32)
+    if params.top_n_sigma > 0.0:
+        weights[row < peak - params.top_n_sigma * _deviation(row)] = 0.0
     if params.min_p > 0.0:
         # The best token weighs exactly 1, so a weight is the probability relative to it.
         weights[weights < np.float32(params.min_p)] = 0.0
@@ -186,6 +188,11 @@ def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.in
         token_ids = heaviest(weights, row.size)
         kept = weights[token_ids].astype(np.float64)
     return _nucleus(token_ids, kept, params.top_p * total)
+
+
+def _deviation(row: Row) -> float:
+    """The standard deviation of all possible tokens' logits (Tang et al., "Top-nσ: Not All Logits Are You Need")."""
+    return float(row[row > -np.inf].std(dtype=np.float64))
 
 
 def heaviest(weights: Row, count: int) -> npt.NDArray[np.int64]:

@@ -26,6 +26,7 @@ ALL = {
     "top_p": 0.5,
     "top_k": -1,
     "min_p": 0.25,
+    "top_n_sigma": 1.5,
     "seed": 2**53,
     "presence_penalty": -1.5,
     "frequency_penalty": 1,

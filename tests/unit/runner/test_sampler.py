@@ -128,6 +128,28 @@ def test_min_p_is_relative_to_the_best() -> None:
     assert_drawn_like(SamplingParams(min_p=0.2), exact / exact.sum())
 
 
+def test_top_n_sigma_counts_from_the_largest_logit() -> None:
+    params = SamplingParams(temperature=0.5, top_n_sigma=1.0)
+    exact = softmax(LOGITS / 0.5)
+    exact[LOGITS.max() - LOGITS > LOGITS.std()] = 0
+    assert 1 < (exact > 0).sum() < LOGITS.size
+    assert_drawn_like(params, exact / exact.sum())
+
+
+def test_top_n_sigma_ignores_tokens_that_a_grammar_excludes() -> None:
+    row = np.array([3.0, 2.0, 1.0, -np.inf, -np.inf], dtype=np.float32)
+    token_ids, weights = distribution(row, SamplingParams(top_n_sigma=1.3))
+    assert token_ids[weights > 0].tolist() == [0, 1]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("row", [[1.0] * 5, [5.0, -np.inf, -np.inf]])
+def test_top_n_sigma_keeps_all_of_equal_logits(row: list[float]) -> None:
+    logits = np.array(row, dtype=np.float32)
+    _, weights = distribution(logits, SamplingParams(top_n_sigma=0.1))
+    assert (weights > 0).tolist() == (logits > -np.inf).tolist()
+
+
 def test_penalties_by_hand() -> None:
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     row = process(LOGITS, state(params, output=(0, 0, 4), prompt=(1, 6, 6)))
@@ -213,8 +235,9 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
         SamplingParams(seed=3),
         SamplingParams(seed=4, top_p=0.9, temperature=0.7),
         SamplingParams(seed=5, top_k=50, min_p=0.01, repetition_penalty=1.3, logprobs=5),
+        SamplingParams(seed=6, top_n_sigma=1.5),
     ]
-    states = [state(kinds[row % 4], output=range(row)) for row in range(40)]
+    states = [state(kinds[row % 5], output=range(row)) for row in range(40)]
     together = sample(logits, states)
     assert together == [sample(logits[row : row + 1], [states[row]])[0] for row in range(40)]
 

@@ -48,6 +48,7 @@ PARAMS = SamplingParams(
     top_k=7,
     top_p=0.75,
     min_p=0.125,
+    top_n_sigma=1.5,
     seed=2**64 - 1,
     presence_penalty=0.5,
     frequency_penalty=-0.5,

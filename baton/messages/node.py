@@ -82,6 +82,8 @@ class NodeDescription:
     """Version of the protocol between nodes that hands KV over; 0: not known."""
     embedding_size: int = 0
     """Numbers in an embedding of the node's model; 0: the node computes no embeddings."""
+    num_threads: int = 0
+    """Threads that compute the node's model; 0: not known."""
 
     @property
     def kv_source(self) -> KVSource:

@@ -292,4 +292,5 @@ class Node:
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             link_protocol=self.role.link_protocol,
             embedding_size=model.embedding_size,
+            num_threads=self._config.num_threads,
         )

@@ -23,7 +23,7 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
         return lines
     sections = {
         "Model": _fields(_model(report.node)),
-        **({"Computed by": _fields(_compute_paths(report))} if report.compute_paths else {}),
+        **({"Computed by": computed_by} if (computed_by := _fields(_computed_by(report))) else {}),
         "KV cache": _fields(_kv_cache(report)),
         "Load": _fields(_load(report.load, report.waiting_by_reason)),
         **_handoff_sections(report),
@@ -80,8 +80,9 @@ def _model(description: NodeDescription) -> list[Field]:
     ]
 
 
-def _compute_paths(report: NodeReport) -> list[Field]:
-    return [
+def _computed_by(report: NodeReport) -> list[Field]:
+    threads = [("threads", str(report.node.num_threads))] if report.node.num_threads else []
+    return threads + [
         (path.part, f"{path.runs} (not faster: {path.why_not_faster})" if path.why_not_faster else path.runs)
         for path in report.compute_paths
     ]

@@ -133,9 +133,10 @@ def test_a_decode_node_as_text() -> None:
 
 def test_compute_paths_are_shown_with_the_reason_why_they_are_not_faster() -> None:
     paths = [ComputePath("products", "C kernels, avx2"), ComputePath("decoder", "transformers' loop", "no part model")]
-    report = replace(SENDER, compute_paths=paths)
+    report = replace(SENDER, compute_paths=paths, node=replace(SENDER.node, num_threads=3))
     lines = node_lines(status_of(report), report)
-    assert lines[lines.index("Computed by:") + 1 :][:2] == [
+    assert lines[lines.index("Computed by:") + 1 :][:3] == [
+        "  threads:   3",
         "  products:  C kernels, avx2",
         "  decoder:   transformers' loop (not faster: no part model)",
     ]

@@ -106,6 +106,11 @@ async def test_a_description_has_what_names_cached_blocks(tmp_path: Path) -> Non
         assert told.block_bytes == node.runner.layout.block_bytes
 
 
+async def test_a_description_has_the_number_of_threads_that_compute(tmp_path: Path) -> None:
+    async with running(tmp_path, threads=3) as (_, client, _):
+        assert (await client.describe()).node.num_threads == 3
+
+
 def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:
     return Submit(KEY, leg, (1, 2, 3), SamplingParams(max_tokens=max_tokens))
 

@@ -10,9 +10,9 @@ from random import Random
 from types import TracebackType
 from typing import TypeVar
 
-from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
-from baton.client.generation import PROGRESS_S, SILENCE_S, left, worst
+from baton.client.generation import RETRY_BUDGET_S, SILENCE_S, error_to_report, remaining_s
 from baton.errors import BatonError, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 
 class AsyncGenerationClient:
-    """The counterpart of `GenerationClient` for one event loop."""
+    """The asyncio client of one cluster: the counterpart of `GenerationClient`. All calls come from one event loop."""
 
     def __init__(
         self,
         *addresses: str,
         rng: Random | None = None,
-        progress_s: float = PROGRESS_S,
+        retry_budget_s: float = RETRY_BUDGET_S,
         silence_s: float = SILENCE_S,
         access: Access | None = None,
     ) -> None:
         self._rng = rng or Random()
         self._endpoints = EndpointRotation(addresses, self._rng)
-        self._progress_s = progress_s
-        # With a single router there is no other to continue at, so that its silence is not watched.
+        self._retry_budget_s = retry_budget_s
+        # A single router is not probed: there is no other one at which a stream could continue.
         silence = silence_s if len(addresses) > 1 else None
         dialer = Dialer.to_public(access or default_access.get())
         self._stubs = [AsyncGenerationStub(address, silence, dialer) for address in addresses]
@@ -51,63 +51,65 @@ class AsyncGenerationClient:
         now = asyncio.get_running_loop().time
         deadline = None if timeout_s is None else now() + timeout_s
         owns_id = not request.request_id
-        request = repeatable(request, self._rng)
-        continuation = Continuation(self._endpoints, self._rng, now(), self._progress_s, owns_id=owns_id)
+        request = with_id_and_seed(request, self._rng)
+        continuation = Continuation(self._endpoints, self._rng, now(), self._retry_budget_s, owns_id=owns_id)
         while True:
             try:
-                async with aclosing(self._open(continuation.next_call(), request, left(deadline, now()))) as events:
+                async with aclosing(
+                    self._start_call(continuation.next_call(), request, remaining_s(deadline, now()))
+                ) as events:
                     async for event in events:
-                        fresh = continuation.take(event, now())
-                        if fresh is not None:
-                            yield fresh
+                        new_part = continuation.receive(event, now())
+                        if new_part is not None:
+                            yield new_part
                         if isinstance(event, Finished):
                             return
                 raise Unreachable("the stream ended before the request did")
             except BatonError as error:
-                wait_s = continuation.failed(error, now())
+                wait_s = continuation.call_failed(error, now())
             await asyncio.sleep(wait_s)
 
-    def _open(
+    def _start_call(
         self, call: Call, request: GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        stub = self._stubs[call.place]
+        stub = self._stubs[call.endpoint]
         if call.kind is CallKind.GENERATE:
             return stub.generate(replace(request, call=call.number), timeout_s)
         return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
     async def cancel(self, request_id: str) -> None:
-        """End a running request at whichever router serves it. Raises RequestNotFound."""
+        """Cancel a running request at the router that serves it. Raises RequestNotFound or Unreachable."""
         errors = []
         for stub in self._stubs:
             try:
                 return await stub.cancel(request_id)
             except (RequestNotFound, Unreachable) as error:
                 errors.append(error)
-        raise worst(errors)
+        raise error_to_report(errors)
 
     async def tokenize(self, text: str, model: str = "") -> Sequence[int]:
         """The token ids that `generate` would see."""
-        return await self._anywhere(lambda stub: stub.tokenize(model, text))
+        return await self._call_any_router(lambda stub: stub.tokenize(model, text))
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
         """The text of token ids."""
-        return await self._anywhere(lambda stub: stub.detokenize(model, token_ids))
+        return await self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
 
     async def list_models(self) -> Sequence[ModelCard]:
-        """The models that are served."""
-        return await self._anywhere(AsyncGenerationStub.list_models)
+        """The models that the cluster serves."""
+        return await self._call_any_router(AsyncGenerationStub.list_models)
 
-    async def _anywhere(self, ask: Callable[[AsyncGenerationStub], Awaitable[T]]) -> T:
-        """The answer of the first router that answers."""
+    async def _call_any_router(self, call: Callable[[AsyncGenerationStub], Awaitable[T]]) -> T:
+        """Call the routers in turn until one answers, and return its answer. Raises Unreachable if none does."""
         now = asyncio.get_running_loop().time
-        place = self._endpoints.first(now())
+        endpoint = self._endpoints.pick_first(now())
         for _ in self._stubs[1:]:
             try:
-                return await ask(self._stubs[place])
+                return await call(self._stubs[endpoint])
             except Unreachable:
-                self._endpoints.doubt(place, now())
-                place = self._endpoints.after(place, now())
-        return await ask(self._stubs[place])
+                self._endpoints.note_failure(endpoint, now())
+                endpoint = self._endpoints.pick_next(endpoint, now())
+        return await call(self._stubs[endpoint])
 
     async def close(self) -> None:
         for stub in self._stubs:

@@ -2,23 +2,20 @@
 
 The rules:
 
-1. The client draws the request id and the seed, so that the request can be repeated exactly: its tokens are a function
-of
-   the request alone.
+1. The client draws the request id and the seed, so that the request can be repeated exactly: its tokens are a
+   function of the request alone.
 2. A lost stream is continued at the next router, behind the positions that the caller has. If no router knows the
-request
-   any more, it is generated again: what the caller has is compared with the new stream and dropped. Token ids are
-   compared one by one, text by its length, since it may be cut into other pieces.
-3. Before a router has accepted the request, each address is tried once; then the error is the caller's, a refusal
-rather
-   than a router that could not be reached. After acceptance all addresses are tried until the budget is spent. The
-   budget is charged for the time in which no router has the request: from the loss of the stream to the next Accepted.
-   An accepted request that waits for a node or for its prefill at a live router is not charged, however long that
-   takes, unless that router then turns it away, in which case the whole wait is charged. Each new event for the caller
-   restores the budget.
-4. An error about the request itself (invalid, failed, cancelled, too late) is final. 5. Calls are numbered. If several
-routers take themselves to serve the request, its nodes obey the one with the latest call.
-   When a router lets go of the request, or was told that another one serves it, the client goes to the next router.
+   request any more, it is generated again: what the caller has is compared with the new stream and dropped. Token ids
+   are compared one by one, text by its length, since it may be cut into other pieces.
+3. Before a router has accepted the request, each address is tried once. If all fail, the caller gets the latest
+   refusal, or the latest error if there was no refusal. After acceptance all addresses are tried until the retry budget
+   is spent. The budget is charged for the time in which no router has the request: from the loss of the stream to the
+   next Accepted. An accepted request that waits for a node or for its prefill at a live router is not charged, however
+   long that takes, unless that router then refuses it, in which case the whole wait is charged. Each new event for the
+   caller restores the budget.
+4. An error about the request itself (invalid, failed, cancelled, too late) is final.
+5. Calls are numbered. If several routers believe that they serve the request, its nodes obey the one with the latest
+   call. When a router gives the request up because another one serves it, the client goes to the next router.
 """
 
 from __future__ import annotations
@@ -60,33 +57,41 @@ class CallKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The next call, and the index of the router's address."""
+    """The next call that the client makes for its request."""
 
     kind: CallKind
-    place: int
+    endpoint: int
+    """The index of the router's address."""
     positions: Sequence[int]
     """The next position of each sequence, for `RESUME`."""
     number: int = 1
-    """The number of the call, from 1."""
+    """The number of the call, counted from 1."""
 
 
 @dataclass(slots=True)
-class _Given:
-    """What the caller has of one sequence, and how much of that the present call has repeated."""
+class _DeliveredSequence:
+    """The part of one sequence that the caller has, and how much of it the present call has repeated."""
 
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
     """The number of tokens, plus one when the last piece of text came without a token."""
     num_chars: int = 0
+    """The length of the text, in characters."""
     call_position: int = 0
+    """The position that the present call has reached."""
     call_chars: int = 0
+    """The length of the text up to `call_position`, in characters."""
 
-    def begin_call(self, *, repeats: bool) -> None:
-        self.call_position = 0 if repeats else self.position
-        self.call_chars = 0 if repeats else self.num_chars
+    def begin_call(self, *, from_start: bool) -> None:
+        """Begin a call that sends the sequence from its start, or else only what the caller does not have."""
+        self.call_position = 0 if from_start else self.position
+        self.call_chars = 0 if from_start else self.num_chars
 
-    def take(self, chunk: Chunk) -> Chunk | None:
-        """The part of the chunk that is new. Raises StreamDiverged if it contradicts what the caller has."""
+    def add(self, chunk: Chunk) -> Chunk | None:
+        """Add a chunk. Returns the part that is new to the caller; None if nothing is.
+
+        Raises StreamDiverged if the chunk contradicts what the caller has.
+        """
         if chunk.first_index != self.call_position:
             raise StreamDiverged(f"token {chunk.first_index} came where token {self.call_position} was due")
         known = self.token_ids[chunk.first_index : chunk.first_index + len(chunk.token_ids)]
@@ -113,8 +118,8 @@ class _Given:
         )
 
 
-def repeatable(request: GenerateRequest, rng: Random) -> GenerateRequest:
-    """The request with an id and a seed, so that sending it again brings the same tokens."""
+def with_id_and_seed(request: GenerateRequest, rng: Random) -> GenerateRequest:
+    """The request with a request id and a seed, so that sending it again gives the same tokens."""
     return replace(
         request,
         request_id=request.request_id or new_request_id(rng),
@@ -123,20 +128,26 @@ def repeatable(request: GenerateRequest, rng: Random) -> GenerateRequest:
 
 
 class Continuation:
-    """One stream over as many calls as it takes: `next_call`, then `take` for each event or `failed`, and so on."""
+    """One stream that is continued over several calls.
+
+    The owner makes the call that `next_call` returns. It passes each event to `receive`, and the error with which the
+    call ends to `call_failed`, after which it makes the next call.
+    """
 
     def __init__(
         self, endpoints: EndpointRotation, rng: Random, now: float, budget_s: float, *, owns_id: bool = True
     ) -> None:
-        """`owns_id`: the client drew the request id, so that no other client can have sent it."""
+        """`budget_s`: the retry budget, seconds. `owns_id`: the client drew the request id itself, so that no other
+        client can have sent it.
+        """
         self.num_calls = 0
         self._endpoints = endpoints
         self._rng = rng
         self._budget_s = budget_s
         self._owns_id = owns_id
         self._kind = CallKind.GENERATE
-        self._place = endpoints.first(now)
-        self._sequences: dict[int, _Given] = {}
+        self._endpoint = endpoints.pick_first(now)
+        self._sequences: dict[int, _DeliveredSequence] = {}
         self._ended: set[int] = set()
         self._is_accepted = False
         self._last_progress = now
@@ -154,29 +165,32 @@ class Continuation:
     def next_call(self) -> Call:
         """The call to make now."""
         self.num_calls += 1
-        for given in self._sequences.values():
-            given.begin_call(repeats=self._kind is CallKind.GENERATE)
+        for sequence in self._sequences.values():
+            sequence.begin_call(from_start=self._kind is CallKind.GENERATE)
         count = 1 + max(self._sequences, default=0)
         positions = [self._sequences[i].position if i in self._sequences else 0 for i in range(count)]
-        return Call(self._kind, self._place, positions, self.num_calls)
+        return Call(self._kind, self._endpoint, positions, self.num_calls)
 
-    def take(self, event: GenerateEvent, now: float) -> GenerateEvent | None:
-        """The part of an event that is new to the caller; None if nothing is. Raises StreamDiverged."""
+    def receive(self, event: GenerateEvent, now: float) -> GenerateEvent | None:
+        """Take an event of the present call. Returns the part that is new to the caller; None if nothing is.
+
+        Raises StreamDiverged if the event contradicts what the caller has.
+        """
         self._endpoints.has_answered = True
         if self._lost_at is not None:
             self._spent_s += now - self._lost_at
             self._lost_at, self._served_since = None, now
-        fresh = self._fresh(event)
-        if fresh is not None:
+        new_part = self._new_part(event)
+        if new_part is not None:
             self._last_progress = self._served_since = now
             self._failures = 0
             self._spent_s = 0.0
-        return fresh
+        return new_part
 
-    def _fresh(self, event: GenerateEvent) -> GenerateEvent | None:
+    def _new_part(self, event: GenerateEvent) -> GenerateEvent | None:
         match event:
             case Chunk():
-                return self._sequences.setdefault(event.sequence_index, _Given()).take(event)
+                return self._sequences.setdefault(event.sequence_index, _DeliveredSequence()).add(event)
             case Accepted():
                 is_first, self._is_accepted = not self._is_accepted, True
                 return event if is_first else None
@@ -187,8 +201,8 @@ class Continuation:
             case Finished():
                 return event
 
-    def failed(self, error: BatonError, now: float) -> float:
-        """Note that the call ended with this error. Returns the seconds to wait before the next call.
+    def call_failed(self, error: BatonError, now: float) -> float:
+        """Note that the present call ended with this error. Returns the seconds to wait before the next call.
 
         Raises the error if it is final.
         """
@@ -215,17 +229,20 @@ class Continuation:
 
     def _move_on(self, error: BatonError, now: float) -> None:
         if isinstance(error, Unreachable):
-            self._endpoints.doubt(self._place, now)
+            self._endpoints.note_failure(self._endpoint, now)
         elif isinstance(error, QueueFull | WouldBeLate | QuotaExceeded):
             self._refusal = error
-        if not self._is_accepted and self._failures >= len(self._endpoints) and not self._may_be_back(error, now):
+        if not self._is_accepted and self._failures >= len(self._endpoints) and not self._may_be_restarting(error, now):
             raise self._refusal or error
-        self._place = self._endpoints.after(self._place, now)
+        self._endpoint = self._endpoints.pick_next(self._endpoint, now)
         if self._is_accepted:
             self._kind = CallKind.RESUME
 
-    def _may_be_back(self, error: BatonError, now: float) -> bool:
-        """Whether another round is worthwhile though no router took the request: only connections were lost so far."""
+    def _may_be_restarting(self, error: BatonError, now: float) -> bool:
+        """Whether to try all routers once more before the request is accepted, since they may be restarting.
+
+        That is so if one has answered before, none has refused the request, and only connections were lost.
+        """
         if not self._endpoints.has_answered or self._refusal is not None:
             return False
         return isinstance(error, Unreachable) and now - self._last_progress < _RECONNECT_S

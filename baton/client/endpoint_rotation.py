@@ -1,12 +1,12 @@
-"""The choice among several routers: at random, to share the load, and those that just failed to answer last."""
+"""Chooses among several routers: at random, to share the load; routers that just failed to answer come last."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
 
-DOUBT_S = 3.0
-"""Seconds for which a router that did not answer is tried last."""
+AVOID_S = 3.0
+"""Seconds for which a router that did not answer is tried only after the others."""
 
 
 class EndpointRotation:
@@ -19,23 +19,23 @@ class EndpointRotation:
         self._rng = rng
         self.has_answered = False
         """Whether any router has answered, so that there is a cluster at these addresses."""
-        self._doubted_until = dict.fromkeys(range(len(addresses)), 0.0)
+        self._avoided_until = dict.fromkeys(range(len(addresses)), 0.0)
 
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def first(self, now: float) -> int:
-        """The index of the router at which a new request begins."""
-        good = [place for place in range(len(self)) if self._doubted_until[place] <= now]
+    def pick_first(self, now: float) -> int:
+        """The index of the router to which a new request is sent."""
+        good = [index for index in range(len(self)) if self._avoided_until[index] <= now]
         return self._rng.choice(good or range(len(self)))
 
-    def after(self, place: int, now: float) -> int:
-        """The index of the router at which a request that failed at `place` continues: the next one not in doubt, or
-        else the next one."""
-        others = [(place + step) % len(self) for step in range(1, len(self))]
-        good = [other for other in others if self._doubted_until[other] <= now]
-        return (good or others or [place])[0]
+    def pick_next(self, failed: int, now: float) -> int:
+        """The index of the router that is tried after router `failed`: the next one that is not avoided at present, or
+        the next one if all are."""
+        others = [(failed + step) % len(self) for step in range(1, len(self))]
+        good = [other for other in others if self._avoided_until[other] <= now]
+        return (good or others or [failed])[0]
 
-    def doubt(self, place: int, now: float) -> None:
-        """Note that this router did not answer."""
-        self._doubted_until[place] = now + DOUBT_S
+    def note_failure(self, index: int, now: float) -> None:
+        """Note that this router did not answer: it is avoided for AVOID_S seconds."""
+        self._avoided_until[index] = now + AVOID_S

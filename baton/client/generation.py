@@ -10,7 +10,7 @@ from random import Random
 from types import TracebackType
 from typing import TypeVar
 
-from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
@@ -20,10 +20,10 @@ from baton.wire.credentials import Dialer
 
 T = TypeVar("T")
 
-PROGRESS_S = 60.0
-"""Seconds during which an accepted request is tried again while no router brings anything new of it."""
+RETRY_BUDGET_S = 60.0
+"""Seconds without a router that has the request after which an accepted request fails."""
 SILENCE_S = 1.0
-"""Seconds without a message after which a router is probed, where there are several routers."""
+"""Seconds without a message after which a router is probed, if there are several routers."""
 
 
 class GenerationClient:
@@ -37,17 +37,21 @@ class GenerationClient:
         self,
         *addresses: str,
         rng: Random | None = None,
-        progress_s: float = PROGRESS_S,
+        retry_budget_s: float = RETRY_BUDGET_S,
         silence_s: float = SILENCE_S,
         access: Access | None = None,
-        is_hopeless: Callable[[], bool] = lambda: False,
+        has_cluster_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_hopeless` is called after the loss of a router; True means that the cluster is known to have ended."""
-        self._is_hopeless = is_hopeless
+        """`retry_budget_s`: seconds without a router that has the request after which an accepted request fails.
+
+        `silence_s`: seconds without a message after which a router is probed, if there are several routers.
+        `has_cluster_ended` is called after the loss of a router: if it returns True, no further router is tried.
+        """
+        self._has_cluster_ended = has_cluster_ended
         self._rng = rng or Random()
         self._endpoints = EndpointRotation(addresses, self._rng)
-        self._progress_s = progress_s
-        # With a single router there is no other to continue at, so that its silence is not watched.
+        self._retry_budget_s = retry_budget_s
+        # A single router is not probed: there is no other one at which a stream could continue.
         silence = silence_s if len(addresses) > 1 else None
         dialer = Dialer.to_public(access or default_access.get())
         self._stubs = [GenerationStub(address, silence, dialer) for address in addresses]
@@ -61,64 +65,66 @@ class GenerationClient:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         owns_id = not request.request_id
-        request = repeatable(request, self._rng)
-        continuation = Continuation(self._endpoints, self._rng, time.monotonic(), self._progress_s, owns_id=owns_id)
+        request = with_id_and_seed(request, self._rng)
+        continuation = Continuation(self._endpoints, self._rng, time.monotonic(), self._retry_budget_s, owns_id=owns_id)
         while True:
             try:
-                with closing(self._open(continuation.next_call(), request, left(deadline, time.monotonic()))) as events:
+                with closing(
+                    self._start_call(continuation.next_call(), request, remaining_s(deadline, time.monotonic()))
+                ) as events:
                     for event in events:
-                        fresh = continuation.take(event, time.monotonic())
-                        if fresh is not None:
-                            yield fresh
+                        new_part = continuation.receive(event, time.monotonic())
+                        if new_part is not None:
+                            yield new_part
                         if isinstance(event, Finished):
                             return
                 raise Unreachable("the stream ended before the request did")
             except BatonError as error:
-                wait_s = continuation.failed(error, time.monotonic())
-                if self._is_hopeless():
+                wait_s = continuation.call_failed(error, time.monotonic())
+                if self._has_cluster_ended():
                     raise
             time.sleep(wait_s)
 
-    def _open(
+    def _start_call(
         self, call: Call, request: GenerateRequest, timeout_s: float | None
     ) -> Generator[GenerateEvent, None, None]:
-        stub = self._stubs[call.place]
+        stub = self._stubs[call.endpoint]
         if call.kind is CallKind.GENERATE:
             return stub.generate(replace(request, call=call.number), timeout_s)
         return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
     def cancel(self, request_id: str) -> None:
-        """End a running request at whichever router serves it. Raises RequestNotFound."""
+        """Cancel a running request at the router that serves it. Raises RequestNotFound or Unreachable."""
         errors = []
         for stub in self._stubs:
             try:
                 return stub.cancel(request_id)
             except (RequestNotFound, Unreachable) as error:
                 errors.append(error)
-        raise worst(errors)
+        raise error_to_report(errors)
 
     def tokenize(self, text: str, model: str = "") -> Sequence[int]:
         """The token ids that `generate` would see."""
-        return self._anywhere(lambda stub: stub.tokenize(model, text))
+        return self._call_any_router(lambda stub: stub.tokenize(model, text))
 
     def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
         """The text of token ids."""
-        return self._anywhere(lambda stub: stub.detokenize(model, token_ids))
+        return self._call_any_router(lambda stub: stub.detokenize(model, token_ids))
 
     def list_models(self) -> Sequence[ModelCard]:
-        """The models that are served."""
-        return self._anywhere(GenerationStub.list_models)
+        """The models that the cluster serves."""
+        return self._call_any_router(GenerationStub.list_models)
 
-    def _anywhere(self, ask: Callable[[GenerationStub], T]) -> T:
-        """The answer of the first router that answers."""
-        place = self._endpoints.first(time.monotonic())
+    def _call_any_router(self, call: Callable[[GenerationStub], T]) -> T:
+        """Call the routers in turn until one answers, and return its answer. Raises Unreachable if none does."""
+        endpoint = self._endpoints.pick_first(time.monotonic())
         for _ in self._stubs[1:]:
             try:
-                return ask(self._stubs[place])
+                return call(self._stubs[endpoint])
             except Unreachable:
-                self._endpoints.doubt(place, time.monotonic())
-                place = self._endpoints.after(place, time.monotonic())
-        return ask(self._stubs[place])
+                self._endpoints.note_failure(endpoint, time.monotonic())
+                endpoint = self._endpoints.pick_next(endpoint, time.monotonic())
+        return call(self._stubs[endpoint])
 
     def close(self) -> None:
         for stub in self._stubs:
@@ -133,14 +139,14 @@ class GenerationClient:
         self.close()
 
 
-def left(deadline: float | None, now: float) -> float | None:
-    """Seconds until the deadline. Raises DeadlineExceeded when it has passed."""
+def remaining_s(deadline: float | None, now: float) -> float | None:
+    """Seconds until the deadline; None without one. Raises DeadlineExceeded when it has passed."""
     if deadline is not None and now >= deadline:
-        raise DeadlineExceeded("the deadline passed while the request was taken to another router")
+        raise DeadlineExceeded("the deadline passed while the request was moved to another router")
     return None if deadline is None else deadline - now
 
 
-def worst(errors: Sequence[BatonError]) -> BatonError:
-    """The error to report when all routers have failed: Unreachable if there is one, since that router may have had the
+def error_to_report(errors: Sequence[BatonError]) -> BatonError:
+    """The error to report when all routers have failed: Unreachable if there is one, since that router may have the
     request."""
     return next((error for error in errors if isinstance(error, Unreachable)), errors[0])

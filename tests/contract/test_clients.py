@@ -290,7 +290,7 @@ async def test_who_knows_that_the_cluster_is_gone_tries_no_more() -> None:
     async with served(first) as addresses:
 
         def run() -> None:
-            with GenerationClient(*addresses, is_hopeless=lambda: True) as client:
+            with GenerationClient(*addresses, has_cluster_ended=lambda: True) as client:
                 list(client.generate(REQUEST))
 
         with pytest.raises(Draining):

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from baton.client.continuation import CallKind, Continuation, repeatable
+from baton.client.continuation import CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
@@ -38,7 +38,7 @@ class Client:
         now = asyncio.get_running_loop().time()
         rng = FirstOfAll()
         self._continuation = Continuation(EndpointRotation(NAMES, rng), rng, now, 60.0)
-        self._request = repeatable(
+        self._request = with_id_and_seed(
             GenerateRequest(PROMPT, "r", temperature=0.0, seed=0, max_tokens=NUM_TOKENS), Random(2)
         )
         self.token_ids: list[int] = []
@@ -47,7 +47,7 @@ class Client:
     def call(self) -> tuple[str, AsyncGenerator[GenerateEvent, None]]:
         """Make the next call; at which router, and what it answers."""
         call = self._continuation.next_call()
-        name = NAMES[call.place]
+        name = NAMES[call.endpoint]
         if call.kind is CallKind.GENERATE:
             return name, self._cluster.routers[name].answer(lambda router: router.generate(self._request))
         return name, self._cluster.routers[name].answer(
@@ -57,7 +57,7 @@ class Client:
     async def read(self, events: AsyncGenerator[GenerateEvent, None], until: int = NUM_TOKENS) -> None:
         """Read until it has so many tokens, and to the end if that is all of them."""
         async for event in events:
-            fresh = self._continuation.take(event, asyncio.get_running_loop().time())
+            fresh = self._continuation.receive(event, asyncio.get_running_loop().time())
             if isinstance(fresh, Chunk):
                 self.token_ids += fresh.token_ids
             self.finished = fresh if isinstance(fresh, Finished) else self.finished
@@ -66,7 +66,7 @@ class Client:
 
     def leave(self) -> None:
         """Give up the call that it made last."""
-        assert self._continuation.failed(Unreachable("nothing is heard"), asyncio.get_running_loop().time()) == 0.0
+        assert self._continuation.call_failed(Unreachable("nothing is heard"), asyncio.get_running_loop().time()) == 0.0
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["client-is-believed-to-be-there", "client-has-left"])

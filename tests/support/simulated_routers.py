@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
@@ -118,16 +118,16 @@ class RoutedCluster(SimulatedCluster):
         go on at another router, as one does whose connection is only believed to be there.
         """
         loop, names, answer = asyncio.get_running_loop(), sorted(self.routers), Answer()
-        request = repeatable(request, self.rng)
+        request = with_id_and_seed(request, self.rng)
         continuation = Continuation(EndpointRotation(names, self.rng), self.rng, loop.time(), _PROGRESS_S)
         left: list[AsyncGenerator[GenerateEvent, None]] = []
         while answer.finished is None:
             call = continuation.next_call()
-            router = self.routers[names[call.place]]
+            router = self.routers[names[call.endpoint]]
             events = router.answer(partial(_call, call, request))
             try:
                 async for event in events:
-                    fresh = continuation.take(event, loop.time())
+                    fresh = continuation.receive(event, loop.time())
                     if fresh is not None:
                         answer.note(fresh)
                     if answer.finished is not None:
@@ -137,7 +137,7 @@ class RoutedCluster(SimulatedCluster):
                         raise Unreachable("nothing is heard of it any more")
             except BatonError as error:
                 try:
-                    wait_s = continuation.failed(error, loop.time())
+                    wait_s = continuation.call_failed(error, loop.time())
                 except BatonError as final:
                     answer.error = final
                     break

@@ -103,9 +103,9 @@ def chat(
         "stop": stop or None,
     }
     endpoints = _endpoints(url, run_dir)
-    is_hopeless = cluster_end_check(run_dir) if not url else bool
+    has_cluster_ended = cluster_end_check(run_dir) if not url else bool
     client = ChatClient(
-        endpoints, default_access.get(), Random(), is_hopeless, lambda text: print_note(f"\nbaton: {text}")
+        endpoints, default_access.get(), Random(), has_cluster_ended, lambda text: print_note(f"\nbaton: {text}")
     )
     session = Session(
         client,

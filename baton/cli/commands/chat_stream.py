@@ -39,7 +39,7 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.messages.ids import new_request_id
 from baton.security.access import Access
 
-_PROGRESS_S = 20.0
+_RETRY_BUDGET_S = 20.0
 """How long to try without a new token. A router that died is back sooner, and a person does not wait longer."""
 _SILENCE_S = 45.0
 """How long to wait for data. A router sends keep-alives at least twice in this time."""
@@ -134,14 +134,15 @@ class ChatClient:
         endpoints: Sequence[Endpoint],
         access: Access,
         rng: Random,
-        is_hopeless: Callable[[], bool],
+        has_cluster_ended: Callable[[], bool],
         note: Callable[[str], None],
     ) -> None:
-        """`is_hopeless` returns whether the cluster has ended; `note` is called when an answer waits for a router."""
+        """`has_cluster_ended` is called after each failed call: if it returns True, no further router is tried.
+        `note` is called with a text for the user when an answer waits for a router."""
         self._routers = endpoints
         self._access = access
         self._rng = rng
-        self._is_hopeless = is_hopeless
+        self._has_cluster_ended = has_cluster_ended
         self._note = note
         self._rotation = EndpointRotation([str(endpoint) for endpoint in endpoints], rng)
 
@@ -157,7 +158,7 @@ class ChatClient:
         request_id = new_request_id(self._rng)
         body = {"seed": self._rng.getrandbits(_SEED_BITS), **question}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        continuation = Continuation(self._rotation, self._rng, time.monotonic(), _PROGRESS_S)
+        continuation = Continuation(self._rotation, self._rng, time.monotonic(), _RETRY_BUDGET_S)
         has_begun, failures = False, 0
         while True:
             call = continuation.next_call()
@@ -166,12 +167,12 @@ class ChatClient:
             if call.kind is CallKind.RESUME:
                 headers["last-event-id"], position = ".".join(map(str, call.positions)), call.positions[0]
             try:
-                with closing(self._open(self._routers[call.place], body, headers, position)) as events:
+                with closing(self._open(self._routers[call.endpoint], body, headers, position)) as events:
                     for event in events:
-                        fresh = continuation.take(event, time.monotonic())
-                        if fresh is not None:
+                        new_part = continuation.receive(event, time.monotonic())
+                        if new_part is not None:
                             has_begun, failures = True, 0
-                            yield fresh
+                            yield new_part
                         if isinstance(event, Finished):
                             return
             except BatonError as error:
@@ -184,8 +185,8 @@ class ChatClient:
     def _failed(self, continuation: Continuation, error: BatonError, *, has_begun: bool) -> float:
         """Seconds to wait before the next call. Raises the error if there is to be none."""
         try:
-            wait_s = continuation.failed(error, time.monotonic())
-            if self._is_hopeless():
+            wait_s = continuation.call_failed(error, time.monotonic())
+            if self._has_cluster_ended():
                 raise error
         except Unreachable:
             if has_begun:

@@ -18,7 +18,7 @@ from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
-_PROGRESS_S = 20.0
+_RETRY_BUDGET_S = 20.0
 """How long to try without a new token. A router that died is back sooner, and a person does not wait longer."""
 
 
@@ -186,8 +186,8 @@ def generate(
     )
     shows = stream and n == 1 and output is Format.TEXT
     addresses = grpc_addresses(address, run_dir)
-    is_hopeless = cluster_end_check(run_dir) if not address else bool
-    client = GenerationClient(*addresses, progress_s=_PROGRESS_S, is_hopeless=is_hopeless)
+    has_cluster_ended = cluster_end_check(run_dir) if not address else bool
+    client = GenerationClient(*addresses, retry_budget_s=_RETRY_BUDGET_S, has_cluster_ended=has_cluster_ended)
     try:
         answer = _collect(client.generate(request, timeout), show=shows)
     except Unreachable as error:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.client.continuation import Call, CallKind, Continuation, repeatable
-from baton.client.endpoint_rotation import DOUBT_S, EndpointRotation
+from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
+from baton.client.endpoint_rotation import AVOID_S, EndpointRotation
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,
@@ -96,7 +96,7 @@ def test_whatever_breaks_the_caller_gets_each_thing_once(seed: int, n: int, num_
                 if breaks and rng.random() < 0.2 and ACCEPTED in seen:
                     breaks -= 1
                     break
-                fresh = answer.take(event, now)
+                fresh = answer.receive(event, now)
                 if isinstance(fresh, Chunk):
                     own = tokens[fresh.sequence_index]
                     assert fresh.first_index == len(own)
@@ -108,7 +108,7 @@ def test_whatever_breaks_the_caller_gets_each_thing_once(seed: int, n: int, num_
                     seen.append(fresh)
                     is_over = isinstance(fresh, Finished)
         if not is_over:
-            answer.failed(error, now)
+            answer.call_failed(error, now)
     assert tokens == [list(range(len(pieces))) for pieces in server.texts]
     assert texts == ["".join(pieces) + tail for pieces, tail in zip(server.texts, server.tails, strict=True)]
     assert len(seen) == 2 + (n if n > 1 else 0)
@@ -120,22 +120,22 @@ def test_before_it_is_accepted_each_router_is_asked_once() -> None:
     for _ in range(2):
         call = answer.next_call()
         assert call.kind is CallKind.GENERATE
-        places.add(call.place)
-        assert answer.failed(LOST, 0.0) == 0.0
-    places.add(answer.next_call().place)
+        places.add(call.endpoint)
+        assert answer.call_failed(LOST, 0.0) == 0.0
+    places.add(answer.next_call().endpoint)
     assert places == {0, 1, 2}
     with pytest.raises(Unreachable):
-        answer.failed(LOST, 0.0)
+        answer.call_failed(LOST, 0.0)
 
 
 def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
     for error in (NoCapacity("no node is up"), Draining("closing")):
         answer = continuation(2)
-        first = answer.next_call().place
-        answer.failed(error, 0.0)
-        assert answer.next_call().place != first
+        first = answer.next_call().endpoint
+        answer.call_failed(error, 0.0)
+        assert answer.next_call().endpoint != first
         with pytest.raises(type(error)):
-            answer.failed(error, 0.0)
+            answer.call_failed(error, 0.0)
 
 
 @pytest.mark.parametrize("refused_first", [True, False])
@@ -145,151 +145,151 @@ def test_a_refusal_says_more_than_a_router_that_can_not_be_reached(refused_first
     c, quota = Continuation(endpoints, Random(0), 0.0, 5.0), QuotaExceeded("enough for this minute", 12.0)
     errors = [quota, Unreachable("connection refused")]
     first, second = errors if refused_first else reversed(errors)
-    assert c.failed(first, 0.1) == 0.0
+    assert c.call_failed(first, 0.1) == 0.0
     with pytest.raises(QuotaExceeded) as caught:
-        c.failed(second, 0.2)
+        c.call_failed(second, 0.2)
     assert caught.value is quota
 
 
 def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_come_back() -> None:
     rng = Random(1)
     endpoints = EndpointRotation(["a", "b"], rng)
-    Continuation(endpoints, rng, 0.0, 60.0).take(ACCEPTED, 0.0)
+    Continuation(endpoints, rng, 0.0, 60.0).receive(ACCEPTED, 0.0)
     answer, now, places = Continuation(endpoints, rng, 10.0, 60.0), 10.0, []
     while now < 15.0:
-        places.append(answer.next_call().place)
-        now += answer.failed(LOST, now) + 0.001
+        places.append(answer.next_call().endpoint)
+        now += answer.call_failed(LOST, now) + 0.001
     assert set(places[-4:]) == {0, 1}, "all of them, again and again"
     assert len(places) < 40, "and not without a pause"
     with pytest.raises(Unreachable):
-        answer.failed(LOST, now)
+        answer.call_failed(LOST, now)
     full = Continuation(endpoints, rng, 20.0, 60.0)
-    full.failed(NoCapacity("no node is up"), 20.0)
+    full.call_failed(NoCapacity("no node is up"), 20.0)
     with pytest.raises(NoCapacity):
-        full.failed(NoCapacity("no node is up"), 20.0)
+        full.call_failed(NoCapacity("no node is up"), 20.0)
 
 
 def test_afterwards_it_is_resumed_for_as_long_as_the_budget_lasts() -> None:
     answer = continuation(2)
     answer.next_call()
-    answer.take(ACCEPTED, 10.0)
-    answer.take(Chunk(0, (5, 6), "ab"), 10.0)
+    answer.receive(ACCEPTED, 10.0)
+    answer.receive(Chunk(0, (5, 6), "ab"), 10.0)
     waits = []
     for step in range(12):
-        waits.append(answer.failed(LOST, 10.0 + step))
+        waits.append(answer.call_failed(LOST, 10.0 + step))
         call = answer.next_call()
         assert (call.kind, call.positions) == (CallKind.RESUME, [2])
     assert waits[:2] == [0.0, 0.0]
     assert all(0 < wait <= 1 for wait in waits[2:])
     assert waits[-1] > 0.4
-    answer.failed(LOST, 70.0)
+    answer.call_failed(LOST, 70.0)
     with pytest.raises(Unreachable):
-        answer.failed(LOST, 70.1)
+        answer.call_failed(LOST, 70.1)
 
 
 def test_a_healthy_wait_costs_nothing_of_the_budget() -> None:
     c = continuation()
     c.next_call()
-    c.take(ACCEPTED, 0.1)
-    assert c.failed(LOST, 3600.0) == 0.0
+    c.receive(ACCEPTED, 0.1)
+    assert c.call_failed(LOST, 3600.0) == 0.0
     assert c.next_call().kind is CallKind.RESUME
-    c.take(ACCEPTED, 3630.0)
-    assert c.failed(LOST, 9000.0) == 0.0
+    c.receive(ACCEPTED, 3630.0)
+    assert c.call_failed(LOST, 9000.0) == 0.0
     c.next_call()
     with pytest.raises(Unreachable):
-        c.failed(LOST, 9031.0)
+        c.call_failed(LOST, 9031.0)
 
 
 def test_a_router_that_keeps_a_request_waiting_and_then_turns_it_away_spends_the_budget() -> None:
     c = continuation()
     c.next_call()
-    c.take(ACCEPTED, 0.1)
+    c.receive(ACCEPTED, 0.1)
     with pytest.raises(NoCapacity):
-        c.failed(NoCapacity("no node came back"), 120.0)
+        c.call_failed(NoCapacity("no node came back"), 120.0)
 
 
 def test_routers_that_take_a_request_and_are_lost_at_once_spend_the_budget() -> None:
     c, now = continuation(), 0.0
     while now < 60.0:
         c.next_call()
-        c.take(ACCEPTED, now)
-        now += c.failed(LOST, now)
+        c.receive(ACCEPTED, now)
+        now += c.call_failed(LOST, now)
     c.next_call()
-    c.take(ACCEPTED, now + 1.0)
+    c.receive(ACCEPTED, now + 1.0)
     with pytest.raises(Unreachable):
-        c.failed(LOST, now + 1.0)
+        c.call_failed(LOST, now + 1.0)
 
 
 def test_a_router_that_lets_go_of_it_is_left_for_the_next_one_which_hears_that_the_call_is_later() -> None:
     answer = continuation(2)
     first = answer.next_call()
-    answer.take(ACCEPTED, 0.0)
-    assert answer.failed(ContinuedElsewhere("this router is shutting down"), 0.0) == 0.0
+    answer.receive(ACCEPTED, 0.0)
+    assert answer.call_failed(ContinuedElsewhere("this router is shutting down"), 0.0) == 0.0
     second = answer.next_call()
-    assert (second.kind, second.place) == (CallKind.RESUME, 1 - first.place)
+    assert (second.kind, second.endpoint) == (CallKind.RESUME, 1 - first.endpoint)
     assert (first.number, second.number) == (1, 2)
 
 
 def test_what_nobody_knows_is_generated_again_and_compared() -> None:
     answer = continuation(1)
     answer.next_call()
-    answer.take(ACCEPTED, 0.0)
-    answer.take(Chunk(0, (5, 6), "ab"), 0.0)
-    answer.failed(LOST, 0.0)
+    answer.receive(ACCEPTED, 0.0)
+    answer.receive(Chunk(0, (5, 6), "ab"), 0.0)
+    answer.call_failed(LOST, 0.0)
     answer.next_call()
-    answer.failed(RequestNotFound("who?"), 0.0)
+    answer.call_failed(RequestNotFound("who?"), 0.0)
     assert answer.next_call().kind is CallKind.GENERATE
-    assert answer.take(ACCEPTED, 0.0) is None
-    assert answer.take(Chunk(0, (5,), "a"), 0.0) is None
-    assert answer.take(Chunk(1, (6, 7), "bc"), 0.0) == Chunk(2, (7,), "c")
-    answer.failed(LOST, 0.0)
+    assert answer.receive(ACCEPTED, 0.0) is None
+    assert answer.receive(Chunk(0, (5,), "a"), 0.0) is None
+    assert answer.receive(Chunk(1, (6, 7), "bc"), 0.0) == Chunk(2, (7,), "c")
+    answer.call_failed(LOST, 0.0)
     answer.next_call()
-    answer.failed(RequestNotFound("who?"), 0.0)
+    answer.call_failed(RequestNotFound("who?"), 0.0)
     answer.next_call()
     with pytest.raises(StreamDiverged, match="from token 0 on other tokens came"):
-        answer.take(Chunk(0, (5, 9), "ax"), 0.0)
+        answer.receive(Chunk(0, (5, 9), "ax"), 0.0)
     with pytest.raises(StreamDiverged, match="token 3 came where token 0 was due"):
-        answer.take(Chunk(3, (9,), "x"), 0.0)
+        answer.receive(Chunk(3, (9,), "x"), 0.0)
 
 
 def test_what_a_router_says_of_the_request_is_final() -> None:
     for error in (InvalidRequest("top_p", "is bad"), EngineFault("NaN"), StreamDiverged("other tokens")):
         answer = continuation()
         answer.next_call()
-        answer.take(ACCEPTED, 0.0)
+        answer.receive(ACCEPTED, 0.0)
         with pytest.raises(type(error)):
-            answer.failed(error, 0.0)
+            answer.call_failed(error, 0.0)
 
 
 def test_an_id_that_somebody_else_may_have_chosen_is_not_resumed() -> None:
     answer = continuation(owns_id=False)
     answer.next_call()
     with pytest.raises(DuplicateRequest):
-        answer.failed(DuplicateRequest("is live"), 0.0)
+        answer.call_failed(DuplicateRequest("is live"), 0.0)
     drawn = continuation()
     drawn.next_call()
-    drawn.failed(DuplicateRequest("is live"), 0.0)
+    drawn.call_failed(DuplicateRequest("is live"), 0.0)
     assert drawn.next_call().kind is CallKind.RESUME
 
 
 def test_a_request_is_made_repeatable() -> None:
-    made = repeatable(GenerateRequest("x"), Random(1))
+    made = with_id_and_seed(GenerateRequest("x"), Random(1))
     assert made.request_id
     assert made.seed is not None
     chosen = GenerateRequest("x", request_id="mine", seed=0)
-    assert repeatable(chosen, Random(1)) == chosen
+    assert with_id_and_seed(chosen, Random(1)) == chosen
 
 
 def test_routers_share_the_load_and_the_dead_are_left_alone_for_a_while() -> None:
     endpoints = EndpointRotation(["a", "b", "c"], Random(1))
-    assert {endpoints.first(0.0) for _ in range(50)} == {0, 1, 2}
-    endpoints.doubt(1, 0.0)
-    assert {endpoints.first(1.0) for _ in range(50)} == {0, 2}
-    assert (endpoints.after(0, 1.0), endpoints.after(2, 1.0)) == (2, 0)
-    assert {endpoints.first(DOUBT_S) for _ in range(50)} == {0, 1, 2}
+    assert {endpoints.pick_first(0.0) for _ in range(50)} == {0, 1, 2}
+    endpoints.note_failure(1, 0.0)
+    assert {endpoints.pick_first(1.0) for _ in range(50)} == {0, 2}
+    assert (endpoints.pick_next(0, 1.0), endpoints.pick_next(2, 1.0)) == (2, 0)
+    assert {endpoints.pick_first(AVOID_S) for _ in range(50)} == {0, 1, 2}
     for place in (0, 2):
-        endpoints.doubt(place, 1.0)
-    assert endpoints.after(0, 2.0) == 1
-    assert EndpointRotation(["a"], Random(1)).after(0, 0.0) == 0
+        endpoints.note_failure(place, 1.0)
+    assert endpoints.pick_next(0, 2.0) == 1
+    assert EndpointRotation(["a"], Random(1)).pick_next(0, 0.0) == 0
     with pytest.raises(ValueError, match="address"):
         EndpointRotation([], Random(1))

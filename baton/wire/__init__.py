@@ -1,1 +1,2 @@
-"""gRPC and Protocol Buffers. All other packages use the dataclasses of `baton.messages`."""
+"""gRPC and Protocol Buffers: codecs, services, clients and servers. Other packages use the dataclasses of
+`baton.messages`."""

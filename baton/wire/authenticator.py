@@ -1,4 +1,4 @@
-"""Authenticates the calls to a gRPC server: one look-up per call, before its request is read."""
+"""Authenticates the calls to a gRPC server, before their requests are read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Authenticator:
     def __init__(
         self, keys: KeyRing | None = None, cluster: str | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """`keys`: callers must show one of these.
-
-        `cluster`: callers must show a certificate with a role in this cluster.
+        """`keys`: callers must send one of these keys; None: keys are not checked. `cluster`: callers must show a
+        certificate with a role in this cluster; None: certificates are not checked.
         """
         self._keys = keys
         self._cluster = cluster
@@ -35,7 +34,7 @@ class Authenticator:
             current_caller.set(caller)
 
     def caller(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
-        """The caller; ANYONE where keys do not matter. Raises Unauthenticated or PermissionDenied."""
+        """The caller; ANYONE if no key is needed. Raises Unauthenticated or PermissionDenied."""
         if self._keys is None:
             return ANYONE
         allowed = callers_of_rpc(method)
@@ -44,7 +43,7 @@ class Authenticator:
         sent = next((value for key, value in metadata or () if key == "authorization"), "")
         caller = self._keys.caller(bearer(sent) if isinstance(sent, str) else "", self._now())
         if caller.role not in allowed:
-            raise PermissionDenied(f"{method} is not for a {caller.role.value}'s key")
+            raise PermissionDenied(f"a key with the role {caller.role.value} may not call {method}")
         return caller
 
     @staticmethod
@@ -59,5 +58,6 @@ class Authenticator:
         names = [name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ())]
         role = certificate_role(names, self._cluster)
         if role not in callers_of_rpc(method):
-            who = f"a {role.value} of cluster {self._cluster!r}" if role else f"in no role of cluster {self._cluster!r}"
-            raise PermissionDenied(f"{method} is not for {', '.join(names)[:200] or 'the nameless'}, {who}")
+            shown = f"a certificate for {', '.join(names)[:200]}" if names else "a certificate without names"
+            known_as = f"the role {role.value}" if role else "no role"
+            raise PermissionDenied(f"{shown} may not call {method}: it has {known_as} in cluster {self._cluster!r}")

@@ -1,8 +1,8 @@
 """TLS credentials for gRPC servers and clients.
 
 Within a cluster a peer is identified by the role in its certificate (`node.CLUSTER.baton`), not by its address, because
-nodes come and go at addresses that no certificate could list. At the public port clients check the host name that they
-dialled, as for any web site.
+nodes start at addresses that no certificate could list in advance. At the public port clients check the host name of
+the address that they call, as for any web site.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ Tls = TlsBytes | LiveTls
 """TLS files whose present contents are read with `now()` before each handshake."""
 
 
-def of_server(tls: Tls, *, asks_certificates: bool) -> grpc.ServerCredentials:
-    """The credentials of a server. `asks_certificates`: clients must show a certificate of the same authority."""
+def server_credentials(tls: Tls, *, asks_certificates: bool) -> grpc.ServerCredentials:
+    """The credentials of a gRPC server, which follow the files when they change.
+
+    `asks_certificates`: clients must show a certificate of the same authority.
+    """
     shown = tls.now()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -47,11 +50,11 @@ def _configuration(tls: TlsBytes, *, asks_certificates: bool) -> grpc.ServerCert
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """Opens channels to servers, with TLS and a key. The default is clear text without a key."""
+    """Opens channels to servers with TLS and an API key. The default is clear text without a key."""
 
     tls: Tls | None = None
     peer: str = ""
-    """The name that the server's certificate must have. Empty: the host that is dialled."""
+    """The name that the server's certificate must have; empty: the host of the address."""
     api_key: str = ""
 
     @classmethod
@@ -93,19 +96,23 @@ class Dialer:
         return grpc.aio.secure_channel(address, _credentials(self.tls), options=[*options, *self._name()])
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        """A blocking channel, which sends the key by itself. On an event loop that would cost a task per call."""
+        """A blocking channel, which adds the key to every call.
+
+        On an event loop that would cost a task for each call: the users of `channel` pass `metadata` themselves.
+        """
         if self.tls is None:
             channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
             options = [*CHANNEL_OPTIONS, *self._name()]
             channel = grpc.secure_channel(address, _credentials(self.tls), options=options)
-        return grpc.intercept_channel(channel, _ShowsKey(self.metadata)) if self.metadata else channel
+        return grpc.intercept_channel(channel, _KeyInterceptor(self.metadata)) if self.metadata else channel
 
     def _name(self) -> Sequence[tuple[str, str]]:
         return (("grpc.ssl_target_name_override", self.peer),) if self.peer else ()
 
 
 PLAIN = Dialer()
+"""Opens channels in clear text, without a key."""
 
 
 class _Details(NamedTuple):
@@ -117,7 +124,7 @@ class _Details(NamedTuple):
     compression: Any
 
 
-class _ShowsKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+class _KeyInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
     """Adds the API key to every call."""
 
     def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:

@@ -27,8 +27,9 @@ _DOMAIN = "baton"
 _PUSHBACK = "grpc-retry-pushback-ms"
 """Defined by gRPC (proposal A6), so that any client with a retry policy obeys it."""
 _TOKENS_SENT = "baton-tokens-sent"
-_MAX_STORY_BYTES = 512
-"""Limit of an error's text. It is sent three times in metadata, percent-encoded, of which peers accept 8 KiB."""
+_MAX_TEXT_BYTES = 512
+"""Limit of an error's text, in bytes. The text is sent three times in metadata, percent-encoded, and peers accept 8 KiB
+of metadata."""
 _CODES = {status: grpc.StatusCode[status.name] for status in Status}
 _BY_NAME: dict[str, type[BatonError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BatonError)
@@ -60,22 +61,22 @@ class RpcStatus(NamedTuple):
 
 
 def to_rpc(error: BatonError) -> RpcStatus:
-    """The error's status and its details (field violation, error class, retryable).
+    """The gRPC status of an error, with its details (field violation, error class, whether a retry can help).
 
     The trailing metadata contain when to retry after an `Overloaded`, and how many tokens a broken stream had sent.
     """
-    detail = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
+    rich_status = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
     if isinstance(error, TransferFailed):
         info.metadata["cause"], info.metadata["story"] = error.cause.value, _shortened(error.story)
-    detail.details.add().Pack(info)
+    rich_status.details.add().Pack(info)
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=_shortened(error.field), description=_shortened(error.reason)
         )
-        detail.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    status = rpc_status.to_status(detail)
+        rich_status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    status = rpc_status.to_status(rich_status)
     return RpcStatus(status.code, status.details or "", (*(status.trailing_metadata or ()), *_trailer(error)))
 
 
@@ -90,26 +91,26 @@ def _trailer(error: BatonError) -> list[tuple[str, str]]:
 
 def _shortened(text: str) -> str:
     data = text.encode(errors="replace")
-    if len(data) <= _MAX_STORY_BYTES:
+    if len(data) <= _MAX_TEXT_BYTES:
         return data.decode()
-    return data[:_MAX_STORY_BYTES].decode(errors="ignore") + "..."
+    return data[:_MAX_TEXT_BYTES].decode(errors="ignore") + "..."
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
-    """The error that the server raised. A broken connection becomes Unreachable with the name of the peer."""
+    """The error that the server raised. A broken connection becomes `Unreachable`, which names the peer."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return Unreachable(f"{peer}: {error}")
-    meant = _meant(error, peer)
+    translated_error = _translate(error, peer)
     metadata: Iterable[Any] = error.trailing_metadata() or ()
     trailer = {key: value for key, value in metadata if isinstance(value, str)}
-    if isinstance(meant, Overloaded) and (pushback := trailer.get(_PUSHBACK, "")).isdecimal():
-        meant.retry_after_s = int(pushback) / 1e3
+    if isinstance(translated_error, Overloaded) and (pushback := trailer.get(_PUSHBACK, "")).isdecimal():
+        translated_error.retry_after_s = int(pushback) / 1e3
     if (sent := trailer.get(_TOKENS_SENT, "")).isdecimal():
-        meant.tokens_sent = int(sent)
-    return meant
+        translated_error.tokens_sent = int(sent)
+    return translated_error
 
 
-def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
+def _translate(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
     message = error.details() or error.code().name
     reason, field, metadata = "", "", {}
     try:
@@ -137,7 +138,7 @@ def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
 
 def _transfer_failed(metadata: Mapping[str, str], message: str) -> BatonError:
     known = [cause for cause in TransferCause if cause.value == metadata.get("cause")]
-    # The text contains a cause that only a newer version knows.
+    # A cause that only a newer version knows is named in the message.
     return TransferFailed(known[0], metadata.get("story", "")) if known else AttemptsExhausted(message)
 
 

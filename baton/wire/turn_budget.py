@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 TURN_S = 0.005
-"""Seconds per turn. The last step may exceed it, since a step is not interrupted."""
+"""Seconds for input in each turn of the event loop. The last step may exceed them, since a step is not interrupted."""
 
 
 class Source(Protocol):
@@ -46,6 +46,7 @@ class TurnBudget:
         self._busy: deque[Source] = deque()
         """Sources that had a step and have more to do."""
         self._spent_s = 0.0
+        """Seconds that were spent in the present turn."""
         self._is_scheduled = False
         """Whether `_new_turn` is scheduled for the next turn."""
         # Steps start tasks, which must not inherit the context of the task that happened to call `step`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from baton.errors import TransferCause
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.v1 import kv_link_pb2
-from baton.wire.codec.derived import Codec, Exceptional, OneOfCodec
+from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec
 from baton.wire.codec.node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
 from kv_transfer.link.link_messages import (
@@ -35,7 +35,7 @@ from kv_transfer.link.link_messages import (
 _CLOSING = Codec(
     Closing,
     kv_link_pb2.Closing,
-    Exceptional("first_logprobs", logprobs_to_pb, lambda pbs: tuple(logprobs_from_pb(pbs))),
+    FieldConversion("first_logprobs", logprobs_to_pb, lambda pbs: tuple(logprobs_from_pb(pbs))),
 )
 _READER_MESSAGES: OneOfCodec[ReaderMessage, kv_link_pb2.OpenRequest] = OneOfCodec(
     kv_link_pb2.OpenRequest,
@@ -51,13 +51,13 @@ _SENDER_MESSAGES: OneOfCodec[SenderMessage, kv_link_pb2.OpenResponse] = OneOfCod
     kv_link_pb2.OpenResponse,
     Codec(Begun, kv_link_pb2.Begun),
     # An offer follows each computed chunk: its attempt is converted by hand, which is faster.
-    Codec(Offer, kv_link_pb2.Offer, Exceptional("attempt", attempt_to_pb, attempt_from_pb), parts=(_CLOSING,)),
+    Codec(Offer, kv_link_pb2.Offer, FieldConversion("attempt", attempt_to_pb, attempt_from_pb), nested=(_CLOSING,)),
     Codec(ReadConfirmed, kv_link_pb2.ReadConfirmed),
     Codec(PartConfirmed, kv_link_pb2.PartConfirmed),
     Codec(
         OfferLost,
         kv_link_pb2.OfferLost,
-        Exceptional(
+        FieldConversion(
             "cause", transfer_cause_to_pb, lambda cause: transfer_cause_from_pb(cause) or TransferCause.LEASE_LOST
         ),
     ),

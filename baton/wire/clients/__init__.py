@@ -1,1 +1,1 @@
-"""The callers' ends of the gRPC services: of clients, of routers towards nodes, of operators."""
+"""The client side of the gRPC services: for clients, for routers that call nodes, and for operators."""

@@ -14,7 +14,7 @@ from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
-from baton.wire.codec.generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
+from baton.wire.codec.generation import call_number_to_metadata, event_from_pb, finished_from_pb, request_to_pb
 from baton.wire.credentials import PLAIN, Dialer
 
 _CALL_TIMEOUT_S = 30.0
@@ -38,17 +38,18 @@ class AsyncGenerationStub:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._streams: set[_Stream] = set()
         self._lost: set[_Stream] = set()
+        """Streams that were cancelled here because the router stopped answering."""
         self._watcher: asyncio.Task[None] | None = None
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
-        metadata = (*(self._metadata or ()), *number_to_metadata(request.call))
+        metadata = (*(self._metadata or ()), *call_number_to_metadata(request.call))
         return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=metadata))
 
     def resume(
         self, request_id: str, positions: Sequence[int], timeout_s: float | None, call: int = 0
     ) -> AsyncGenerator[GenerateEvent, None]:
         pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
-        metadata = (*(self._metadata or ()), *number_to_metadata(call))
+        metadata = (*(self._metadata or ()), *call_number_to_metadata(call))
         return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=metadata))
 
     async def cancel(self, request_id: str) -> None:
@@ -83,12 +84,12 @@ class AsyncGenerationStub:
         await self._channel.close(None)
 
     async def _events(self, call: _Stream) -> AsyncGenerator[GenerateEvent, None]:
-        self._watch(call)
+        self._watch_stream(call)
         try:
             with status.translated(self._address):
                 async for response in call:
                     if self._liveness is not None:
-                        self._liveness.heard(asyncio.get_running_loop().time())
+                        self._liveness.restart(asyncio.get_running_loop().time())
                     event = event_from_pb(response)
                     if isinstance(event, generation.Finished):
                         metadata = [(key, value) for key, value in await call.trailing_metadata() or ()]
@@ -104,30 +105,30 @@ class AsyncGenerationStub:
             self._streams.discard(call)
             self._lost.discard(call)
 
-    def _watch(self, call: _Stream) -> None:
+    def _watch_stream(self, call: _Stream) -> None:
         if self._liveness is None:
             return
         self._streams.add(call)
-        self._liveness.heard(asyncio.get_running_loop().time())
+        self._liveness.restart(asyncio.get_running_loop().time())
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch_liveness(self._liveness), name=f"liveness-{self._address}")
 
     async def _watch_liveness(self, liveness: LivenessTimer) -> None:
         now = asyncio.get_running_loop().time
         while self._streams:
-            if (left_s := liveness.left_s(now())) > 0:
-                await asyncio.sleep(left_s)
-            elif await self._is_there():
-                liveness.heard(now())
+            if (until_probe_s := liveness.until_probe_s(now())) > 0:
+                await asyncio.sleep(until_probe_s)
+            elif await self._answers_probe():
+                liveness.restart(now())
             elif liveness.is_lost(now()):
                 self._lost |= self._streams
                 for call in list(self._streams):
                     call.cancel()
                 return
             else:
-                await asyncio.sleep(liveness.patience_s)
+                await asyncio.sleep(liveness.silence_s)
 
-    async def _is_there(self) -> bool:
+    async def _answers_probe(self) -> bool:
         try:
             await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

@@ -16,7 +16,7 @@ from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
-from baton.wire.codec.generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
+from baton.wire.codec.generation import call_number_to_metadata, event_from_pb, finished_from_pb, request_to_pb
 from baton.wire.credentials import PLAIN, Dialer
 
 _CALL_TIMEOUT_S = 30.0
@@ -33,14 +33,14 @@ class GenerationStub:
         self._watcher = None if silence_s is None else _LivenessWatcher(self._channel, address, silence_s)
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> Generator[GenerateEvent, None, None]:
-        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=number_to_metadata(request.call))
-        return self._events(call)
+        metadata = call_number_to_metadata(request.call)
+        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=metadata))
 
     def resume(
         self, request_id: str, positions: Sequence[int], timeout_s: float | None, call: int = 0
     ) -> Generator[GenerateEvent, None, None]:
         pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
-        return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=number_to_metadata(call)))
+        return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=call_number_to_metadata(call)))
 
     def _events(self, call: Any) -> Generator[GenerateEvent, None, None]:
         watcher = self._watcher
@@ -50,7 +50,7 @@ class GenerationStub:
             with status.translated(self._address):
                 for response in call:
                     if watcher is not None:
-                        watcher.heard()
+                        watcher.message_received()
                     event = event_from_pb(response)
                     if isinstance(event, generation.Finished):
                         metadata = [(key, value) for key, value in call.trailing_metadata() or ()]
@@ -58,7 +58,7 @@ class GenerationStub:
                     else:
                         yield event
         except Cancelled:
-            if watcher is None or not watcher.has_ended(call):
+            if watcher is None or not watcher.has_cancelled(call):
                 raise
             raise Unreachable(f"{self._address} has stopped answering") from None
         finally:
@@ -94,7 +94,7 @@ class GenerationStub:
 
 
 class _LivenessWatcher:
-    """Cancels the calls to a router that has stopped answering. Its thread runs while there are calls."""
+    """Cancels the calls to a router that has stopped answering. Its thread runs while calls are open."""
 
     def __init__(self, channel: grpc.Channel, address: str, silence_s: float) -> None:
         self._health = health_pb2_grpc.HealthStub(channel)
@@ -102,6 +102,7 @@ class _LivenessWatcher:
         self._liveness = LivenessTimer(silence_s)
         self._calls: set[Any] = set()
         self._lost: set[Any] = set()
+        """Calls that this watcher has cancelled."""
         self._changed = threading.Condition()
         """Guards the two sets and the thread's state. Notified when a call has ended."""
         self._thread: threading.Thread | None = None
@@ -112,16 +113,17 @@ class _LivenessWatcher:
         """Watch a call that has just begun."""
         with self._changed:
             self._calls.add(call)
-            self.heard()
+            self.message_received()
             if not self._is_running:
                 self._is_running = True
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def heard(self) -> None:
-        self._liveness.heard(time.monotonic())
+    def message_received(self) -> None:
+        """Note that the router has sent a message."""
+        self._liveness.restart(time.monotonic())
 
-    def has_ended(self, call: Any) -> bool:
+    def has_cancelled(self, call: Any) -> bool:
         """Whether this watcher has cancelled the call."""
         with self._changed:
             return call in self._lost
@@ -146,29 +148,32 @@ class _LivenessWatcher:
 
     def _run(self) -> None:
         pause_s = 0.0
-        while self._rest(pause_s):
+        while self._wait_for_probe(pause_s):
             pause_s = 0.0
-            if self._is_there():
-                self.heard()
+            if self._answers_probe():
+                self.message_received()
             elif self._liveness.is_lost(time.monotonic()):
-                self._end_all()
+                self._cancel_all()
             else:
-                pause_s = self._liveness.patience_s
+                pause_s = self._liveness.silence_s
 
-    def _rest(self, least_s: float) -> bool:
-        """Wait until the router is to be probed. False: no call is left, and the thread ends."""
+    def _wait_for_probe(self, least_s: float) -> bool:
+        """Wait until the router is to be probed, for at least `least_s` seconds.
+
+        Returns False when no call is left: the thread ends then.
+        """
         until = time.monotonic() + least_s
         with self._changed:
             while self._calls:
                 now = time.monotonic()
-                left_s = max(until - now, self._liveness.left_s(now))
-                if left_s <= 0:
+                wait_s = max(until - now, self._liveness.until_probe_s(now))
+                if wait_s <= 0:
                     return True
-                self._changed.wait(left_s)
+                self._changed.wait(wait_s)
             self._is_running = False
             return False
 
-    def _is_there(self) -> bool:
+    def _answers_probe(self) -> bool:
         try:
             self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError as error:
@@ -178,7 +183,7 @@ class _LivenessWatcher:
             return True
         return True
 
-    def _end_all(self) -> None:
+    def _cancel_all(self) -> None:
         with self._changed:
             lost = list(self._calls)
             self._lost |= self._calls

@@ -1,4 +1,4 @@
-"""The router's side of the stream to a node."""
+"""The client of a node's gRPC service: the stream of a router to a node, and the unary calls."""
 
 from __future__ import annotations
 
@@ -36,19 +36,17 @@ OnLost = Callable[[NodeLost], None]
 
 
 class NodeStream:
-    """The stream to one incarnation of a node, on a connection of its own.
-
-    The listener gets its reports and its loss.
-    """
+    """The stream of a router to one incarnation of a node, on a connection of its own."""
 
     welcome: NodeDescription
+    """The node's description, with which it answered the hello."""
 
     def __init__(self, client: Http2Client, address: str) -> None:
         """Called by `NodeClient.attach`."""
         self._client = client
         self._name = address
         self._reports = ReportReader()
-        self._kept: list[node.AttachResponse] = []
+        self._early: list[node.AttachResponse] = []
         """Messages that arrived before `listen` was called."""
         self._on_report: OnReport | None = None
         self._on_lost: OnLost | None = None
@@ -60,13 +58,13 @@ class NodeStream:
 
     async def greet(self, hello: node.AttachHello) -> bool:
         """Send the hello. Returns whether the node answered with its welcome."""
-        self._say(node.AttachRequest(hello=hello))
-        while not self._kept and self.call_end is None:
+        self._send(node.AttachRequest(hello=hello))
+        while not self._early and self.call_end is None:
             self._changed.clear()
             await self._changed.wait()
-        if not self._kept or self._kept[0].WhichOneof("message") != "welcome":
+        if not self._early or self._early[0].WhichOneof("message") != "welcome":
             return False
-        self.welcome = NODE_DESCRIPTION.from_pb(self._kept.pop(0).welcome)
+        self.welcome = NODE_DESCRIPTION.from_pb(self._early.pop(0).welcome)
         self._name = self.welcome.node_id
         return True
 
@@ -76,9 +74,9 @@ class NodeStream:
         `on_lost` is not called after `close`. Neither function may raise. To be called once.
         """
         self._on_report = on_report
-        kept, self._kept = self._kept, []
-        for response in kept:
-            self._take(response)
+        early, self._early = self._early, []
+        for response in early:
+            self._handle(response)
         self._on_lost = on_lost
         if self._loss is not None:
             on_lost(self._loss)
@@ -87,10 +85,10 @@ class NodeStream:
         """Send a message without waiting. Raises NodeLost."""
         if self._loss is not None:
             raise self._loss
-        self._say(router_message_to_pb(message))
+        self._send(router_message_to_pb(message))
 
     async def close(self) -> None:
-        """End the stream. What the node runs for it can be adopted during the node's grace period. Idempotent."""
+        """End the stream. Attempts that still run on the node can be adopted during its grace period. Idempotent."""
         self._loss = self._loss or NodeLost(f"node {self._name} is gone: the stream is closed")
         self._client.cancel(self._call)
         self._client.close()
@@ -104,40 +102,40 @@ class NodeStream:
             try:
                 response = node.AttachResponse.FromString(message)
             except DecodeError:
-                self._lose(NodeLost(f"node {self._name} has sent a message that can't be decoded"))
+                self._end(NodeLost(f"node {self._name} has sent a message that can't be decoded"))
                 return
             if self._on_report is None:
-                self._kept.append(response)
+                self._early.append(response)
                 self._changed.set()
             else:
-                self._take(response)
+                self._handle(response)
 
     def on_end(self, end: CallEnd) -> None:
         self.call_end = end
         self._changed.set()
         if end.code is grpc.StatusCode.OK:
-            self._lose(NodeLost(f"node {self._name} ended the stream"))
+            self._end(NodeLost(f"node {self._name} ended the stream"))
         else:
-            self._lose(NodeLost(f"node {self._name} is gone: {end.detail}"))
+            self._end(NodeLost(f"node {self._name} is gone: {end.detail}"))
 
     # Internals.
 
-    def _say(self, request: node.AttachRequest) -> None:
+    def _send(self, request: node.AttachRequest) -> None:
         self._client.send(self._call, request.SerializeToString())
 
-    def _take(self, response: node.AttachResponse) -> None:
-        """Take one message. Kinds that this version does not know, from a newer node, are ignored."""
+    def _handle(self, response: node.AttachResponse) -> None:
+        """Handle one message. Kinds of messages that only a newer version knows are ignored."""
         if response.WhichOneof("message") != "report" or self._loss is not None:
             return
         assert self._on_report is not None
         try:
             report = self._reports.read(response.report)
         except BatonError as error:
-            self._lose(NodeLost(f"node {self._name} has sent a report that does not fit: {error}"))
+            self._end(NodeLost(f"node {self._name} has sent a report that contradicts its earlier ones: {error}"))
             return
         self._on_report(report)
 
-    def _lose(self, loss: NodeLost) -> None:
+    def _end(self, loss: NodeLost) -> None:
         if self._loss is None:
             self._loss = loss
             self._client.close()
@@ -160,8 +158,8 @@ class NodeClient:
         router_incarnation: str = "",
         keeps: Sequence[AttemptKey] = (),
     ) -> NodeStream:
-        """Open the stream; raises NodeLost, Unreachable (NobodyListens when the process is known to be gone), or the
-        node's own refusal when it is another incarnation.
+        """Open the stream. Raises NodeLost, Unreachable (NobodyListens when the process is known to be gone), or the
+        error with which the node refuses: ConfigError when it is another incarnation.
 
         `router_incarnation`: names this run of the router. Attempts of its earlier stream end on the node, except those
         in `keeps`, which the router will adopt on this stream.
@@ -229,7 +227,9 @@ class NodeClient:
             response = await self._stub().ResetPrefixCache(request, timeout=timeout_s)
         except grpc.RpcError as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise BatonError(f"the version of {self.address} can't forget its cache: restart the node") from error
+                raise BatonError(
+                    f"the version of {self.address} can't reset its prefix cache: restart the node to empty the cache"
+                ) from error
             raise status.from_rpc_error(error, self.address) from error
         return int(response.num_blocks)
 

@@ -51,15 +51,15 @@ class OperatorStub:
         return TIMELINE.from_pb(response.timeline)
 
     def requests(self, limit: int, request_id: str, timeout_s: float) -> Sequence[RequestRow]:
-        asked = operator_pb2.ListRequestsRequest(limit=limit, request_id=request_id)
+        request = operator_pb2.ListRequestsRequest(limit=limit, request_id=request_id)
         with status.translated(self._address):
-            response = self._stub.ListRequests(asked, timeout=timeout_s)
+            response = self._stub.ListRequests(request, timeout=timeout_s)
         return [REQUEST_ROW.from_pb(row) for row in response.requests]
 
     def cordon(self, names: Sequence[str], timeout_s: float) -> str:
         with status.translated(self._address):
-            done = self._stub.CordonNodes(operator_pb2.CordonNodesRequest(nodes=names), timeout=timeout_s)
-        return str(done.warning)
+            response = self._stub.CordonNodes(operator_pb2.CordonNodesRequest(nodes=names), timeout=timeout_s)
+        return str(response.warning)
 
     def uncordon(self, names: Sequence[str], timeout_s: float) -> None:
         with status.translated(self._address):
@@ -67,30 +67,30 @@ class OperatorStub:
 
     def set_role(self, name: str, role: str, timeout_s: float) -> RoleSet:
         with status.translated(self._address):
-            done = self._stub.SetNodeRole(operator_pb2.SetNodeRoleRequest(node=name, role=role), timeout=timeout_s)
-        return RoleSet(done.unchanged, done.warning)
+            response = self._stub.SetNodeRole(operator_pb2.SetNodeRoleRequest(node=name, role=role), timeout=timeout_s)
+        return RoleSet(response.unchanged, response.warning)
 
     def reset_cache(self, name: str, timeout_s: float) -> int:
         with status.translated(self._address):
-            done = self._stub.ResetNodeCache(operator_pb2.ResetNodeCacheRequest(node=name), timeout=timeout_s)
-        return int(done.num_blocks)
+            response = self._stub.ResetNodeCache(operator_pb2.ResetNodeCacheRequest(node=name), timeout=timeout_s)
+        return int(response.num_blocks)
 
     def drain(self, name: str, *, stop: bool, timeout_s: float | None) -> Iterator[DrainProgress]:
         call = self._stub.DrainNode(operator_pb2.DrainNodeRequest(node=name, stop=stop), timeout=timeout_s)
-        with self._ended(call):
+        with self._cancelled_at_exit(call):
             for response in call:
                 yield DRAIN_PROGRESS.from_pb(response)
 
     def events(self, after: int, *, follow: bool, timeout_s: float | None) -> Iterator[ClusterEvent]:
         request = operator_pb2.WatchEventsRequest(after=after, follow=follow)
         call = self._stub.WatchEvents(request, timeout=timeout_s)
-        with self._ended(call):
+        with self._cancelled_at_exit(call):
             for response in call:
                 yield CLUSTER_EVENT.from_pb(response.event)
 
     @contextmanager
-    def _ended(self, call: grpc.Call) -> Iterator[None]:
-        """Cancel the call when the reader leaves."""
+    def _cancelled_at_exit(self, call: grpc.Call) -> Iterator[None]:
+        """Translate errors, and cancel the call at the exit, in case its reader stops reading early."""
         try:
             with status.translated(self._address):
                 yield

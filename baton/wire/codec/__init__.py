@@ -1,1 +1,1 @@
-"""Messages to Protocol Buffers and back. Only the services and clients of `baton.wire` have use for it."""
+"""The codecs of messages, to Protocol Buffers and back. Only services, clients and links of gRPC use them."""

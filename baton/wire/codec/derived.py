@@ -1,8 +1,8 @@
 """Derives the codec of a message from the fields of its dataclass and of its Protocol Buffers message.
 
-Both have the same fields under the same names, so that a new field is written down twice and nowhere else: in the
-dataclass and in the .proto file. What travels with each token (`RequestDelta`, `Chunk`) has a codec that is written by
-hand, which is faster.
+Both have the same fields under the same names, so that a new field is written in two places only: the dataclass and the
+.proto file. Messages that are sent for each token (`RequestDelta`, `Chunk`) have codecs that are written by hand, which
+are faster.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 Convert = Callable[[Any], Any]
-_Descriptor = Any  # protobuf's own, of whichever of its implementations runs
+_Descriptor = Any  # the class depends on which of protobuf's implementations runs
 
 
 @dataclass(frozen=True, slots=True)
-class Exceptional:
-    """How one field is converted where its type does not say it. A conversion that is None is the derived one."""
+class FieldConversion:
+    """The conversions of one field, in place of those that follow from its type."""
 
     name: str
     write: Convert | None = None
+    """Converts the field's value for the message; None: the derived conversion."""
     read: Convert | None = None
+    """Converts the value in the message for the field; None: the derived conversion."""
 
 
 class Codec(Generic[T, M]):
@@ -50,37 +52,41 @@ class Codec(Generic[T, M]):
         self,
         kind: type[T],
         message: type[M],
-        *exceptions: Exceptional,
-        parts: Collection[Codec[Any, Any]] = (),
-        unread: Collection[str] = (),
+        *conversions: FieldConversion,
+        nested: Collection[Codec[Any, Any]] = (),
+        message_only: Collection[str] = (),
     ) -> None:
-        """`parts`: codecs of classes that fields are of; those that are not named are derived. `unread`: fields of the
-        message that the class does not have.
+        """`conversions`: for fields whose conversion does not follow from their type. `nested`: codecs for fields that
+        are messages themselves; the codecs of other such fields are derived. `message_only`: fields of the message
+        that the class does not have.
 
-        Raises TypeError if another field is in one of the two and not in the other, or has no derivable conversion.
+        Raises TypeError if any other field is only in the class or only in the message, or if no conversion can be
+        derived for it.
         """
         self.kind = kind
         self.message = message
         names, descriptors = _field_names(kind), message.DESCRIPTOR.fields_by_name
-        if set(names) ^ set(descriptors) != set(unread):
+        if set(names) ^ set(descriptors) != set(message_only):
             raise TypeError(
                 f"{kind.__name__} has the fields {sorted(set(names) - set(descriptors))} that its message lacks, and "
-                f"lacks {sorted(set(descriptors) - set(names) - set(unread))}"
+                f"lacks {sorted(set(descriptors) - set(names) - set(message_only))}"
             )
         hints, defaults = get_type_hints(kind), _defaults(kind)
-        known = {part.kind: part for part in parts}
-        special = {exception.name: exception for exception in exceptions}
+        nested_codecs = {codec.kind: codec for codec in nested}
+        remaining = {conversion.name: conversion for conversion in conversions}
         self._plain: list[str] = []
         """Fields that are written as they are."""
         self._converted: list[tuple[str, Convert]] = []
+        """The other fields, with their conversions."""
         self._readers: list[tuple[str, Convert | None, bool, Any]] = []
+        """For each field: its name, its conversion, whether it may be absent, and the value of an absent field."""
         for name in names:
             hint, can_be_none = _without_none(hints[name])
             descriptor = descriptors[name]
-            exception = special.pop(name, Exceptional(name))
-            write, read = exception.write, exception.read
+            conversion = remaining.pop(name, FieldConversion(name))
+            write, read = conversion.write, conversion.read
             if write is None or read is None:
-                derived = _conversions(hint, descriptor, can_be_none, known)
+                derived = _derive_conversions(hint, descriptor, can_be_none, nested_codecs)
                 write, read = write or derived[0], read or derived[1]
             absent = None if can_be_none else defaults.get(name, _NO_DEFAULT)
             if write is None:
@@ -88,11 +94,11 @@ class Codec(Generic[T, M]):
             else:
                 self._converted.append((name, write))
             self._readers.append((name, read, descriptor.has_presence and absent is not _NO_DEFAULT, absent))
-        if special:
-            raise TypeError(f"{kind.__name__} has no fields {sorted(special)}")
+        if remaining:
+            raise TypeError(f"{kind.__name__} has no fields {sorted(remaining)}")
         all_plain = len(names) > 1 and all(read is None and not absent for _, read, absent, _ in self._readers)
         self._read_all = attrgetter(*names) if all_plain else None
-        """Reads all fields at once, where none is converted or may be absent."""
+        """Reads all fields at once; None if any field is converted or may be absent."""
 
     def to_pb(self, value: T) -> M:
         """The message with the value's fields."""
@@ -147,8 +153,8 @@ class OneOfCodec(Generic[T, M]):
         return None if codec is None else codec.from_pb(getattr(pb, name))
 
 
-def numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
-    """The number on the wire of each member: that of PB_NAME_MEMBER in the protobuf enum PbName.
+def enum_numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
+    """The number of each member in a protobuf enum: for the enum PbName, the number of PB_NAME_MEMBER.
 
     Raises TypeError for a member that the protobuf enum lacks.
     """
@@ -160,17 +166,20 @@ def numbers(members: Iterable[E], pb: _Descriptor) -> dict[E, Any]:
     return {member: value.number for member, value in found.items() if value is not None}
 
 
-def _conversions(
-    hint: Any, field: _Descriptor, can_be_none: bool, known: Mapping[type, Codec[Any, Any]]
+def _derive_conversions(
+    hint: Any, field: _Descriptor, can_be_none: bool, nested: Mapping[type, Codec[Any, Any]]
 ) -> tuple[Convert | None, Convert | None]:
-    """How values of this type are written to, and read from, this field. None: as they are."""
+    """The conversions with which values of this type are written to this field and read from it.
+
+    None: they are not converted.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is not None and issubclass(origin, Mapping):
         return dict, dict
     if origin is not None and issubclass(origin, AbstractSet):
         return sorted, frozenset
     if origin is not None and issubclass(origin, Sequence):
-        write, read = _conversions(arguments[0], field, False, known)
+        write, read = _derive_conversions(arguments[0], field, False, nested)
         return (
             None if write is None else lambda values: [write(value) for value in values],
             tuple if read is None else lambda values: tuple([read(value) for value in values]),
@@ -178,7 +187,7 @@ def _conversions(
     if field.enum_type is not None:
         return _enum_conversions(hint, field, can_be_none)
     if field.message_type is not None:
-        codec = known.get(hint) or Codec(hint, GetMessageClass(field.message_type), parts=known.values())
+        codec = nested.get(hint) or Codec(hint, GetMessageClass(field.message_type), nested=nested.values())
         if not can_be_none:
             return codec.to_pb, codec.from_pb
         return (lambda value: None if value is None else codec.to_pb(value)), codec.from_pb
@@ -188,8 +197,8 @@ def _conversions(
 
 
 def _enum_conversions(kind: type[enum.Enum], field: _Descriptor, can_be_none: bool) -> tuple[Convert, Convert]:
-    known: dict[Any, Any] = {**numbers(kind, field.enum_type), **({None: 0} if can_be_none else {})}
-    members = {number: member for member, number in known.items()}
+    numbers: dict[Any, Any] = {**enum_numbers(kind, field.enum_type), **({None: 0} if can_be_none else {})}
+    members = {number: member for member, number in numbers.items()}
 
     def read(number: int) -> Any:
         if number not in members:
@@ -197,7 +206,7 @@ def _enum_conversions(kind: type[enum.Enum], field: _Descriptor, can_be_none: bo
             raise InvalidRequest(where, f"this version knows no {kind.__name__} {number}")
         return members[number]
 
-    return known.__getitem__, read
+    return numbers.__getitem__, read
 
 
 def _field_names(kind: type[Any]) -> list[str]:
@@ -214,7 +223,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     """The type apart from None, and whether None is allowed."""
     if get_origin(hint) not in (Union, types.UnionType):
         return hint, False
-    others = [one for one in get_args(hint) if one is not types.NoneType]
+    others = [argument for argument in get_args(hint) if argument is not types.NoneType]
     return others[0] if len(others) == 1 else None, len(others) < len(get_args(hint))
 
 

@@ -9,7 +9,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.messages.node import FINISH_REASONS
 from baton.v1 import generation_pb2 as generation
-from baton.wire.codec.derived import numbers
+from baton.wire.codec.derived import enum_numbers
 from baton.wire.codec.sampling import REPETITION_DETECTION, logprobs_from_pb, logprobs_to_pb
 
 _OPTIONAL_FIELDS = tuple(
@@ -17,11 +17,13 @@ _OPTIONAL_FIELDS = tuple(
     for field in generation.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.message_type is None
 )
-_SERVICE_LEVELS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
-_FINISH_REASONS = {
-    outcome.value: number for outcome, number in numbers(FINISH_REASONS, generation.FinishReason.DESCRIPTOR).items()
+_SERVICE_LEVEL_FIELDS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
+"""Fields of `GenerateRequest`, and their names in the message `ServiceLevel`."""
+_FINISH_NUMBERS = {
+    outcome.value: number
+    for outcome, number in enum_numbers(FINISH_REASONS, generation.FinishReason.DESCRIPTOR).items()
 }
-_FINISH_NAMES = {value: name for name, value in _FINISH_REASONS.items()}
+_FINISH_NAMES = {value: name for name, value in _FINISH_NUMBERS.items()}
 _PATH_KEYS = (
     "baton-prefill-node",
     "baton-decode-node",
@@ -29,8 +31,8 @@ _PATH_KEYS = (
     "baton-path-reason",
     "baton-kv-bytes",
 )
-_CALL = "baton-call"
-_MAX_CALL_DIGITS = 9
+_CALL_NUMBER_KEY = "baton-call"
+_MAX_CALL_NUMBER_DIGITS = 9
 
 
 def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
@@ -40,25 +42,25 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
     params.SetInParent()
     for name in _OPTIONAL_FIELDS:
         if (value := getattr(request, name)) is not None:
-            with _named(name):
+            with _field_errors(name):
                 setattr(params, name, value)
     for name in ("request_id", "model", "priority", "cache_salt"):
-        with _named(name):
+        with _field_errors(name):
             setattr(pb, name, getattr(request, name))
-    for name, field in _SERVICE_LEVELS.items():
+    for name, field in _SERVICE_LEVEL_FIELDS.items():
         if (value := getattr(request, name)) is not None:
-            with _named(name):
+            with _field_errors(name):
                 setattr(pb.service_level, field, value)
     if request.repetition_detection is not None:
-        with _named("repetition_detection"):
+        with _field_errors("repetition_detection"):
             params.repetition_detection.CopyFrom(REPETITION_DETECTION.to_pb(request.repetition_detection))
-    with _named("logit_bias"):
+    with _field_errors("logit_bias"):
         params.logit_bias.update(request.logit_bias)
-    with _named("stop"):
+    with _field_errors("stop"):
         params.stop.extend(request.stop)
-    with _named("stop_token_ids"):
+    with _field_errors("stop_token_ids"):
         params.stop_token_ids.extend(request.stop_token_ids)
-    with _named("prompt"):
+    with _field_errors("prompt"):
         if isinstance(request.prompt, str):
             pb.text = request.prompt
         elif request.prompt is not None:
@@ -68,7 +70,8 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
 
 
 @contextmanager
-def _named(field: str) -> Iterator[None]:
+def _field_errors(field: str) -> Iterator[None]:
+    """Raise protobuf's errors about a value in this context as InvalidRequest with the field's name."""
     try:
         yield
     except UnicodeEncodeError:
@@ -87,7 +90,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
     params = pb.sampling_params
     present = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
     level = pb.service_level
-    present |= {name: getattr(level, field) for name, field in _SERVICE_LEVELS.items() if level.HasField(field)}
+    present |= {name: getattr(level, field) for name, field in _SERVICE_LEVEL_FIELDS.items() if level.HasField(field)}
     return GenerateRequest(
         prompt=prompt,
         request_id=pb.request_id,
@@ -114,15 +117,15 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
     if isinstance(event, Chunk):
         return chunk_to_pb(event, request_id)
     if isinstance(event, SequenceFinished):
-        ended = generation.SequenceFinished(
+        sequence_finished = generation.SequenceFinished(
             sequence_index=event.sequence_index,
-            finish_reason=_FINISH_REASONS[event.finish_reason],
+            finish_reason=_FINISH_NUMBERS[event.finish_reason],
             completion_tokens=event.completion_tokens,
         )
-        _set_stop_reason(ended, event.stop_reason)
-        return generation.GenerateResponse(request_id=request_id, sequence_finished=ended)
+        _set_stop_reason(sequence_finished, event.stop_reason)
+        return generation.GenerateResponse(request_id=request_id, sequence_finished=sequence_finished)
     finished = generation.Finished(
-        finish_reason=_FINISH_REASONS[event.finish_reason],
+        finish_reason=_FINISH_NUMBERS[event.finish_reason],
         usage=generation.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=event.completion_tokens,
@@ -142,7 +145,7 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
 
 
 def chunk_to_pb(event: Chunk, request_id: str) -> generation.GenerateResponse:
-    """The message of a chunk. It is made for each token, so that nothing is copied or set without need."""
+    """The message of a chunk. To be fast, it copies and sets nothing without need: there is a chunk for each token."""
     response = generation.GenerateResponse(request_id=request_id)
     chunk = response.chunk
     # Setting it, even to 0, makes the response a chunk.
@@ -168,19 +171,21 @@ def _stop_reason(pb: generation.Finished | generation.SequenceFinished) -> int |
     return getattr(pb, kind) if kind else None
 
 
-def number_to_metadata(call: int) -> tuple[tuple[str, str], ...]:
-    """The client's number for a call, as metadata.
+def call_number_to_metadata(call: int) -> tuple[tuple[str, str], ...]:
+    """The client's number for a call (`GenerateRequest.call`), as metadata of the call; none for the first call.
 
-    A router of an older version ignores unknown metadata, while it would refuse an unknown field.
+    The number is not a field of the request, because a router of an older version refuses unknown fields and ignores
+    unknown metadata.
     """
-    return ((_CALL, str(call)),) if call > 1 else ()
+    return ((_CALL_NUMBER_KEY, str(call)),) if call > 1 else ()
 
 
-def number_from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
+def call_number_from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
     """The client's number for a call, from its metadata; 0 if there is no valid one."""
-    found = next((value for key, value in metadata or () if key == _CALL), "")
-    is_number = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) <= _MAX_CALL_DIGITS
-    return int(found) if is_number else 0
+    found = next((value for key, value in metadata or () if key == _CALL_NUMBER_KEY), "")
+    if not isinstance(found, str) or len(found) > _MAX_CALL_NUMBER_DIGITS:
+        return 0
+    return int(found) if found.isascii() and found.isdecimal() else 0
 
 
 def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
@@ -196,14 +201,15 @@ def _printable(value: str) -> str:
 
 
 def response_from_bytes(data: bytes) -> generation.GenerateResponse:
-    """Decode a message without making an event of it."""
+    """Decode a message, without the conversion to an event."""
     return generation.GenerateResponse.FromString(data)
 
 
 def event_from_pb(
     pb: generation.GenerateResponse,
 ) -> Accepted | Chunk | SequenceFinished | generation.Finished:
-    """The event in a message. `finished_from_pb` completes the last one when the trailing metadata has arrived."""
+    """The event in a message. Of the last event it returns the message: `finished_from_pb` turns it into a `Finished`
+    when the trailing metadata has arrived."""
     kind = pb.WhichOneof("event")
     if kind == "accepted":
         return Accepted(pb.request_id, pb.accepted.seed, pb.accepted.prompt_tokens)
@@ -212,9 +218,9 @@ def event_from_pb(
         logprobs = logprobs_from_pb(chunk.logprobs)
         return Chunk(chunk.first_index, list(chunk.token_ids), chunk.text, logprobs, chunk.sequence_index)
     if kind == "sequence_finished":
-        ended = pb.sequence_finished
-        reason = _FINISH_NAMES.get(ended.finish_reason, "unknown")
-        return SequenceFinished(ended.sequence_index, reason, _stop_reason(ended), ended.completion_tokens)
+        finished = pb.sequence_finished
+        reason = _FINISH_NAMES.get(finished.finish_reason, "unknown")
+        return SequenceFinished(finished.sequence_index, reason, _stop_reason(finished), finished.completion_tokens)
     if kind == "finished":
         return pb.finished
     raise BatonError("the server sent an event that this client does not know: the server may be newer than the client")

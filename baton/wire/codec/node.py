@@ -23,15 +23,15 @@ from baton.messages.node import (
 )
 from baton.messages.node_report import TraceEvent, TraceStep
 from baton.v1 import node_pb2 as node
-from baton.wire.codec.derived import Codec, Exceptional, OneOfCodec, numbers
+from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers
 from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.wire.codec.sampling import SAMPLING_PARAMS, logprobs_from_pb, logprobs_to_pb
 
-_ROLES: Mapping[Role, node.Role] = numbers((Role.PREFILL, Role.DECODE), node.Role.DESCRIPTOR)
+_ROLES: Mapping[Role, node.Role] = enum_numbers((Role.PREFILL, Role.DECODE), node.Role.DESCRIPTOR)
 _ROLE_NAMES = {value: role for role, value in _ROLES.items()}
-_OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | numbers(Outcome, node.Outcome.DESCRIPTOR)
+_OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | enum_numbers(Outcome, node.Outcome.DESCRIPTOR)
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
-_TRANSFER_CAUSES = {None: node.TRANSFER_CAUSE_UNSPECIFIED} | numbers(TransferCause, node.TransferCause.DESCRIPTOR)
+_TRANSFER_CAUSES = {None: node.TRANSFER_CAUSE_UNSPECIFIED} | enum_numbers(TransferCause, node.TransferCause.DESCRIPTOR)
 _TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
 
 
@@ -42,7 +42,7 @@ def role_to_pb(role: Role) -> node.Role:
 def role_from_pb(pb: node.Role) -> Role:
     """Raises InvalidRequest for a role that nodes do not have."""
     if pb not in _ROLE_NAMES:
-        raise InvalidRequest("role", f"{pb} is no role of a node")
+        raise InvalidRequest("role", f"a node can't have the role with number {pb}")
     return _ROLE_NAMES[pb]
 
 
@@ -66,8 +66,8 @@ def attempt_from_pb(pb: node.Attempt) -> AttemptKey:
 NODE_DESCRIPTION = Codec(
     NodeDescription,
     node.NodeDescription,
-    Exceptional("role", role_to_pb, role_from_pb),
-    Exceptional("on_transfer_failure", read=lambda policy: policy or "reroute"),
+    FieldConversion("role", role_to_pb, role_from_pb),
+    FieldConversion("on_transfer_failure", read=lambda policy: policy or "reroute"),
 )
 LOAD = Codec(LoadReport, node.LoadReport)
 STEP_FIGURES = Codec(StepFigures, node.StepFigures)
@@ -77,8 +77,8 @@ _TIMINGS = Codec(StageTimings, node.StageTimings)
 _SUBMIT = Codec(
     Submit,
     node.Submit,
-    Exceptional("prompt_token_ids", read=list),
-    parts=(SAMPLING_PARAMS,),
+    FieldConversion("prompt_token_ids", read=list),
+    nested=(SAMPLING_PARAMS,),
 )
 _ROUTER_MESSAGES: OneOfCodec[RouterMessage, node.AttachRequest] = OneOfCodec(
     node.AttachRequest,
@@ -133,7 +133,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
 
 
 def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
-    """The delta in a message. Absent fields are not read, since a delta is read for each token."""
+    """The delta in a message. Fields that are not set are not read, to be fast: there is a delta for each token."""
     token_ids, logprobs = list(pb.token_ids), pb.logprobs
     delta = RequestDelta(
         attempt_from_pb(pb.attempt),

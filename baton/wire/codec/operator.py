@@ -1,4 +1,4 @@
-"""What a router tells operators, to Protocol Buffers and back."""
+"""The codecs of a router's answers to operators, to Protocol Buffers and back."""
 
 from __future__ import annotations
 

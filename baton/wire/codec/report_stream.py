@@ -1,7 +1,7 @@
 """A compact encoding of the reports on one stream from a node to a router.
 
-Nearly all news of a node is that a sequence got its next token. Both ends know from earlier reports which sequences are
-running and in which order, so that a report only needs to carry the tokens. Everything else is sent as a
+Most of what a node reports is that a sequence got its next token. Both ends know from earlier reports which sequences
+are running and in which order, so that a report only needs to carry the tokens. Everything else is sent as a
 `RequestDelta`. `StepReport.next_token_ids` in node.proto defines the rule, and this module implements its two ends. The
 stream is reliable and ordered, so that both ends always have the same state.
 """
@@ -34,29 +34,32 @@ class ReportWriter:
 
     def __init__(self) -> None:
         self._order: Sequence[_RunningSequence] = ()
+        """The running sequences, in the order that both ends know."""
         self._places: dict[tuple[AttemptKey, int], int] = {}
         """The index of each sequence in `_order`."""
 
     def write(self, report: StepReport) -> node.StepReport:
         """Encode the next report of the stream."""
-        order, places, tokens, rest = self._order, [], [], []
+        order, places, tokens, other_deltas = self._order, [], [], []
         for delta in report.deltas:
             place = self._place(delta)
             if place is None:
-                rest.append(delta)
+                other_deltas.append(delta)
             else:
                 order[place].next_index += 1
                 places.append(place)
                 tokens.append(delta.token_ids[0])
-        pb = report_to_pb(replace(report, deltas=rest) if tokens else report)
+        pb = report_to_pb(replace(report, deltas=other_deltas) if tokens else report)
         pb.next_token_ids.extend(tokens)
-        are_all = places == list(range(len(order)))
-        if not are_all:
+        have_all_a_token = places == list(range(len(order)))
+        if not have_all_a_token:
             pb.next_places.extend(places)
-        new = _still_running(rest)
-        if new or (places and not are_all):
+        new = _still_running(other_deltas)
+        if new or (places and not have_all_a_token):
             self._order = [*(order[place] for place in places), *new]
-            self._places = {(one.attempt, one.sequence_index): place for place, one in enumerate(self._order)}
+            self._places = {
+                (running.attempt, running.sequence_index): place for place, running in enumerate(self._order)
+            }
         return pb
 
     def _place(self, delta: RequestDelta) -> int | None:
@@ -72,18 +75,19 @@ class ReportReader:
 
     def __init__(self) -> None:
         self._order: Sequence[_RunningSequence] = ()
+        """The running sequences, in the order that both ends know."""
 
     def read(self, pb: node.StepReport) -> StepReport:
         """Decode the next report of the stream. Raises NodeLost if it does not fit the earlier ones."""
         report = report_from_pb(pb)
-        going = self._continued(pb)
+        continued = self._continued(pb)
         new = _still_running(report.deltas)
-        if going:
-            report = replace(report, deltas=[*_next_deltas(going, pb.next_token_ids), *report.deltas])
+        if continued:
+            report = replace(report, deltas=[*_next_deltas(continued, pb.next_token_ids), *report.deltas])
         if new:
-            self._order = [*going, *new]
-        elif going:
-            self._order = going
+            self._order = [*continued, *new]
+        elif continued:
+            self._order = continued
         return report
 
     def _continued(self, pb: node.StepReport) -> Sequence[_RunningSequence]:
@@ -91,20 +95,20 @@ class ReportReader:
         if not pb.next_token_ids:
             return ()
         try:
-            going = [self._order[place] for place in pb.next_places] if pb.next_places else self._order
+            continued = [self._order[place] for place in pb.next_places] if pb.next_places else self._order
         except IndexError:
-            going = ()
-        if len(going) != len(pb.next_token_ids):
+            continued = ()
+        if len(continued) != len(pb.next_token_ids):
             raise NodeLost("the node sent tokens that belong to no known sequence")
-        return going
+        return continued
 
 
-def _next_deltas(going: Sequence[_RunningSequence], token_ids: Sequence[int]) -> list[RequestDelta]:
+def _next_deltas(continued: Sequence[_RunningSequence], token_ids: Sequence[int]) -> list[RequestDelta]:
     deltas = []
-    for one, token in zip(going, token_ids, strict=True):
-        index = one.next_index
-        one.next_index = index + 1
-        deltas.append(RequestDelta(one.attempt, index, (token,), sequence_index=one.sequence_index))
+    for running, token in zip(continued, token_ids, strict=True):
+        index = running.next_index
+        running.next_index = index + 1
+        deltas.append(RequestDelta(running.attempt, index, (token,), sequence_index=running.sequence_index))
     return deltas
 
 

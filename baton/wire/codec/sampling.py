@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.v1 import generation_pb2 as generation
-from baton.wire.codec.derived import Codec, Exceptional
+from baton.wire.codec.derived import Codec, FieldConversion
 
 REPETITION_DETECTION = Codec(
     RepetitionDetection,
     generation.RepetitionDetection,
-    Exceptional("min_pattern_size", read=lambda size: size or 1),
-    Exceptional("min_count", read=lambda count: count or 2),
+    FieldConversion("min_pattern_size", read=lambda size: size or 1),
+    FieldConversion("min_count", read=lambda count: count or 2),
 )
 SAMPLING_PARAMS = Codec(
-    SamplingParams, generation.SamplingParams, parts=(REPETITION_DETECTION,), unread=("stop", "best_of")
+    SamplingParams, generation.SamplingParams, nested=(REPETITION_DETECTION,), message_only=("stop", "best_of")
 )
-"""The parameters of a validated request, as routers send them to nodes: all fields are set, and none is checked."""
+"""The parameters of a validated request, which a router sends to a node: all fields are set, and none is checked."""
 
 
 def logprobs_to_pb(logprobs: Iterable[TokenLogprobs]) -> list[generation.PositionLogprobs]:

@@ -79,7 +79,7 @@ class Http2Client(asyncio.BufferedProtocol):
         self._schedule()
 
     def cancel(self, stream: int) -> None:
-        """End a call; its listener is told nothing more."""
+        """End a call. Its listener is not called any more."""
         self._connection.cancel(stream)
         self._schedule()
         if self._connection.is_leaving:

@@ -74,7 +74,7 @@ class CallEnd:
 
 
 class CallListener(Protocol):
-    """Is told what comes for one call, while the connection reads: must return at once and never raise."""
+    """Receives the messages and the end of one call. Its methods must return at once and never raise."""
 
     def on_messages(self, messages: Sequence[bytes]) -> None: ...
 
@@ -137,7 +137,7 @@ class ClientConnection(Connection[_Call]):
             self._send_data(number, call, _MESSAGE_PREFIX.pack(0, len(message)) + message)
 
     def cancel(self, number: int) -> None:
-        """End a call; its listener is told nothing more."""
+        """End a call. Its listener is not called any more."""
         if self._close_stream(number) is not None:
             self._send_reset(number, CANCEL)
 
@@ -219,7 +219,7 @@ class ClientConnection(Connection[_Call]):
 
     def _refuse_message(self, number: int, size: int, *, is_compressed: bool) -> None:
         if is_compressed:
-            end = CallEnd(grpc.StatusCode.INTERNAL, "the answer is compressed, which nobody asked for")
+            end = CallEnd(grpc.StatusCode.INTERNAL, "the answer is compressed, which the call did not permit")
         else:
             detail = f"Received message larger than max ({size} vs. {self._max_message_bytes})"
             end = CallEnd(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)

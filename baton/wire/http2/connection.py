@@ -7,7 +7,7 @@ The rules of both ends:
 
 1. A connection error (5.4.1) ends the connection: `receive` raises ConnectionFault, and `take` has the GOAWAY frame. A
    stream error (5.4.2) resets that stream, and costs no other one anything.
-2. DATA that was received is credited to the peer's windows at once. Whoever is handed the data bounds what it keeps.
+2. DATA that was received is credited to the peer's windows at once. Its receiver limits how much of it is kept.
 3. DATA is sent within the peer's windows (5.2). What does not fit waits in its stream, in order.
 4. What a peer can make us do at a small cost of its own is counted: frames that only ask for an answer or for nothing,
    header blocks without an end, streams that are opened only to be reset.

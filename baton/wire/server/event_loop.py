@@ -27,14 +27,14 @@ class RpcEventLoop(ProbedEventLoop):
     before it calls grpc.aio.
     """
 
-    knows_grpc = False
-    """Whether grpc.aio's reader was recognised, which is by its name alone; another version may use another name."""
+    has_recognised_grpc = False
+    """Whether grpc.aio's reader was recognised. It is recognised by its name, which another version may change."""
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """Register a reader as asyncio does, with a wrapper around grpc.aio's."""
         if isinstance(fd, socket.socket) and "cygrpc" in repr(callback):
-            self.knows_grpc = True
-            super().add_reader(fd, _after_all_but_one, fd, callback, *args)
+            self.has_recognised_grpc = True
+            super().add_reader(fd, _drain_and_call, fd, callback, *args)
         else:
             super().add_reader(fd, callback, *args)
 
@@ -64,11 +64,12 @@ def warn_if_unrecognised(loop: asyncio.AbstractEventLoop) -> None:
 
     To be called after a gRPC server was started on the loop.
     """
-    if not (isinstance(loop, RpcEventLoop) and loop.knows_grpc):
+    if not (isinstance(loop, RpcEventLoop) and loop.has_recognised_grpc):
         _log.warning("the event loop does not recognise this version of grpcio: the process will be slower under load")
 
 
-def _after_all_but_one(woken: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
+def _drain_and_call(woken: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
+    """Read all bytes but one from the socket, then call grpc.aio's reader."""
     # The thread queues an event before it writes the byte, so that all events of these bytes are already queued.
     (waiting,) = struct.unpack("i", fcntl.ioctl(woken, termios.FIONREAD, b"\0\0\0\0"))
     if waiting > 1:

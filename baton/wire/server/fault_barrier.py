@@ -24,10 +24,11 @@ from baton.wire.authenticator import Authenticator
 from baton.wire.http2.call import CallDetails, CallRefused
 
 _log = logging.getLogger(__name__)
-_OURS = "/baton."
-_PUBLIC = "/baton.v1.Generation/"
+_BATON_PREFIX = "/baton."
+_PUBLIC_PREFIX = "/baton.v1.Generation/"
 """The service whose slow readers are cut off here. Nodes and routers bound their own streams."""
 _UNREADABLE = object()
+"""Stands for a request that can't be decoded."""
 
 _Behaviour = Callable[[Any, Any], Any]
 _FACTORIES = {
@@ -39,7 +40,7 @@ _FACTORIES = {
 
 
 class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps the servicers of one server. Health and reflection only get the authentication."""
+    """Wraps the servicers of one server. Calls of health and reflection are only authenticated."""
 
     def __init__(self, stall_s: float = 30.0, authenticator: Authenticator | None = None) -> None:
         """`stall_s`: seconds that a client of the public service may take to read one message."""
@@ -54,19 +55,19 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = str(handler_call_details.method)
         if not isinstance(handler_call_details, CallDetails) or handler_call_details.caller is None:
             try:
-                # This happens before the request is read. Baton's own server does it before it makes the call.
+                # This happens before the request is read. Baton's own server has done it already.
                 self.authenticator.check_key(method, handler_call_details.invocation_metadata)
             except BatonError as error:
                 return _refusing(error)
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(_OURS):
+        if handler is None or not method.startswith(_BATON_PREFIX):
             return handler
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
         read = _reader(handler.request_deserializer, is_stream=handler.request_streaming)
         if not inspect.isasyncgenfunction(behaviour):
             guarded = _guarded_call(behaviour, method, self.authenticator)
-        elif method.startswith(_PUBLIC):
+        elif method.startswith(_PUBLIC_PREFIX):
             guarded = _guarded_writer(behaviour, method, self.authenticator, self._stall_s)
         else:
             guarded = _guarded_generator(behaviour, method, self.authenticator)
@@ -150,9 +151,9 @@ def _guarded_writer(behaviour: _Behaviour, method: str, authenticator: Authentic
                 try:
                     async with aclosing(behaviour(request, context)) as responses:
                         async for response in responses:
-                            watch.begin()
+                            watch.begin_write()
                             await context.write(response)
-                            watch.end()
+                            watch.end_write()
                 except asyncio.CancelledError:
                     watch.raise_if_stalled()
                     raise
@@ -165,39 +166,45 @@ def _guarded_writer(behaviour: _Behaviour, method: str, authenticator: Authentic
 class WriteWatch:
     """Cancels the running task when one of its writes takes too long. It has one timer per stream, not per message."""
 
-    def __init__(self, bound_s: float) -> None:
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: seconds that a write may take."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        self._bound_s = bound_s
+        self._limit_s = limit_s
         self._since: float | None = None
+        """When the present write began; None between two writes."""
         self._late: float | None = None
+        """When the write began that had exceeded the limit at the latest check."""
         self._is_stalled = False
-        self._timer = self._loop.call_later(bound_s, self._look)
+        self._timer = self._loop.call_later(limit_s, self._check)
 
-    def begin(self) -> None:
+    def begin_write(self) -> None:
+        """Note that a write begins."""
         self._since = self._loop.time()
 
-    def end(self) -> None:
+    def end_write(self) -> None:
+        """Note that the write has ended."""
         self._since = None
 
     def stop(self) -> None:
+        """Cancel the timer: the stream has ended."""
         self._timer.cancel()
 
     def raise_if_stalled(self) -> None:
-        """Raise SlowReader in place of a cancellation that this watch has caused."""
+        """Raise SlowReader if this watch has caused the cancellation of the task."""
         if self._is_stalled and self._task is not None:
             self._task.uncancel()
-            raise SlowReader(f"the client has read nothing of the stream for {self._bound_s:g} s")
+            raise SlowReader(f"the client has not read its stream for {self._limit_s:g} s")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
-        due = (now if self._since is None else self._since) + self._bound_s
+        due = (now if self._since is None else self._since) + self._limit_s
         if now < due:
-            self._timer = self._loop.call_at(due, self._look)
+            self._timer = self._loop.call_at(due, self._check)
         elif self._late != self._since:
             # The event loop itself may have been blocked, so that the end of the write is reported in its next turns.
             self._late = self._since
-            self._timer = self._loop.call_later(self._bound_s / 10, self._look)
+            self._timer = self._loop.call_later(self._limit_s / 10, self._check)
         elif self._task is not None:
             self._is_stalled = True
             self._task.cancel()

@@ -22,6 +22,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 MAX_METADATA_BYTES = 8 << 10
+"""Limit of the metadata of a call, in bytes."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Otherwise a second server on a port in use would get half of the connections instead of an error.
@@ -39,7 +40,10 @@ _OPTIONS = (
 
 
 def _options() -> tuple[tuple[str, int], ...]:
-    """The options, with a limit of connections per port (grpcio has none per address); it closes those beyond."""
+    """The options of a grpc.aio server, with a limit of the connections to each port: further ones are closed.
+
+    grpcio has no limit of the connections from each address.
+    """
     return (*_OPTIONS, ("grpc.max_allowed_incoming_connections", Limits.of_this_process().listener))
 
 
@@ -53,15 +57,15 @@ class RpcServer:
         tls: credentials.Tls | None = None,
         *,
         asks_certificates: bool = False,
-        ours: Http2Server | None = None,
+        http2_server: Http2Server | None = None,
     ) -> None:
-        """`asks_certificates`: with TLS, clients must show a certificate of the same authority. `ours`: Baton's own
-        server, with a barrier and TLS of its own, in place of grpc.aio's.
+        """`asks_certificates`: with TLS, clients must show a certificate of the same authority. `http2_server`: Baton's
+        own server, with a barrier and TLS of its own, in place of grpc.aio's.
         """
         self._tls = tls
         self._asks_certificates = asks_certificates
-        self._ours = ours
-        self.server = ours or grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_options())
+        self._http2_server = http2_server
+        self.server = http2_server or grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_options())
         self._services = service_names
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -70,20 +74,20 @@ class RpcServer:
     @property
     def num_connections(self) -> int | None:
         """Open connections; None for grpc.aio's server, which does not count them."""
-        return len(self._ours.connections) if self._ours is not None else None
+        return len(self._http2_server.connections) if self._http2_server is not None else None
 
     @property
     def num_calls(self) -> int | None:
         """Running calls; None for grpc.aio's server, which does not count them."""
-        return self._ours.num_calls if self._ours is not None else None
+        return self._http2_server.num_calls if self._http2_server is not None else None
 
     def bind(self, host: str, port: int) -> int:
         """Listen on a port (0: any free one) and return it. Raises ConfigError if the port can't be used."""
         address = join_address(host, port)
         try:
-            if self._tls is not None and self._ours is None:
-                asks = self._asks_certificates
-                return self.server.add_secure_port(address, credentials.of_server(self._tls, asks_certificates=asks))
+            if self._tls is not None and self._http2_server is None:
+                tls = credentials.server_credentials(self._tls, asks_certificates=self._asks_certificates)
+                return self.server.add_secure_port(address, tls)
             return self.server.add_insecure_port(address)
         except RuntimeError as error:
             detail = f"can't listen on {address}: the port is taken or not ours; choose another one"
@@ -110,7 +114,10 @@ class RpcServer:
 
 
 def reached_as(host: str) -> str:
-    """The host under which others reach a server that listens on HOST: the machine's name for a wildcard address."""
+    """The host name under which other machines reach a server that listens on HOST.
+
+    That is HOST itself, except for a wildcard address, which stands for the name of this machine.
+    """
     return socket.gethostname() if host in _WILDCARDS else host
 
 
@@ -125,7 +132,7 @@ def streaming_server(
 
     `limit`, `budget`: the process's limit of connections, and its time budget for their input. Raises ConfigError.
     """
-    ours = Http2Server(
+    http2_server = Http2Server(
         (barrier,),
         tls.server_context("h2") if tls is not None else None,
         max_message_bytes=MAX_MESSAGE_BYTES,
@@ -134,7 +141,7 @@ def streaming_server(
         budget=budget,
         authenticator=barrier.authenticator,
     )
-    return RpcServer(service_names, ours=ours)
+    return RpcServer(service_names, http2_server=http2_server)
 
 
 def join_address(host: str, port: int) -> str:

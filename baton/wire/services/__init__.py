@@ -1,1 +1,1 @@
-"""The gRPC services that routers and nodes offer: each takes a core and translates between it and the wire."""
+"""The gRPC services of routers and nodes: each translates between Protocol Buffers and the calls of a handler."""

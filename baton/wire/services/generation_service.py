@@ -24,9 +24,9 @@ from baton.messages.request_limits import (
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire.codec.generation import (
+    call_number_from_metadata,
     chunk_to_pb,
     event_to_pb,
-    number_from_metadata,
     path_to_metadata,
     request_from_pb,
 )
@@ -34,6 +34,7 @@ from baton.wire.http2.call import Call
 
 SERVICE_NAME = "baton.v1.Generation"
 _SMALL_BYTES = 16 << 10
+"""Size up to which the fields of a message are listed without further checks."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -90,39 +91,39 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
         _check_counts(request)
-        _check(request)
-        answer = _Answer(request.request_id, context)
-        with answer.counted():
+        _check_message(request)
+        stream = _ResponseStream(request.request_id, context)
+        with stream.counts_in_errors():
             # This generator may be closed at its `yield`. With `aclosing` the request ends then, and not only when the
             # inner generator is garbage-collected.
-            asked = replace(request_from_pb(request), call=number_from_metadata(context.invocation_metadata()))
+            decoded = replace(request_from_pb(request), call=call_number_from_metadata(context.invocation_metadata()))
             if self._takes_traces:
-                asked = replace(asked, traceparent=_traceparent(context))
-            async with aclosing(self._handler.generate(asked, context.time_remaining(), answer.take)) as events:
+                decoded = replace(decoded, traceparent=_traceparent(context))
+            async with aclosing(self._handler.generate(decoded, context.time_remaining(), stream.take)) as events:
                 async for event in events:
-                    yield answer.response(event)
+                    yield stream.response(event)
 
     async def Resume(
         self, request: generation.ResumeRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
         check_count("next_token_index", request.next_token_index, MAX_POSITIONS)
-        _check(request)
-        answer, positions = _Answer(request.request_id, context), list(request.next_token_index)
-        call, left_s = number_from_metadata(context.invocation_metadata()), context.time_remaining()
-        with answer.counted():
+        _check_message(request)
+        stream, positions = _ResponseStream(request.request_id, context), list(request.next_token_index)
+        call, left_s = call_number_from_metadata(context.invocation_metadata()), context.time_remaining()
+        with stream.counts_in_errors():
             async with aclosing(
-                self._handler.resume(request.request_id, positions, left_s, answer.take, call)
+                self._handler.resume(request.request_id, positions, left_s, stream.take, call)
             ) as events:
                 async for event in events:
-                    yield answer.response(event)
+                    yield stream.response(event)
 
     async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
-        _check(request)
+        _check_message(request)
         await self._handler.cancel(request.request_id)
         return generation.CancelResponse()
 
     async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
-        _check(request)
+        _check_message(request)
         token_ids = await self._handler.tokenize(request.model, request.text)
         check_count("text", token_ids, MAX_TOKEN_IDS, "tokens")
         return generation.TokenizeResponse(token_ids=token_ids)
@@ -131,14 +132,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation.DetokenizeRequest, context: _Context
     ) -> generation.DetokenizeResponse:
         check_count("token_ids", request.token_ids, MAX_TOKEN_IDS)
-        _check(request)
+        _check_message(request)
         text = await self._handler.detokenize(request.model, list(request.token_ids))
         return generation.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: generation.ListModelsRequest, context: _Context
     ) -> generation.ListModelsResponse:
-        _check(request)
+        _check_message(request)
         cards = self._handler.list_models()
         models = [
             generation.Model(name=card.name, max_model_len=card.max_model_len, vocab_size=card.vocab_size)
@@ -147,7 +148,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         return generation.ListModelsResponse(models=models)
 
 
-class _Answer:
+class _ResponseStream:
     """Turns the events of one stream into messages, and counts the tokens that were sent."""
 
     def __init__(self, request_id: str, context: _Context) -> None:
@@ -157,7 +158,7 @@ class _Answer:
 
     @property
     def take(self) -> TakeChunk | None:
-        """The function that writes a chunk at once; None where the server can't."""
+        """The function that writes a chunk at once; None if the server can't (grpc.aio's)."""
         return self._take if isinstance(self._context, Call) else None
 
     def _take(self, chunk: Chunk) -> bool:
@@ -180,8 +181,8 @@ class _Answer:
         return event_to_pb(event, self._request_id)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Add the number of tokens sent to an error that is raised inside."""
+    def counts_in_errors(self) -> Iterator[None]:
+        """Note the number of tokens sent in an error that is raised in this context."""
         try:
             yield
         except BatonError as error:
@@ -196,10 +197,10 @@ def _traceparent(context: _Context) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _check(request: Message) -> None:
+def _check_message(request: Message) -> None:
     """Check the size of a request, and refuse fields that this version does not know, as for JSON.
 
-    An unknown field would otherwise be ignored silently, and with it something that the client asked for.
+    Raises InvalidRequest. An unknown field must not be ignored silently: the client relies on it.
     """
     num_bytes = request.ByteSize()
     if num_bytes > MAX_REQUEST_BYTES:

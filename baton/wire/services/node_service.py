@@ -30,7 +30,7 @@ from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportWriter
 
 _log = logging.getLogger(__name__)
-_skipping = LimitedLog(_log)
+_skipped_log = LimitedLog(_log)
 
 SERVICE_NAME = "baton.v1.Node"
 
@@ -41,11 +41,11 @@ class RouterPort(Protocol):
     """The node's interface for one attached router."""
 
     def receive(self, message: RouterMessage) -> None:
-        """Take a message. Returns at once."""
+        """Handle a message of the router. Returns at once."""
         ...
 
     def refuse(self, attempt: AttemptKey, error: str) -> None:
-        """Report that the attempt failed here, because the router's message could not be taken."""
+        """Report to the router that the attempt failed, because its message could not be handled."""
         ...
 
     def reports(self) -> AsyncIterator[StepReport]:
@@ -121,7 +121,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         """Read the hello. Raises InvalidRequest, or ConfigError when the stream is for another incarnation."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
-            raise InvalidRequest("message", "a stream begins with hello")
+            raise InvalidRequest("message", "the first message of a stream must be a hello")
         ours = self._handler.describe().incarnation
         if first.hello.incarnation not in ("", ours):
             raise ConfigError(f"this is {ours}, not {first.hello.incarnation}")
@@ -173,4 +173,4 @@ def _refuse(port: RouterPort, request: node.AttachRequest, error: str) -> None:
     if kind == "submit":
         port.refuse(attempt_from_pb(request.submit.attempt), error)
     else:
-        _skipping.happened("skipped a message from a router (%s): %s", kind, error)
+        _skipped_log.happened("skipped a message from a router (%s): %s", kind, error)

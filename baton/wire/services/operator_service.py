@@ -28,7 +28,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorHandler(Protocol):
-    """The questions of operators that a router answers."""
+    """The queries of operators that a router answers."""
 
     def status(self) -> ClusterStatus: ...
 
@@ -48,7 +48,7 @@ class OperatorHandler(Protocol):
         ...
 
 
-class Steers(Protocol):
+class SteeringHandler(Protocol):
     """The operations that a router carries out for operators.
 
     They raise NodeNotFound, InvalidRequest, and Unreachable without a registry.
@@ -76,7 +76,7 @@ class Steers(Protocol):
 class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     """Calls the handler for each RPC."""
 
-    def __init__(self, handler: OperatorHandler, steering: Steers) -> None:
+    def __init__(self, handler: OperatorHandler, steering: SteeringHandler) -> None:
         self._handler = handler
         self._steering = steering
 

@@ -16,7 +16,7 @@ from baton.messages.node import FINISH_REASONS, Abort, Leg, Outcome, RequestDelt
 from baton.messages.node_report import HandoffSide, OpenHandoff
 from baton.messages.sampling import RepetitionDetection, SamplingParams
 from baton.v1 import generation_pb2, node_pb2
-from baton.wire.codec.derived import Codec, Exceptional, OneOfCodec, numbers
+from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Untyped:
     ids=["Outcome", "FinishReason", "Leg", "Role", "TransferCause", "HandoffSide"],
 )
 def test_each_member_has_a_number_and_each_number_but_zero_a_member(members: Collection[enum.Enum], pb: Any) -> None:
-    assert sorted(numbers(members, pb.DESCRIPTOR).values()) == sorted(pb.values())[1:]
+    assert sorted(enum_numbers(members, pb.DESCRIPTOR).values()) == sorted(pb.values())[1:]
 
 
 def test_a_member_without_a_number_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Role lacks \['ROUTER'\]"):
-        numbers(Role, node_pb2.Role.DESCRIPTOR)
+        enum_numbers(Role, node_pb2.Role.DESCRIPTOR)
 
 
 @pytest.mark.parametrize(
@@ -85,29 +85,31 @@ def test_a_class_that_does_not_fit_its_message_is_refused(kind: type[Any], said:
 
 def test_an_exception_for_a_field_that_is_not_there_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Pattern has no fields \['size'\]"):
-        Codec(Pattern, generation_pb2.RepetitionDetection, Exceptional("size"))
+        Codec(Pattern, generation_pb2.RepetitionDetection, FieldConversion("size"))
 
 
 def test_a_field_that_the_class_lacks_may_stay_unread() -> None:
-    codec = Codec(Smaller, generation_pb2.RepetitionDetection, unread=("min_count",))
+    codec = Codec(Smaller, generation_pb2.RepetitionDetection, message_only=("min_count",))
     assert codec.from_pb(generation_pb2.RepetitionDetection(max_pattern_size=3, min_count=9)) == Smaller(3, 0)
 
 
 def test_an_exception_replaces_the_direction_that_it_names() -> None:
-    codec = Codec(Pattern, generation_pb2.RepetitionDetection, Exceptional("min_count", read=lambda count: count or 2))
+    codec = Codec(
+        Pattern, generation_pb2.RepetitionDetection, FieldConversion("min_count", read=lambda count: count or 2)
+    )
     assert codec.from_pb(codec.to_pb(Pattern(3, 1, 0))) == Pattern(3, 1, 2)
 
 
 def test_an_absent_field_that_cannot_be_none_has_its_default() -> None:
-    codec = Codec(SamplingParams, generation_pb2.SamplingParams, unread=("stop", "best_of"))
+    codec = Codec(SamplingParams, generation_pb2.SamplingParams, message_only=("stop", "best_of"))
     assert codec.from_pb(generation_pb2.SamplingParams()) == SamplingParams()
 
 
 def test_a_nested_class_takes_the_codec_that_is_named_for_it() -> None:
     part = Codec(
-        RepetitionDetection, generation_pb2.RepetitionDetection, Exceptional("min_count", read=lambda count: 7)
+        RepetitionDetection, generation_pb2.RepetitionDetection, FieldConversion("min_count", read=lambda count: 7)
     )
-    codec = Codec(SamplingParams, generation_pb2.SamplingParams, parts=(part,), unread=("stop", "best_of"))
+    codec = Codec(SamplingParams, generation_pb2.SamplingParams, nested=(part,), message_only=("stop", "best_of"))
     params = SamplingParams(repetition_detection=RepetitionDetection(3, 1, 2))
     assert codec.from_pb(codec.to_pb(params)).repetition_detection == RepetitionDetection(3, 1, 7)
 

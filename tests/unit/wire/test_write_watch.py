@@ -17,7 +17,7 @@ def test_a_write_that_does_not_end_is_given_up() -> None:
     async def write() -> float:
         loop = asyncio.get_running_loop()
         watch, begun = WriteWatch(STALL_S), loop.time()
-        watch.begin()
+        watch.begin_write()
         with pytest.raises(asyncio.CancelledError):
             await loop.create_future()
         with pytest.raises(SlowReader):
@@ -39,10 +39,10 @@ def test_a_loop_that_was_held_up_takes_nobody_for_slow() -> None:
             loop.hold_up(3 * STALL_S)
             loop.call_soon(written.set_result, None)
 
-        watch.begin()
+        watch.begin_write()
         loop.call_soon(hold_up)
         await written
-        watch.end()
+        watch.end_write()
         watch.stop()
 
     run_virtually(write())

@@ -1,1 +1,1 @@
-"""What clients, routers and nodes say to each other, as plain values; `baton.wire` turns them into bytes."""
+"""The messages between clients, routers and nodes, as plain values; `baton.wire` turns them into bytes."""

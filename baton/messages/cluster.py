@@ -1,4 +1,4 @@
-"""How one router sees the cluster."""
+"""The state of the cluster and of its processes, as one router sees it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class NodeStatus:
     pid: int
     model: str
     running: int
+    """Requests that run on the node."""
     waiting: int
+    """Requests that wait on the node."""
     kv_usage: float
+    """Share of the KV blocks in use, 0 to 1."""
     version: str = ""
     age_s: float = 0.0
     total_blocks: int = 0
@@ -29,7 +32,7 @@ class NodeStatus:
     detail: str = ""
     bit_exact: bool = False
     cordoned: bool = False
-    """An operator has asked that the node gets no new requests."""
+    """Whether an operator has cordoned the node: it gets no new requests."""
     desired_role: str = ""
     """The role that an operator wants the node to have; empty: the role that it was started with."""
     in_flight: int = 0
@@ -43,9 +46,10 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """How one router sees the cluster. `health` is ok, degraded or unavailable."""
+    """The cluster as one router sees it."""
 
     cluster: str
     health: str
+    """ok, degraded or unavailable."""
     detail: str
     nodes: Sequence[NodeStatus]

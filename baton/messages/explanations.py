@@ -42,6 +42,7 @@ class PlacementOutcome:
     best: PlacementWay | None
     """The placement that would have been cheapest at the rates that are known now."""
     regret_ms: float
+    """By how much `best` would have been cheaper than the placement that was chosen."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from baton.values import value
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A client's request as it arrived. Nothing in it is checked yet; None means absent."""
+    """A client's request as it arrived, before any check. None stands for an absent field."""
 
     prompt: str | Sequence[int] | None
     request_id: str = ""
@@ -58,11 +58,12 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request was admitted."""
+    """The first event of a stream: the router has admitted the request."""
 
     request_id: str
     seed: int
     prompt_tokens: int
+    """The length of the prompt in tokens."""
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class Chunk:
     """
 
     first_index: int
+    """The output index of the first token."""
     token_ids: Sequence[int]
     text: str
     logprobs: Sequence[TokenLogprobs] = ()
@@ -101,13 +103,15 @@ class SequenceFinished:
 
 @value(frozen=True, slots=True)
 class Path:
-    """Which nodes served the request, for debugging; sent as trailing metadata, never as a field."""
+    """The nodes that served a request, for debugging. Sent as trailing metadata, not as a field of a message."""
 
     prefill_node: str
     """Empty when the decode node computed the prompt."""
     decode_node: str
     attempts: int
+    """The number of attempts, the successful one included."""
     reason: str
+    """Why the router chose these nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +131,10 @@ class Finished:
     ttft_ms: float
     total_ms: float
     kv_bytes: int
+    """Bytes of KV that were transferred between nodes."""
     path: Path
     embedding: bytes = b""
-    """The embedding, where one was asked for: a vector of length 1, float32, little-endian."""
+    """The embedding, if the request is for one: a vector of norm 1, float32, little-endian."""
 
 
 GenerateEvent = Accepted | Chunk | SequenceFinished | Finished

@@ -1,7 +1,7 @@
 """Names of requests, attempts, nodes and their incarnations.
 
-A node's *incarnation* names one run of one node process, an *attempt* one try of a request on one pair of nodes. Both
-travel in every message, so that nothing of an old run or an old try is ever mistaken for the new one.
+An *incarnation* is one run of a node's process; an *attempt* is one try to serve a request on a pair of nodes. Messages
+name both, so that no message of an earlier run or an earlier try is taken for one of the present.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class AttemptKey(NamedTuple):
 
 
 def scoped(tenant: str, name: str) -> str:
-    """The cluster-wide name of what a tenant calls `name`; no other tenant can have the same one."""
+    """The cluster-wide form of a tenant's name, such as a request id. No other tenant can have the same one."""
     return f"{tenant}/{name}" if tenant else name
 
 
 def unscoped(name: str) -> str:
-    """The tenant's own name for what the cluster calls `name`."""
+    """The tenant's own form of a cluster-wide name."""
     return name.rpartition("/")[2]
 
 

@@ -20,7 +20,7 @@ class Role(enum.Enum):
     DECODE = "decode"
     ROUTER = "router"
 
-    __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
+    __hash__ = object.__hash__  # by identity: Enum's own __hash__ is Python code, which slows every look-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class KVSource:
 
 
 class Leg(enum.Enum):
-    """Which part of a request this node runs."""
+    """The part of a request that a node runs."""
 
     WHOLE = "whole"
-    """Prompt and generation, both here."""
+    """Compute the prompt and generate the output."""
     PREFILL = "prefill"
     """Compute the tokens that came with the request, offer their blocks, sample the next token, end HANDED_OFF."""
     DECODE = "decode"
@@ -49,7 +49,7 @@ class Leg(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeDescription:
-    """What one incarnation of a node is: its answer to a router, and (as JSON) its record in the registry."""
+    """The properties of one incarnation of a node, with which it welcomes a router."""
 
     node_id: str
     incarnation: str
@@ -118,7 +118,7 @@ class Submit:
 
 @value(frozen=True, slots=True)
 class Abort:
-    """Router to node: this attempt is over, free everything. Idempotent; unknown attempts are ignored."""
+    """Router to node: this attempt is over, free everything of it. Idempotent; unknown attempts are ignored."""
 
     attempt: AttemptKey
     reason: str
@@ -135,7 +135,7 @@ class WatchKVCache:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Router to node: this attempt belongs to me from now on; send me what it generated and I do not have."""
+    """Router to node: the sender owns this attempt from now on; send it the tokens that it does not have yet."""
 
     attempt: AttemptKey
     takeover: int = 0
@@ -151,9 +151,9 @@ RouterMessage = Submit | Abort | WatchKVCache | Adopt
 class Outcome(enum.Enum):
     """How a request, or one of its sequences, ended on a node.
 
-    This is the one list of ends: the engine's final statuses name theirs (`RequestStatus.outcome`), the node protocol
-    carries it under the same names, and the router makes of it another attempt, an error, or the end of a stream. Only
-    the two of FINISH_REASONS reach clients, as the value that the OpenAI API calls `finish_reason`.
+    There is no other list of outcomes: each final status of the engine has one (`RequestStatus.outcome`), the node
+    protocol has them under the same names, and the router turns them into another attempt, an error, or the end of a
+    stream. Only those in FINISH_REASONS reach clients, as the value that the OpenAI API calls `finish_reason`.
     """
 
     STOP = "stop"
@@ -163,7 +163,7 @@ class Outcome(enum.Enum):
     HANDED_OFF = "handed_off"
     """The prefill leg is done, and the decode leg continues it."""
     ABORTED = "aborted"
-    """A router or the node gave the request up."""
+    """A router aborted the request, or the node did."""
     IGNORED = "ignored"
     """The prompt does not fit into the node's KV cache."""
     ERROR = "error"
@@ -171,21 +171,21 @@ class Outcome(enum.Enum):
     KV_LOST = "kv_lost"
     """The prompt's KV did not arrive from the other node. Another attempt may succeed."""
     REFUSED = "refused"
-    """The node takes no requests at present."""
+    """The node accepts no requests at present."""
     MOVED = "moved"
     """Another router has adopted the attempt."""
     UNKNOWN = "unknown"
-    """The node has nothing of the attempt that a router wanted to adopt."""
+    """The node does not know the attempt that a router wanted to adopt."""
     INVALID = "invalid"
-    """No node can do what the request asks for. The error is the field's name, a colon, and the reason."""
+    """The request is invalid on every node. The error is the field's name, a colon, and the reason."""
     REPETITION = "repetition"
-    """The output repeats itself, and the request asked for an error in that case. Another node would repeat it too."""
+    """The output repeats itself, and the request wants an error in that case. Another node would repeat it too."""
 
     __hash__ = object.__hash__
 
     @property
     def ends_one_sequence(self) -> bool:
-        """Whether the other sequences of the same request run on. Every other outcome is the end of all of them."""
+        """Whether the other sequences of the same request continue. Any other outcome ends all of them."""
         return self in _ENDS_ONE_SEQUENCE
 
 
@@ -196,7 +196,7 @@ _ENDS_ONE_SEQUENCE = FINISH_REASONS | {Outcome.ABORTED}
 
 @value(frozen=True, slots=True)
 class StageTimings:
-    """What one node measured of one attempt: milliseconds on its own clock, tokens and bytes."""
+    """The measurements of one attempt on one node: milliseconds on the node's clock, tokens and bytes."""
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -228,7 +228,7 @@ class RequestDelta:
     timings: StageTimings | None = None
     sequence_index: int = 0
     transfer_cause: TransferCause | None = None
-    """Why the KV did not arrive, with an outcome that this caused."""
+    """Why the KV did not arrive; None if the attempt did not end for that reason."""
     embedding: bytes = b""
     """The embedding, with the outcome STOP of an embedding leg: float32, little-endian."""
     takeover: int = 0
@@ -274,7 +274,7 @@ class StepFigures:
 
 @value(frozen=True, slots=True)
 class StepReport:
-    """Node to router: one for each engine step, or ten a second where the router has no request on the node.
+    """Node to router: one for each engine step, or ten a second while the router has no request on the node.
 
     A report without deltas serves as a heartbeat and comes at least every HEARTBEAT_S.
     """
@@ -284,7 +284,8 @@ class StepReport:
     kv_cache: KVCacheUpdate | None = None
     """Changes of the prefix cache, for routers that have sent WatchKVCache."""
     notice: str | None = None
-    """A text about the node for operators, which replaces the earlier one; empty: none any more; None: unchanged."""
+    """A text about the node for operators, which replaces the earlier one. Empty: there is none any more. None: it has
+    not changed."""
     step: StepFigures | None = None
     """The step that was computed; None if there was none."""
 
@@ -292,7 +293,7 @@ class StepReport:
 NodeMessage = NodeDescription | StepReport
 
 ENDED_WELL = "finished"
-"""The reason of an abort that is sent because the request has ended without an error."""
+"""`Abort.reason` of an abort that is sent because the request has ended without an error."""
 
 HEARTBEAT_S = 1.0
 """The longest time between two reports of a node, in seconds. A node that is silent for three times as long is lost."""

@@ -1,4 +1,4 @@
-"""What a node reports to operators and benchmarks on request: hand-offs, compute paths, and recent events."""
+"""The reports of a node for operators and benchmarks: its hand-offs, its compute paths and its recent events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from baton.messages.node import LoadReport, NodeDescription, StepFigures
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One event on one node. `monotonic_ns` can be compared between the processes of one host."""
+    """One event on one node."""
 
     seq: int
+    """The number of the event, from 1 on in each incarnation."""
     monotonic_ns: int
+    """The time of the event by CLOCK_MONOTONIC, which all processes of one host share."""
     name: str
     attempt: AttemptKey
     value: int = 0
@@ -30,7 +32,8 @@ class TraceStep:
     monotonic_ns: int
     figures: StepFigures
     goes_on: bool
-    """Whether there was more to compute when the step was committed: the time until the next step is no idle time."""
+    """Whether there was more to compute when the step was committed, so that the time until the next step is not idle
+    time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,10 @@ class RefusedLink:
     cause: str
     """The value of a `TransferCause`."""
     story: str
-    """Names both sides and what differs."""
+    """The refusal in words, which names both nodes and what differs between them."""
     age_s: float
     count: int
-    """How many links to this peer were refused in a row."""
+    """The number of links to this peer that were refused in a row."""
 
 
 @dataclass(frozen=True, slots=True)

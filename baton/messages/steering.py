@@ -16,7 +16,7 @@ class DrainProgress:
     in_flight: int = 0
     """Legs that the router has sent to the node and that have not ended."""
     idle: bool = False
-    """Whether no work is left and every router knows that it must not send any more."""
+    """Whether no work is left and every router knows that it must not send more."""
     stopped: bool = False
     """Whether the node's process has ended."""
 

@@ -1,4 +1,4 @@
-"""How the duration of a request divides into stages."""
+"""The stages of a request, and the duration of each."""
 
 from __future__ import annotations
 

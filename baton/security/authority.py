@@ -146,7 +146,7 @@ def _write_pair(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replace the file atomically, with mode 600: a concurrent reader finds the old or the new content."""
+    """Replace the file atomically, with mode 600: a concurrent reader gets the old or the new content."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""The addresses on which a process may listen. Any but a loopback address needs TLS and keys, or --insecure."""
+"""Checks the address on which a process listens: any but a loopback address needs TLS and keys, or --insecure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Protection:
     has_tls: bool
     has_keys: bool
     insecure: bool
-    """The operator said that no protection is needed, by --insecure."""
+    """Whether the operator has stated, by --insecure, that no protection is needed."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches HOST. Names other than localhost count as reachable by others."""
+    """Whether HOST can be reached from this machine alone. All names but localhost count as reachable from others."""
     if host.lower() == "localhost":
         return True
     try:
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, protection: Protection, *, needs_keys: bool) -> None:
-    """Raise ConfigError for an address that others reach if TLS is missing, or keys where they are needed.
+    """Raise ConfigError for an address that other machines reach if TLS is missing, or keys where they are needed.
 
     `needs_keys`: the process has ports for callers other than the cluster's own processes.
     """
@@ -42,6 +42,6 @@ def check_bind(host: str, protection: Protection, *, needs_keys: bool) -> None:
         missing.append("--api-keys (`baton keys add FILE` makes one)")
     if missing:
         raise ConfigError(
-            f"others reach {host}: give {' and '.join(missing)}, listen on --host 127.0.0.1, "
-            "or say --insecure if this network is trusted"
+            f"other machines can reach {host}: give {' and '.join(missing)}, listen on --host 127.0.0.1, "
+            "or give --insecure if this network is trusted"
         )

@@ -1,7 +1,4 @@
-"""The identity of the caller, set when a call is authenticated.
-
-It holds in the task of the call and in its subtasks.
-"""
+"""The identity of the caller. It is set when a call is authenticated, for the task of the call and its subtasks."""
 
 from __future__ import annotations
 
@@ -17,8 +14,10 @@ class Caller:
 
     role: CallerRole
     tenant: str = ""
-    """The tenant, whose requests, cached prefixes and quota are separate from all others'. Empty: no tenant."""
+    """The tenant, whose requests, cached prefixes and quota are separate from those of other tenants. Empty: no tenant.
+    """
     key_id: str = ""
+    """The name of the caller's API key in logs and commands; empty: the caller sent no key."""
     max_concurrent: int | None = None
     """Limit of concurrent requests of the tenant. None: no limit."""
 

@@ -1,8 +1,8 @@
 """Limits of the connections that a process accepts: in total, at each listener, and from each address. Does no I/O.
 
-A connection costs its client nothing and the server a file descriptor and some kilobytes. A process without free
-descriptors can neither open a file nor connect to Redis or to a node. Clients that only connect must therefore not get
-all descriptors, and one client must not get all those that are meant for clients.
+A connection costs its client nothing, but the server a file descriptor and some kilobytes of memory. A process without
+free descriptors can neither open a file nor connect to Redis or to a node. Therefore clients together must not get all
+descriptors, and one client must not get all those that are meant for clients.
 
 A connection is *silent* while the server waits for its peer's first request. An honest client is silent for one round
 trip. An attacker who only connects is silent for ever, and the memory that the connections took stays with the process,
@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_CONNECTIONS = 16_384
-"""Limit of the connections of one process, even if it may have more descriptors: each takes some kilobytes of memory..
-
+"""Limit of the connections of one process, even if it may have more descriptors: each takes some kilobytes of memory.
 """
 MAX_SILENT = 1024
 """Limit of the silent connections of a process. A router accepts at most some thousands of connections per second, so
 that each has some tenths of a second for its first request, however many others come.
 """
 _LEAST = 8
+"""A process accepts at least this many connections, however few descriptors it may have."""
 
 
 class Refusal(enum.Enum):
@@ -35,7 +35,7 @@ class Refusal(enum.Enum):
     PROCESS = "of this process"
     LISTENER = "at one port"
     PEER = "from one address at one port"
-    SILENT = "of connections that have asked for nothing"
+    SILENT = "of connections without a request"
     """The connection that has been silent longest is closed for a new one."""
 
 
@@ -46,7 +46,8 @@ class Limits:
     process: int
     listener: int
     peer: int
-    """Connections from one address at one listener. Many clients may share one: behind a proxy, or on one machine."""
+    """Connections from one address at one listener. Many clients may share an address: behind a proxy, or on one
+    machine."""
     silent: int = MAX_SILENT
     """Silent connections of the process."""
 
@@ -94,7 +95,7 @@ class Place:
             self._limit.discard_silent(self)
 
     def asked(self) -> None:
-        """Note that a request has arrived: the connection is never silent again. Idempotent."""
+        """Note that a request has arrived: the connection does not count as silent any more. Idempotent."""
         self._has_asked = True
         self.waits_for_us()
 

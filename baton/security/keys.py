@@ -31,7 +31,8 @@ from baton.security.matrix import KEY_ROLES, CallerRole
 _log = logging.getLogger(__name__)
 
 VERSION = 1
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether the file has changed."""
 MAX_KEY_CHARS = 256
 """Longer texts are refused without hashing them. A key has 49 characters."""
 _PREFIX = "baton-"
@@ -48,7 +49,7 @@ class ApiKey:
     tenant: str
     role: CallerRole
     created: str
-    """The day on which the key was made, for people."""
+    """The day on which the key was made, as text."""
     max_concurrent: int | None = None
 
     @property
@@ -72,7 +73,9 @@ def new_key(tenant: str, role: CallerRole, created: str, max_concurrent: int | N
 def check_tenant(tenant: str) -> None:
     """Raise ConfigError unless this is a valid name of a tenant."""
     if not _TENANT.match(tenant):
-        raise ConfigError(f"tenant {tenant[:80]!r}: up to 32 small letters, digits and '-', the first one no '-'")
+        raise ConfigError(
+            f"tenant {tenant[:80]!r}: use up to 32 lower-case letters, digits and '-', not beginning with '-'"
+        )
 
 
 def read_keys(path: Path) -> Sequence[ApiKey]:
@@ -89,7 +92,7 @@ def read_keys(path: Path) -> Sequence[ApiKey]:
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is no file of keys: {error}") from None
+        raise ConfigError(f"{path} is not a file of API keys: {error}") from None
 
 
 def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
@@ -116,20 +119,20 @@ def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 class KeyRing:
-    """The keys in a file, which is read again when it changes."""
+    """The API keys in a file, which is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises ConfigError if it can't be read; if that happens later, the keys stay as they are."""
         self._path = path
-        self._looked_at = 0.0
-        self._seen = _stamp(path)
+        self._checked_at = 0.0
+        self._stamp_read = _stamp(path)
         self._by_digest = _by_digest(read_keys(path))
 
     def caller(self, key: str, now: float) -> Caller:
         """The caller to whom the key belongs. Raises Unauthenticated. `now`: seconds on any monotonic clock."""
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
-            self._look()
+        if now - self._checked_at >= CHECK_INTERVAL_S:
+            self._checked_at = now
+            self._read_if_changed()
         if not key:
             raise Unauthenticated(
                 "no API key was sent: send `authorization: Bearer KEY` (with `baton`, set BATON_API_KEY)"
@@ -142,21 +145,21 @@ class KeyRing:
             raise Unauthenticated("this API key is unknown or has been removed")
         return found.caller
 
-    def _look(self) -> None:
+    def _read_if_changed(self) -> None:
         stamp = _stamp(self._path)
-        if stamp == self._seen:
+        if stamp == self._stamp_read:
             return
-        self._seen = stamp
+        self._stamp_read = stamp
         try:
             self._by_digest = _by_digest(read_keys(self._path))
             _log.info("keys: the file has changed and holds %d keys", len(self._by_digest))
         except ConfigError as error:
-            # A file that is being written must not lock everybody out.
+            # While the file is being written, callers must not be refused.
             _log.error("keys: the file can't be read, and the keys stay as they were: %s", error)
 
 
-def bearer(authorization: str) -> str:
-    """The key in an `authorization` header. Empty if there is none."""
+def bearer_key(authorization: str) -> str:
+    """The key in an `authorization` header of the form `Bearer KEY`; empty if it has another form."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -170,6 +173,7 @@ def _by_digest(keys: Sequence[ApiKey]) -> Mapping[bytes, ApiKey]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Modification time, size and inode of a file, which tell whether it has changed; None if there is none."""
     try:
         found = path.stat()
     except OSError:

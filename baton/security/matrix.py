@@ -1,4 +1,4 @@
-"""The access table: which roles may call which RPC or page. What is not in the table is refused to everybody.
+"""The access table: which roles may call which RPC or page. An RPC that is not in the table is refused to everybody.
 
 A caller's role comes from its certificate (routers, nodes and operators, between the processes of a cluster) or from
 its API key (clients, monitors and operators, on the public ports). Without certificates and keys a port is open to all
@@ -27,15 +27,16 @@ class CallerRole(enum.Enum):
 KEY_ROLES = (CallerRole.CLIENT, CallerRole.MONITOR, CallerRole.OPERATOR)
 CERTIFICATE_ROLES = (CallerRole.ROUTER, CallerRole.NODE, CallerRole.OPERATOR)
 _EVERY = "*"
-_KNOWN = frozenset(CallerRole) - {CallerRole.ANYONE}
+"""Stands for every method of a service that has no entry of its own."""
+_ALL_WITH_KEY = frozenset(CallerRole) - {CallerRole.ANYONE}
 
 RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
     ("baton.v1.Generation", _EVERY): frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
     ("baton.v1.Operator", _EVERY): frozenset({CallerRole.OPERATOR}),
-    # A router that starts asks the process that has its name.
+    # A router that starts calls the process that is registered under its name.
     ("baton.v1.Operator", "GetStatus"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Attach"): frozenset({CallerRole.ROUTER}),
-    # A node that starts asks the process that has its name.
+    # A node that starts calls the process that is registered under its name.
     ("baton.v1.Node", "Describe"): frozenset({CallerRole.ROUTER, CallerRole.NODE, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Trace"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Drain"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
@@ -43,8 +44,8 @@ RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
     ("baton.v1.Node", "ResetPrefixCache"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.KvLink", "Open"): frozenset({CallerRole.NODE}),
     ("grpc.health.v1.Health", _EVERY): frozenset({CallerRole.ANYONE}),
-    ("grpc.reflection.v1.ServerReflection", _EVERY): _KNOWN,
-    ("grpc.reflection.v1alpha.ServerReflection", _EVERY): _KNOWN,
+    ("grpc.reflection.v1.ServerReflection", _EVERY): _ALL_WITH_KEY,
+    ("grpc.reflection.v1alpha.ServerReflection", _EVERY): _ALL_WITH_KEY,
 }
 
 PAGES: Mapping[str, frozenset[CallerRole]] = {
@@ -66,14 +67,14 @@ def callers_of_rpc(method: str) -> frozenset[CallerRole]:
 
 def callers_of_page(path: str) -> frozenset[CallerRole]:
     """The roles that may request PATH by HTTP. For an unknown path these are all roles with a key, who get a 404."""
-    return PAGES.get(_first_part(path), _KNOWN)
+    return PAGES.get(_first_part(path), _ALL_WITH_KEY)
 
 
 def is_page(path: str) -> bool:
     """Whether the first segment of PATH is in the table, letter by letter.
 
-    A server answers no other path: its router may compare paths less exactly than this table, and would then serve a
-    page to callers whom the table excludes.
+    A server must not answer any other path: its URL routing may compare paths less exactly than this table does, and
+    would then serve a page to callers whom the table excludes.
     """
     return _first_part(path) in PAGES
 

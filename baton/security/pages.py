@@ -1,4 +1,4 @@
-"""Authentication of HTTP requests: by the host name that was called and the key that was shown."""
+"""Authenticates HTTP requests, by the host name in the request and by the API key."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable
 from baton.errors import InvalidRequest, PermissionDenied
 from baton.security.binds import is_loopback
 from baton.security.callers import ANYONE, Caller
-from baton.security.keys import KeyRing, bearer
+from baton.security.keys import KeyRing, bearer_key
 from baton.security.matrix import CallerRole, callers_of_page
 
 Headers = Iterable[tuple[bytes, bytes]]
 """Pairs of a header's name, in lower case, and its value."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""Control characters.
-
-No served path has one, and some comparisons ignore them: `$` in a regular expression, C strings.
+"""Control characters. No served path has one, and some comparisons ignore them: `$` in a regular expression, C strings.
 """
 
 
@@ -33,9 +31,9 @@ class PageAuthenticator:
         keys: KeyRing | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`host`: the server's address.
-
-        `allowed_hosts`: host names besides those of loopback, with commas; `*`: any.
+        """`host`: the address on which the server listens. `allowed_hosts`: host names besides those of loopback under
+        which clients may call it, separated by commas; `*`: any. `keys`: clients must send one of these keys; None:
+        keys are not checked.
         """
         named = {name.strip().lower() for name in allowed_hosts.split(",") if name.strip()}
         self._takes_any_host = "*" in named or not (named or is_loopback(host))
@@ -52,30 +50,30 @@ class PageAuthenticator:
             if name == b"host":
                 self._check_host(value.decode("latin-1"))
             elif name == b"authorization":
-                key = key_in(value.decode("latin-1"))
+                key = key_from_authorization(value.decode("latin-1"))
         allowed = callers_of_page(path)
         if self._keys is None or CallerRole.ANYONE in allowed:
             return ANYONE
         caller = self._keys.caller(key, self._now())
         if caller.role not in allowed:
-            raise PermissionDenied(f"{path[:200]} is not for a {caller.role.value}'s key")
+            raise PermissionDenied(f"a key with the role {caller.role.value} may not request {path[:200]}")
         return caller
 
     def _check_host(self, sent: str) -> None:
-        # DNS rebinding: a web page can let its own name point to 127.0.0.1, and then call the servers that listen
-        # there.
+        # Against DNS rebinding: the owner of a web page can let its host name resolve to 127.0.0.1. The page could then
+        # call the servers on the machine of the person who views it.
         if self._takes_any_host:
             return
         name = _without_port(sent.strip().lower())
         if not is_loopback(name) and name not in self._hosts:
-            raise PermissionDenied(f"host {sent[:80]!r} is not served here: --allowed-hosts names more")
+            raise PermissionDenied(f"host {sent[:80]!r} is not served here: add it to --allowed-hosts to serve it")
 
 
-def key_in(authorization: str) -> str:
+def key_from_authorization(authorization: str) -> str:
     """The key in an `authorization` header: `Bearer KEY`, or the password of `Basic`, which browsers send."""
     scheme, _, rest = authorization.partition(" ")
     if scheme.lower() != "basic":
-        return bearer(authorization)
+        return bearer_key(authorization)
     try:
         return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2]
     except (binascii.Error, ValueError):

@@ -1,4 +1,4 @@
-"""Removes secrets from text that is shown: the URL of a Redis may contain a password."""
+"""Removes passwords from text that is shown, such as the URL of a Redis."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The certificate and key of a process and the authority that it trusts, as files in PEM.
 
 Certificates are replaced while processes serve. Before each handshake the process therefore checks whether the files
-have changed. New files count for new connections, and open connections stay. Files that do not fit together, for
-example because only one of them has been written yet, change nothing.
+have changed. Changed files are used for new connections, and open connections stay. Files that do not belong together,
+for example because only one of them has been written yet, are not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The paths. `cert` and `key` are None for a client without a certificate of its own."""
+    """The paths of the files. `cert` and `key` are None for a client without a certificate of its own."""
 
     ca: Path
     cert: Path | None = None
@@ -41,13 +41,13 @@ class TlsFiles:
         return cls(ca, cert, key)
 
     def read(self) -> TlsBytes:
-        """Read the files. Raises ConfigError for a file that can't be read or has other content."""
+        """Read the files. Raises ConfigError for a file that can't be read or is not valid."""
         _check(self)
         cert, key = (None if path is None else _read(path) for path in (self.cert, self.key))
         return TlsBytes(_read(self.ca), cert, key)
 
     def live(self) -> LiveTls:
-        """Read the files now and again when they change. Raises ConfigError as `read` does."""
+        """Read the files now, and again when they change. Raises ConfigError as `read` does."""
         return LiveTls(self)
 
     def server_context(self, *protocols: str) -> ssl.SSLContext:
@@ -119,7 +119,7 @@ class LiveTls:
     """The contents of files that are read again when they have changed. Thread-safe."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Read the files. Raises ConfigError for a file that can't be read or has other content."""
+        """Read the files. Raises ConfigError for a file that can't be read or is not valid."""
         self._files = files
         self._seen = _stamps(files)
         self._bytes = files.read()
@@ -144,7 +144,8 @@ def certificate_files(directory: Path, name: str) -> TlsFiles:
 
 @contextmanager
 def _as_file(data: bytes) -> Iterator[str]:
-    """A path in memory to this content: it may be a private key, and `ssl` reads keys from files only."""
+    """The path of a file in memory with this content. `ssl` reads keys from files only, and a private key must not be
+    written to a disk."""
     descriptor = os.memfd_create("pem")
     try:
         os.write(descriptor, data)
@@ -173,7 +174,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check(files: TlsFiles) -> None:
-    """Raise ConfigError for wrong files now: gRPC would report them only when a peer connects."""
+    """Raise ConfigError for invalid files, which gRPC would only report when a peer connects."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -188,7 +189,9 @@ def _check(files: TlsFiles) -> None:
         try:
             context.load_cert_chain(files.cert, files.key)
         except ssl.SSLError as error:
-            raise ConfigError(f"{files.cert} and {files.key} are no certificate and its key: {_why(error)}") from None
+            raise ConfigError(
+                f"{files.cert} and {files.key} are not a certificate and its key: {_why(error)}"
+            ) from None
 
 
 def _why(error: ssl.SSLError) -> str:

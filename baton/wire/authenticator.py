@@ -10,7 +10,7 @@ import grpc
 
 from baton.errors import PermissionDenied
 from baton.security.callers import ANYONE, Caller, current_caller
-from baton.security.keys import KeyRing, bearer
+from baton.security.keys import KeyRing, bearer_key
 from baton.security.matrix import CallerRole, callers_of_rpc, certificate_role
 
 
@@ -41,7 +41,7 @@ class Authenticator:
         if CallerRole.ANYONE in allowed:
             return ANYONE
         sent = next((value for key, value in metadata or () if key == "authorization"), "")
-        caller = self._keys.caller(bearer(sent) if isinstance(sent, str) else "", self._now())
+        caller = self._keys.caller(bearer_key(sent) if isinstance(sent, str) else "", self._now())
         if caller.role not in allowed:
             raise PermissionDenied(f"a key with the role {caller.role.value} may not call {method}")
         return caller

@@ -48,7 +48,11 @@ def assert_nothing_started(shell: Shell, run_dir: Path) -> None:
         (["-o", "xml"], BAD_USAGE, "'xml' is not one of 'text', 'json', 'yaml'"),
         (["--run-dir", ""], BAD_USAGE, "--run-dir"),
         (["--host", "192.0.2.1", "--grpc-port", "50051", "--insecure"], BAD_CONFIG, "can't listen on 192.0.2.1:50051"),
-        (["--host", "0.0.0.0"], BAD_CONFIG, "others reach 0.0.0.0: give --tls-cert, --tls-key and --tls-ca"),
+        (
+            ["--host", "0.0.0.0"],
+            BAD_CONFIG,
+            "other machines can reach 0.0.0.0: give --tls-cert, --tls-key and --tls-ca",
+        ),
         (["--config", "missing.toml"], BAD_CONFIG, "configuration file missing.toml does not exist"),
         (["--registry", "localhost:6379"], BAD_CONFIG, "use redis:// or rediss:// or unix://"),
     ],

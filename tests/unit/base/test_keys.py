@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, Unauthenticated
-from baton.security.keys import MAX_KEY_CHARS, KeyRing, bearer, new_key, read_keys, write_keys
+from baton.security.keys import MAX_KEY_CHARS, KeyRing, bearer_key, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import key_in
+from baton.security.pages import key_from_authorization
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_read_any_more_shuts_nobody_out(file: Path) -> Non
     ("change", "said"),
     [
         ({"version": 2}, "version"),
-        ({"keys": 1}, "no file of keys"),
+        ({"keys": 1}, "not a file of API keys"),
         ({"keys": [{}]}, "has the fields"),
         ({"role": "router"}, "a key can.t have the role router"),
         ({"role": "king"}, "king"),
@@ -111,7 +111,7 @@ def test_no_file(file: Path) -> None:
 
 
 def test_how_a_key_is_sent() -> None:
-    assert bearer("Bearer k") == bearer("bearer  k ") == "k"
-    assert bearer("Basic k") == bearer("k") == bearer("") == ""
-    assert key_in("Basic eDpr") == "k"
-    assert key_in("Basic !") == key_in("Basic /w==") == ""
+    assert bearer_key("Bearer k") == bearer_key("bearer  k ") == "k"
+    assert bearer_key("Basic k") == bearer_key("k") == bearer_key("") == ""
+    assert key_from_authorization("Basic eDpr") == "k"
+    assert key_from_authorization("Basic !") == key_from_authorization("Basic /w==") == ""

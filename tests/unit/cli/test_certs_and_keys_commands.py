@@ -60,9 +60,9 @@ def test_files_that_do_not_match_are_named_in_the_error(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage"
     garbage.write_text("no certificate")
     for wrong, message in (
-        (TlsFiles(one.ca, one.cert, two.key), "no certificate and its key"),
+        (TlsFiles(one.ca, one.cert, two.key), "not a certificate and its key"),
         (TlsFiles(garbage, one.cert, one.key), "garbage holds no certificate"),
-        (TlsFiles(one.ca, garbage, one.key), "no certificate and its key"),
+        (TlsFiles(one.ca, garbage, one.key), "not a certificate and its key"),
         (TlsFiles(tmp_path / "missing", one.cert, one.key), "missing can't be read"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The settings of every process of a cluster, and those that each process has for itself."""
+"""The settings that all processes of a cluster share, and those that each process has for itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bundled_model_dir() -> Path:
 class Settings(BaseModel):
     """A group of settings. Its fields are the settings that this class adds to those of its base classes.
 
-    A description that ends in "Default: ..." describes a default that is worked out when the process starts.
+    If the default is computed when the process starts, the description ends with "Default: ..." and says how.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -34,7 +34,7 @@ class Settings(BaseModel):
 
 
 class ClusterSettings(Settings):
-    """Settings of every process of a cluster."""
+    """The settings that all processes of a cluster share."""
 
     heading: ClassVar[str] = "Every process"
 
@@ -80,7 +80,7 @@ class ClusterSettings(Settings):
 
 
 class ProcessSettings(ClusterSettings):
-    """Settings that each node and each router has for itself."""
+    """The settings that each node and each router has for itself."""
 
     heading: ClassVar[str] = "This process"
 

@@ -12,14 +12,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 def _name(value: str) -> str:
     if value and not _NAME.match(value):
-        raise ValueError("up to 64 letters, digits, '_', '.' and '-'")
+        raise ValueError("must be up to 64 letters, digits, '_', '.' and '-'")
     return value
 
 
 def _host_port(value: str) -> str:
     host, mark, port = value.rpartition(":")
     if value and not (mark and host and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError("HOST:PORT")
+        raise ValueError("must be HOST:PORT")
     return value
 
 
@@ -38,4 +38,4 @@ KVDigests = Literal["auto", "on", "sampled", "off"]
 
 
 class Internal:
-    """Marks, in `Annotated`, a setting that only Baton's own processes give each other: users never see it."""
+    """Marks, in `Annotated`, a setting that only Baton's own processes give each other; it is hidden from users."""

@@ -1,8 +1,8 @@
 """Loads the settings of a process from flags, environment and file.
 
-A flag has precedence over the environment, the environment over the file, and the file over the default.
-An unknown key is an error, whose message names the key and the one that was probably meant. The environment is read
-when a command starts, never at import.
+A flag has precedence over the environment, the environment over the file, and the file over the default. An unknown key
+is an error, whose message names the key and the one that was probably meant. The environment is read when a command
+starts, never at import.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ C = TypeVar("C", bound=BaseModel)
 
 DEFAULT_FILE = "baton.toml"
 MODELS: Mapping[str, type[BaseModel]] = {"up": UpConfig, "node": NodeConfig, "router": RouterConfig}
-"""The settings of each command that starts processes, by its name, which is also that of its table in the file."""
+"""The settings of each command that starts processes, by the command's name. Its table in the file has the same name.
+"""
 _NOT_SETTINGS = frozenset({"config", "run_dir", "log", "log_format", "address", "api_key"})
 """BATON_ variables that commands read themselves."""
 _Found = dict[str, tuple[Any, str]]
@@ -50,9 +51,9 @@ def load(
     file: Path | None = None,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> Loaded[C]:
-    """Load the settings of a process. A flag whose value is None was not given; without `file` no file is read.
+    """Load the settings of a process. A flag with the value None was not given. Without `file` no file is read.
 
-    `fallbacks` replace defaults of the model, for example by a name that is made from the host's.
+    `fallbacks` replace defaults of the model, for example by a name that is derived from the host's.
 
     Raises ConfigError, whose message names the key, its origin and what is wrong with the value, or UsageError if only
     flags are wrong.
@@ -60,13 +61,14 @@ def load(
     values: dict[str, Any] = dict(fallbacks or {})
     origins = dict.fromkeys(model.model_fields, "default")
     given = {key: (value, flag_of(key)) for key, value in flags.items() if value is not None}
-    for key, (value, origin) in (_from_outside(model, environ, file) | given).items():
+    for key, (value, origin) in (_from_file_and_environment(model, environ, file) | given).items():
         values[key], origins[key] = value, origin
     try:
         return Loaded(model.model_validate(values), origins)
     except ValidationError as error:
-        blame = UsageError if all(_is_usage(dict(problem), origins) for problem in error.errors()) else ConfigError
-        raise blame(_explain(error, model, origins)) from None
+        is_usage_error = all(_concerns_flag(dict(problem), origins) for problem in error.errors())
+        error_class = UsageError if is_usage_error else ConfigError
+        raise error_class(_explain(error, model, origins)) from None
 
 
 def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None = None) -> _Found:
@@ -79,7 +81,7 @@ def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None =
         for key, setting in settings_of(model).items()
         if not setting.is_internal
     }
-    given = _from_outside(model, environ, file)
+    given = _from_file_and_environment(model, environ, file)
     found |= given
     try:
         model.model_validate({key: value for key, (value, _) in given.items()})
@@ -104,8 +106,8 @@ def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
     return here if here.is_file() else None
 
 
-def _from_outside(model: type[BaseModel], environ: Mapping[str, str], file: Path | None) -> _Found:
-    """What file and environment say; the environment has precedence."""
+def _from_file_and_environment(model: type[BaseModel], environ: Mapping[str, str], file: Path | None) -> _Found:
+    """The values in the file and the environment, which has precedence."""
     return (_from_file(model, file) if file is not None else {}) | _from_environment(model, environ)
 
 
@@ -114,15 +116,15 @@ def _from_file(model: type[BaseModel], file: Path) -> _Found:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    everything = _all_keys()
+    all_keys = _all_keys()
     found: _Found = {}
     for key, value in content.items():
         if isinstance(value, dict):
             if key not in MODELS:
                 raise ConfigError(f"{file}: unknown table [{key}]{did_you_mean(key, MODELS)}")
             continue
-        if key not in everything:
-            raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(key, everything | set(MODELS))}")
+        if key not in all_keys:
+            raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(key, all_keys | set(MODELS))}")
         if key in model.model_fields:
             found[key] = (value, str(file))
     for table, owner in MODELS.items():
@@ -136,19 +138,19 @@ def _from_file(model: type[BaseModel], file: Path) -> _Found:
 
 
 def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> _Found:
-    everything, own = _all_keys() | _NOT_SETTINGS, _keys(model)
+    all_keys, own_keys = _all_keys() | _NOT_SETTINGS, _keys(model)
     found: _Found = {}
     for variable, value in environ.items():
         if not variable.startswith(PREFIX):
             continue
         key = variable.removeprefix(PREFIX).lower()
-        if key in everything:
-            # Kubernetes sets BATON_PORT=tcp://... in every pod next to a service named baton. No setting looks so.
-            if key in own and not value.startswith("tcp://"):
+        if key in all_keys:
+            # Kubernetes sets BATON_PORT=tcp://... in every pod next to a service named baton. No value is so.
+            if key in own_keys and not value.startswith("tcp://"):
                 found[key] = (value, variable)
-        elif difflib.get_close_matches(key, everything, n=1, cutoff=0.85):
-            # Other programs may have BATON_ variables, so only a name that is almost right is an error.
-            raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, set(map(variable_of, everything)))}")
+        elif difflib.get_close_matches(key, all_keys, n=1, cutoff=0.85):
+            # Other programs may have BATON_ variables, so only a name that resembles a setting's is an error.
+            raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, set(map(variable_of, all_keys)))}")
     return found
 
 
@@ -161,23 +163,23 @@ def _all_keys() -> frozenset[str]:
     return frozenset().union(*map(_keys, MODELS.values()))
 
 
-def _is_usage(problem: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
-    """Whether the command line is wrong: a bad flag, or a missing one."""
+def _concerns_flag(problem: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
+    """Whether the problem is a wrong or missing flag, and not an error in the environment or the file."""
     key = str(problem["loc"][0]) if problem["loc"] else ""
     return problem["type"] == "missing" or origins.get(key, "").startswith("--")
 
 
 def _explain(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> str:
-    told = []
+    explanations = []
     for problem in error.errors(include_url=False):
         key = str(problem["loc"][0]) if problem["loc"] else ""
         reason = str(problem["msg"]).removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            told.append(f"unknown key {key!r}{did_you_mean(key, model.model_fields)}")
+            explanations.append(f"unknown key {key!r}{did_you_mean(key, model.model_fields)}")
         elif problem["type"] == "missing":
-            told.append(f"{flag_of(key)} is required")
+            explanations.append(f"{flag_of(key)} is required")
         else:
-            given = without_password(repr(problem["input"]))
-            said = f" {given:.80} from {origins[key]}" if key in origins else ""
-            told.append(f"{key}{said}: {reason}" if key else reason)
-    return "; ".join(told)
+            value = without_password(repr(problem["input"]))
+            value_and_origin = f" {value:.80} from {origins[key]}" if key in origins else ""
+            explanations.append(f"{key}{value_and_origin}: {reason}" if key else reason)
+    return "; ".join(explanations)

@@ -1,7 +1,7 @@
 """The settings of nodes. A new setting of nodes is one field of `NodeSettings`.
 
-From the field follow its flag, its environment variable, its key in the configuration file, its row in `baton config
-view` and in docs/configuration.md, and its way from `baton up` to each node:
+From the field are derived the setting's flag, its environment variable, its key in the configuration file, its row in
+`baton config view` and in docs/configuration.md, and the flag with which `baton up` passes it to each node. Example:
 
 flag          --max-num-seqs 64
 environment   BATON_MAX_NUM_SEQS=64
@@ -33,7 +33,7 @@ from baton.config.kinds import (
 
 
 class NodeSettings(ClusterSettings):
-    """Settings of every node of a cluster. `baton up` has a flag for each of them, too."""
+    """The settings that all nodes of a cluster share. `baton up` has a flag for each of them, too."""
 
     heading: ClassVar[str] = "Every node"
 
@@ -133,7 +133,7 @@ class NodeSettings(ClusterSettings):
 
 
 class NodeConfig(NodeSettings, ProcessSettings):
-    """The settings of one prefill or decode node, those that only `baton node` has included."""
+    """All settings of one prefill or decode node, including those that only `baton node` has."""
 
     heading: ClassVar[str] = "This node"
 
@@ -149,7 +149,7 @@ class NodeConfig(NodeSettings, ProcessSettings):
         0.0, description="Milliseconds that each running sequence adds to a step of the simulated runner."
     )
     failpoints: Path | None = Field(
-        None, description="Directory in which drills ask for faults. Default: no faults on request."
+        None, description="Directory whose files request faults, for fault injection. Default: no fault injection."
     )
 
     @property

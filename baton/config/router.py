@@ -11,7 +11,7 @@ from baton.config.kinds import Count, CountOrZero, Name, OnOff, Port, Seconds
 
 
 class RouterSettings(ClusterSettings):
-    """Settings of every router of a cluster. `baton up` has a flag for each of them, too."""
+    """The settings that all routers of a cluster share. `baton up` has a flag for each of them, too."""
 
     heading: ClassVar[str] = "Every router"
 
@@ -50,7 +50,7 @@ class RouterSettings(ClusterSettings):
 
 
 class RouterConfig(RouterSettings, ProcessSettings):
-    """The settings of one router, those that only `baton router` has included."""
+    """All settings of one router, including those that only `baton router` has."""
 
     heading: ClassVar[str] = "This router"
 

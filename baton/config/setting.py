@@ -1,6 +1,6 @@
-"""A setting as users meet it: its flag, its variable, its default, and how its values are written.
+"""How a setting appears to users: its flag, its environment variable, its default, and how its values are written.
 
-Everything here is derived from the fields of the settings' classes (`baton.config.node` and its neighbours).
+All of it is derived from the fields of the settings' classes (`baton.config.node`, `router`, `cluster`, `up`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def variable_of(key: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written behind its flag. Paths are absolute, so that they hold in any working directory."""
+    """A value as it is written after its flag. Paths are absolute, so that they are valid in any working directory."""
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, bool):
@@ -51,54 +51,54 @@ class Setting:
     """One setting of a process."""
 
     key: str
-    """Its name in the configuration file, and in the model."""
+    """The setting's name in the configuration file, and its field's name in the model."""
     field: FieldInfo
     heading: str
     """The title of the group that it belongs to."""
 
     @property
     def flag(self) -> str:
-        """The flag that gives a value, or that switches it on."""
+        """The flag that gives the setting a value, or switches it on."""
         return flag_of(self.key)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All of its flags: of a setting that is on by default also the one that switches it off."""
+        """All flags of the setting. A switch that is on by default also has a flag that switches it off."""
         return (self.flag, flag_of("no_" + self.key)) if self.field.default is True else (self.flag,)
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
+        """The environment variable of the setting."""
         return variable_of(self.key)
 
     @property
     def is_switch(self) -> bool:
-        """Whether its flags take no value."""
+        """Whether the setting's flags take no value."""
         return self.field.annotation is bool
 
     @property
     def is_path(self) -> bool:
-        """Whether its values are paths of files or directories."""
+        """Whether the setting's values are paths of files or directories."""
         return Path in _types(self.field.annotation)
 
     @property
     def is_internal(self) -> bool:
-        """Whether only Baton's own processes give it to each other."""
+        """Whether the setting is hidden from users: only Baton's own processes give it to each other."""
         return Internal in self.field.metadata
 
     @property
     def is_required(self) -> bool:
-        """Whether it must be given."""
+        """Whether the setting has no default and must be given."""
         return self.field.is_required()
 
     @property
     def default(self) -> Any:
-        """Its default; None if it is required."""
+        """The default; None if the setting is required."""
         return None if self.is_required else self.field.get_default(call_default_factory=True)
 
     @property
     def default_text(self) -> str:
-        """The default for people; empty where there is none to speak of."""
+        """The default as text for help and documentation; empty if there is none worth mentioning."""
         computed = (self.field.description or "").partition(_COMPUTED_DEFAULT)[2].removesuffix(".")
         value = self.default
         if computed or value is None or value == "" or value is False:
@@ -110,12 +110,12 @@ class Setting:
 
     @property
     def description(self) -> str:
-        """What it does, without its default."""
+        """The description of the setting, without its default."""
         return (self.field.description or "").partition(_COMPUTED_DEFAULT)[0]
 
     @property
     def value_name(self) -> str:
-        """A name for its values, such as SECONDS, or the choices; empty for a switch."""
+        """The placeholder for a value in help, such as SECONDS, or the choices; empty for a switch."""
         if self.is_switch:
             return ""
         if get_origin(self.field.annotation) is Literal:
@@ -139,7 +139,7 @@ class Setting:
 
 @cache
 def settings_of(model: type[BaseModel]) -> Mapping[str, Setting]:
-    """The settings of a process or a group by their keys; those that only this class has come first."""
+    """The settings of a process or a group, by key. The settings that the class itself adds come first."""
     own, *bases = (base for base in model.__mro__ if issubclass(base, BaseModel))
     fields = model.model_fields
     return {
@@ -167,6 +167,6 @@ def settings_for(kind: type[Any], config: BaseModel) -> dict[str, Any]:
 
 
 def _types(annotation: Any) -> set[Any]:
-    """Every type that an annotation is made of."""
+    """All types that an annotation consists of."""
     inner = get_args(annotation)
     return {kind for part in inner for kind in _types(part)} if inner else {annotation}

@@ -1,4 +1,4 @@
-"""The settings of `baton up`: those of nodes and of routers, which it passes on, and its own."""
+"""The settings of `baton up`: those of nodes and routers, which it passes to them, and its own."""
 
 from __future__ import annotations
 

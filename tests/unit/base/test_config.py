@@ -80,7 +80,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, compla
         ({"block_size": 0}, "block_size 0 from --block-size"),
         ({"dtype": "float16"}, "dtype 'float16' from --dtype"),
         ({"kv_cache_memory": "much"}, "kv_cache_memory 'much'"),
-        ({"advertise": "nowhere"}, "advertise 'nowhere' from --advertise: HOST:PORT"),
+        ({"advertise": "nowhere"}, "advertise 'nowhere' from --advertise: must be HOST:PORT"),
         ({"node_id": "a b"}, "node_id 'a b'"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
         ({"async_scheduling": "yes"}, "async_scheduling 'yes' from --async-scheduling"),

@@ -1,3 +1,3 @@
-"""The code that Baton's roles share: engine, wire, registry, text, command line. It imports none of the roles."""
+"""The code that routers, prefill nodes and decode nodes share: engine, wire, registry, text, command line and more."""
 
 __version__ = "0.1.0"

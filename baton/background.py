@@ -20,7 +20,7 @@ from baton.errors import BackgroundFault
 FIRST_RESTART_S = 0.05
 LAST_RESTART_S = 5.0
 STEADY_AFTER_S = 60.0
-"""A task that ran for at least this long before it failed is restarted with the shortest delay again."""
+"""A task that ran for at least this many seconds before it failed is restarted with the shortest delay again."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class OnFault(enum.Enum):
     """What happens when a background task fails."""
 
     END_PROCESS = "the process ends"
-    """The process can't serve without the task: its supervisor starts another process, and its peers notice at once."""
+    """The process ends, since it can't serve without the task. Its peers notice at once, and its supervisor starts
+    another process."""
     RESTART = "it is started again"
     """The task is restarted with exponential back-off, for ever: it has no state that a fault could leave inconsistent.
     """
@@ -73,7 +74,7 @@ class BackgroundWatch:
         return run
 
     def failed(self, kind: str, error: BaseException) -> None:
-        """End the process because of a fault in work that it can't continue without. May be called from any thread."""
+        """End the process because of a fault in work that it needs. May be called from any thread."""
         self.note(kind, error, OnFault.END_PROCESS.value)
         if self._end_process is not None:
             fault = BackgroundFault(f"background task {kind} failed: {error!r}")

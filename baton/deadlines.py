@@ -1,4 +1,4 @@
-"""A set of deadlines by key, whose earliest one is found without a scan."""
+"""Deadlines by key. The earliest one is found without a scan of all."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 Key = TypeVar("Key", bound="tuple[Any, ...] | str | int")
 
 _SPARE = 64
+"""The heap is rebuilt when it has this many entries more than twice the number of deadlines."""
 
 
 class Deadlines(Generic[Key]):
-    """At most one deadline for each key, on any clock. Keys must be comparable with each other."""
+    """A set of deadlines, at most one for each key, on any clock. Keys must be comparable with each other."""
 
     def __init__(self) -> None:
         self._until: dict[Key, float] = {}
@@ -25,7 +26,7 @@ class Deadlines(Generic[Key]):
         return key in self._until
 
     def set(self, key: Key, until: float) -> None:
-        """Set a key's deadline in place of an earlier one."""
+        """Set the deadline of a key, in place of the one that it has."""
         if self._until.get(key) == until:
             return
         self._until[key] = until

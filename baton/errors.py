@@ -1,4 +1,4 @@
-"""The hierarchy of Baton's errors. Each says whether a retry can help, and to which status and exit code it maps.
+"""The errors that Baton raises. Each has a gRPC status, an exit code, and a flag that tells whether a retry can help.
 
 Exceptions of libraries are translated into these once, at the boundary where they appear. Only `baton.wire` turns them
 into gRPC statuses, and only `baton.cli` into exit codes.
@@ -29,7 +29,7 @@ class Status(enum.Enum):
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of the command and of the processes."""
+    """Exit codes of the command `baton` and of its processes."""
 
     OK = 0
     FAILED = 1
@@ -48,8 +48,11 @@ class BatonError(Exception):
     """The base class of every error that Baton raises on purpose. Its `str()` is one line for people."""
 
     status: Status = Status.INTERNAL
+    """The gRPC status with which a call ends that raises the error."""
     retryable: bool = False
+    """Whether the same request may succeed later."""
     exit_code: ExitCode = ExitCode.FAILED
+    """The exit code of a command that ends with the error."""
     tokens_sent: int | None = None
     """How many tokens the client had been sent when this error ended its stream; None if the error ended no stream."""
 
@@ -112,8 +115,8 @@ class Overloaded(BatonError):
     status = Status.UNAVAILABLE
     retryable = True
 
-    def __init__(self, story: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(story)
+    def __init__(self, detail: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(detail)
         self.retry_after_s = retry_after_s
 
 
@@ -136,7 +139,7 @@ class QuotaExceeded(Overloaded):
 
 
 class Draining(Overloaded):
-    """The process takes no new work."""
+    """The process accepts no new work any more."""
 
 
 class DeadlineExceeded(BatonError):
@@ -147,7 +150,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
-    """The client went away or asked to stop."""
+    """The client cancelled the request, or disconnected."""
 
     status = Status.CANCELLED
     exit_code = ExitCode.INTERRUPTED
@@ -194,7 +197,7 @@ class EngineFault(BatonError):
 
 
 class RepetitiveOutput(EngineFault):
-    """The output repeats itself, and the request asked for an error in that case. Tokens sent before remain valid."""
+    """The output repeats itself, and the request wants an error in that case. Tokens sent before remain valid."""
 
 
 class BackgroundFault(BatonError):
@@ -228,10 +231,10 @@ class TransferFailed(BatonError):
     status = Status.ABORTED
     retryable = True
 
-    def __init__(self, cause: TransferCause, story: str = "") -> None:
-        super().__init__(f"KV transfer failed: {cause.value}" + (f" ({story})" if story else ""))
+    def __init__(self, cause: TransferCause, detail: str = "") -> None:
+        super().__init__(f"KV transfer failed: {cause.value}" + (f" ({detail})" if detail else ""))
         self.cause = cause
-        self.story = story
+        self.detail = detail
 
 
 class ConfigError(BatonError):
@@ -263,7 +266,7 @@ class UsageError(BatonError):
 
 
 class Unreachable(BatonError):
-    """A server that a client command needs does not answer."""
+    """A server does not answer, or can't be reached."""
 
     status = Status.UNAVAILABLE
     retryable = True
@@ -271,4 +274,4 @@ class Unreachable(BatonError):
 
 
 class NobodyListens(Unreachable):
-    """The host of an address refuses the connection, so no process listens there any more."""
+    """The host of the address refuses the connection, so that no process listens there any more."""

@@ -1,7 +1,7 @@
 """Failpoints: named places in the code where faults can be injected, for drills and tests; no-ops unless switched on.
 
 To inject a fault, put a file into the directory with which the process was started (`baton node --failpoints`). The
-file has the failpoint's name, and contains the action and, to restrict it to one request, that request's id:
+file has the failpoint's name and contains the action. An id after it restricts the fault to that request:
 
     kill                send SIGKILL to the process
     stop REQUEST        send SIGSTOP to the process
@@ -19,27 +19,29 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_strike: Callable[[str, str], None] | None = None
+_inject: Callable[[str, str], None] | None = None
+"""Called at every failpoint with its name and the request's id; None: failpoints do nothing."""
 
 
 def failpoint(name: str, request_id: str = "") -> None:
     """Inject the fault that was requested for this failpoint, if any. `request_id`: the request that reached it."""
-    if _strike is not None:
-        _strike(name, request_id)
+    if _inject is not None:
+        _inject(name, request_id)
 
 
-def look_for_failpoints(directory: Path | None) -> None:
+def configure_failpoints(directory: Path | None) -> None:
     """Switch failpoints on, with faults requested by files in this directory; None: switch them off."""
-    strike_by(None if directory is None else lambda name, request_id: _look(directory, name, request_id))
+    set_injector(None if directory is None else lambda name, request_id: _inject_requested(directory, name, request_id))
 
 
-def strike_by(strike: Callable[[str, str], None] | None) -> None:
-    """Call `strike` at every failpoint, with the failpoint's name and the request's id; None: switch failpoints off."""
-    global _strike
-    _strike = strike
+def set_injector(inject: Callable[[str, str], None] | None) -> None:
+    """Call `inject` at every failpoint, with the failpoint's name and the request's id; None: switch failpoints off."""
+    global _inject
+    _inject = inject
 
 
-def _look(directory: Path, name: str, request_id: str) -> None:
+def _inject_requested(directory: Path, name: str, request_id: str) -> None:
+    """Inject the fault that a file in the directory requests for this failpoint, if there is one."""
     try:
         wanted, *words = (directory / name).read_text().split()
         seconds = float(words.pop(0)) if wanted == "sleep" else 0.0

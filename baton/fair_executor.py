@@ -44,15 +44,15 @@ class FairExecutor:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that no thread has begun, cancelled ones included."""
+        """Number of jobs that no thread has begun, cancelled ones included."""
         return sum(map(len, self._waiting.values()))
 
     def max_running(self, tenant: str) -> int:
-        """Jobs of this tenant that may run at once."""
+        """How many jobs of this tenant may run at once."""
         return max(1, self._num_threads // 2) if tenant else self._num_threads
 
     def max_waiting(self, tenant: str) -> int:
-        """Jobs of this tenant that may wait."""
+        """How many jobs of this tenant may wait."""
         return max(1, self._max_waiting // 4) if tenant else self._max_waiting
 
     def of(self, tenant: str) -> Executor:
@@ -93,22 +93,22 @@ class FairExecutor:
 
     def _check_room(self, tenant: str) -> None:
         if self._refusal(tenant):
-            self._forget_cancelled()
-            if why := self._refusal(tenant):
-                raise QueueFull(f"{self._name}: {why}")
+            self._remove_cancelled()
+            if reason := self._refusal(tenant):
+                raise QueueFull(f"{self._name}: {reason}")
 
     def _refusal(self, tenant: str) -> str:
-        """Why no further job of this tenant may wait."""
-        if (own := self._own(tenant)) >= (most := self.max_waiting(tenant)):
-            return f"{own} jobs of this tenant wait, and at most {most} may"
+        """Why no further job of this tenant may wait; empty if one may."""
+        if (num_own := self._num_waiting_of(tenant)) >= (most := self.max_waiting(tenant)):
+            return f"{num_own} jobs of this tenant wait, and at most {most} may"
         if (num_waiting := self.num_waiting) >= self._max_waiting:
             return f"{num_waiting} jobs wait, and at most {self._max_waiting} may"
         return ""
 
-    def _own(self, tenant: str) -> int:
+    def _num_waiting_of(self, tenant: str) -> int:
         return len(self._waiting.get(tenant, ()))
 
-    def _forget_cancelled(self) -> None:
+    def _remove_cancelled(self) -> None:
         for tenant, jobs in list(self._waiting.items()):
             self._waiting[tenant] = left = deque(job for job in jobs if not job.future.cancelled())
             if not left:
@@ -129,10 +129,10 @@ class FairExecutor:
             finally:
                 # The job's objects must not stay referenced until the next job comes.
                 del found, job
-                self._ended(tenant)
+                self._job_ended(tenant)
 
     def _take(self) -> tuple[str, _Job] | None:
-        """The next job, once there is one; None when there will be none any more."""
+        """Wait for the next job and its tenant; None when the executor is closed."""
         with self._changed:
             while (found := self._next()) is None:
                 if self._is_closed:
@@ -141,6 +141,7 @@ class FairExecutor:
             return found
 
     def _next(self) -> tuple[str, _Job] | None:
+        """Remove the job that may run now from the queue; None if there is none."""
         for tenant, jobs in self._waiting.items():
             if self._running[tenant] >= self.max_running(tenant):
                 continue
@@ -152,7 +153,7 @@ class FairExecutor:
             return tenant, job
         return None
 
-    def _ended(self, tenant: str) -> None:
+    def _job_ended(self, tenant: str) -> None:
         with self._changed:
             self._running[tenant] -= 1
             if not self._running[tenant]:

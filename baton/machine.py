@@ -1,4 +1,4 @@
-"""State machines as transition tables: enums of states and events.
+"""State machines as transition tables over two enums, the states and the events.
 
 The table is the specification. A (state, event) pair that is not in the table is illegal: it changes nothing and raises
 `IllegalEvent`, whose message has the machine's history. Diagrams are rendered from the same table. The design follows
@@ -25,9 +25,10 @@ class IllegalEvent(Exception):
 
 
 class Machine(Generic[S, E]):
-    """One run through a transition table `{(state, event): next state}`."""
+    """A state that changes by a transition table `{(state, event): next state}`."""
 
     def __init__(self, name: str, initial: S, table: Mapping[tuple[S, E], S]) -> None:
+        """`name`: names the machine in errors."""
         self._name = name
         self._table = table
         self._state = initial

@@ -1,4 +1,4 @@
-"""Dataclasses that are created thousands of times a second: frozen for readers and for mypy, but not at run time.
+"""Dataclasses that are created thousands of times a second. They are frozen for mypy and readers, but not at run time.
 
 A frozen dataclass sets each field by a call of `object.__setattr__`, which makes its construction several times slower:
 that took a tenth of the time of a router, and of a simulated cluster.

@@ -220,10 +220,10 @@ class Intake:
         self._opened_at.pop(incarnation, None)
         was_up = self._num_blocks.pop(incarnation, None) is not None
         if link is not None:
-            self._refused.link_ended(link.source.node_id, error.cause, error.story)
+            self._refused.link_ended(link.source.node_id, error.cause, error.detail)
             if was_up and not self._stopped:
                 self._absent.link_ended(link.source)
-        self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
+        self._carry_out(self._book.peer_lost(incarnation, error.cause, error.detail))
 
     # For the node.
 

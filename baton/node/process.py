@@ -14,7 +14,7 @@ import structlog
 from baton.config import NodeConfig
 from baton.engine.runner import ModelInfo, ModelRunner
 from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
-from baton.failpoints import look_for_failpoints
+from baton.failpoints import configure_failpoints
 from baton.messages.node import NodeDescription, Role
 from baton.node.leftovers import describe_left, may_be_written
 from baton.node.name_claim import Asks, require_free_name
@@ -60,7 +60,7 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
         # UCX listens as well, by default on every interface that it finds.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    look_for_failpoints(config.failpoints)
+    configure_failpoints(config.failpoints)
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_wanted_role(config))
     runner = load(runner_spec(config))

@@ -69,7 +69,7 @@ def to_rpc(error: BatonError) -> RpcStatus:
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
     if isinstance(error, TransferFailed):
-        info.metadata["cause"], info.metadata["story"] = error.cause.value, _shortened(error.story)
+        info.metadata["cause"], info.metadata["story"] = error.cause.value, _shortened(error.detail)
     rich_status.details.add().Pack(info)
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(

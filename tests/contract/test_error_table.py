@@ -147,7 +147,7 @@ async def test_a_client_hears_why_kv_did_not_come(cause: TransferCause) -> None:
         told = await end_of(channel, 2)
         meant = status.from_rpc_error(told, "router")
         assert isinstance(meant, TransferFailed)
-        assert (meant.cause, meant.story, meant.tokens_sent) == (cause, "3 attempts failed", 1)
+        assert (meant.cause, meant.detail, meant.tokens_sent) == (cause, "3 attempts failed", 1)
         assert str(meant) == told.details()
 
 

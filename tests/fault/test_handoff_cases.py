@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from baton.errors import Cancelled, TransferCause
-from baton.failpoints import strike_by
+from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.node import KVSource
 from baton.messages.sampling import SamplingParams
@@ -34,7 +34,7 @@ BOUND_S = 30.0
 @pytest.fixture(autouse=True)
 def no_failpoints() -> Iterator[None]:
     yield
-    strike_by(None)
+    set_injector(None)
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -211,7 +211,7 @@ def test_a_client_that_leaves_at_a_step_frees_everything_at_once(place: str) -> 
                     struck.set()
                     asyncio.get_running_loop().call_soon(cluster.dispatcher.cancel, "leaver")
 
-            strike_by(leave)
+            set_injector(leave)
             request = GenerateRequest(prompt_of(30), "leaver", temperature=0.0, max_tokens=40)
             answer = await cluster.generate(request)
             assert struck.is_set()
@@ -229,10 +229,10 @@ def test_a_client_that_leaves_under_a_read_leaves_its_blocks_to_the_read(place: 
 
             def leave(name: str, request_id: str) -> None:
                 if name == place:
-                    strike_by(None)
+                    set_injector(None)
                     asyncio.get_running_loop().call_later(0.1, cluster.dispatcher.cancel, "leaver")
 
-            strike_by(leave)
+            set_injector(leave)
             request = GenerateRequest(prompt_of(30), "leaver", temperature=0.0, max_tokens=40)
             await cluster.generate(request)
             await asyncio.sleep(10.0)

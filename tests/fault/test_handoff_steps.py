@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.failpoints import strike_by
+from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
@@ -35,7 +35,7 @@ Fault = Callable[[SimulatedCluster, str], asyncio.Task[None]]
 @pytest.fixture(autouse=True)
 def no_failpoints() -> Iterator[None]:
     yield
-    strike_by(None)
+    set_injector(None)
 
 
 class Drill:
@@ -48,7 +48,7 @@ class Drill:
         self._place = place
         self._left = count
         self._fault = fault
-        strike_by(self._strike)
+        set_injector(self._strike)
 
     def _strike(self, name: str, request_id: str) -> None:
         self._left -= name == self._place

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.failpoints import failpoint, look_for_failpoints
+from baton.failpoints import configure_failpoints, failpoint
 
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[Path]:
-    look_for_failpoints(tmp_path)
+    configure_failpoints(tmp_path)
     yield tmp_path
-    look_for_failpoints(None)
+    configure_failpoints(None)
 
 
 def test_a_fault_strikes_once_and_leaves_its_proof(asked: Path) -> None:
@@ -46,7 +46,7 @@ def test_another_request_passes_by(asked: Path) -> None:
 
 def test_nothing_is_looked_for_unless_it_is_asked_for(asked: Path) -> None:
     (asked / "Offer").write_text("kill")
-    look_for_failpoints(None)
+    configure_failpoints(None)
     failpoint("Offer", "r")
     assert (asked / "Offer").exists()
 
@@ -55,7 +55,7 @@ def test_kill_kills(tmp_path: Path) -> None:
     (tmp_path / "Offer").write_text("kill r")
     code = (
         "import sys, pathlib; from baton.failpoints import *; "
-        "look_for_failpoints(pathlib.Path(sys.argv[1])); failpoint('Offer', 'r')"
+        "configure_failpoints(pathlib.Path(sys.argv[1])); failpoint('Offer', 'r')"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL

@@ -1,10 +1,10 @@
-"""Senders whose link has ended, though their processes may live, and when their memory is disconnected.
+"""Decides when to disconnect the memory of absent senders: those whose link has ended.
 
-Their memory stays connected as long as they may come back. To disconnect it and connect it again costs, over TCP, two
-sockets on each side that NIXL does not free before one of the processes ends. So a sender is dropped when its process
-is known to be gone: when its port refuses connections, or when a newer process of its node is here. A sender whose
-host went down does not answer at all, and may have no successor: it is dropped when it has been silent for a quarter of
-an hour.
+The process of an absent sender may still run and open a link again, so its memory stays connected at first. To
+disconnect it and connect it again would cost, over TCP, two sockets on each side that NIXL does not free before one of
+the processes ends. A sender is dropped when its process is known to be gone: when its port refuses connections, or when
+a newer process of its node has a link. A sender whose host went down does not answer at all, and may have no successor:
+it is dropped when it has been silent for a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AbsentSenders:
     """The absent senders of one decode node. Belongs to the event loop."""
 
     def __init__(self, drop: Callable[[str], None], probe_port: Callable[[str], Awaitable[PortState]]) -> None:
-        """`drop` disconnects the memory of an incarnation; it is called once for a sender that does not come back."""
+        """`drop` disconnects the memory of an incarnation. It is called once for each sender that is dropped."""
         self._watch = current_watch.get()
         self._drop = drop
         self._probe_port = probe_port
@@ -46,7 +46,7 @@ class AbsentSenders:
         return len(self._absent)
 
     def link_ended(self, source: KVSource) -> None:
-        """The link to this sender has ended, after it was up."""
+        """Note that the link to this sender, which was open, has ended."""
         self._absent[source.incarnation] = source
         task = self._watch.start(
             lambda: self._drop_when_gone(source), "look-for", source.incarnation, on_fault=OnFault.RESTART, may_end=True
@@ -60,14 +60,14 @@ class AbsentSenders:
             self._drop(first)
 
     def link_opened(self, node_id: str, incarnation: str) -> None:
-        """A link is up: its process is not absent any more, and earlier processes of its node are gone."""
+        """Note that a link is open: its sender is not absent any more, and earlier processes of its node are gone."""
         self._forget(incarnation)
         for older in [name for name, source in self._absent.items() if source.node_id == node_id]:
             self._forget(older)
             self._drop(older)
 
     async def close(self) -> None:
-        """Probe no sender any more."""
+        """Stop probing."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -86,7 +86,8 @@ class AbsentSenders:
         self._drop(source.incarnation)
 
     async def _wait_until_gone(self, address: str) -> str:
-        """Return when the process that listened there is taken for gone; the result completes "HOST:PORT ..."."""
+        """Wait until the process that listened at the address counts as gone. Returns the reason, which continues a
+        sentence that begins with the address."""
         num_silent = 0
         for pause_s in itertools.chain(PROBE_DELAYS_S, itertools.repeat(PROBE_INTERVAL_S)):
             await asyncio.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""Puts the decode role of a node together."""
+"""Assembles the decode role of a node from its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DecodeRole:
         make_backend: Callable[[RoleContext], TransferBackend],
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        """`protocol`: version of the link's protocol; tests pass an older or a newer one."""
+        """`protocol`: the version of the link's protocol; tests pass other versions."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
@@ -105,5 +105,5 @@ class DecodeRole:
 
 
 def make_role(context: RoleContext) -> NodeRole:
-    """Make a decode role that reads by NIXL."""
+    """Make a decode role that reads blocks with NIXL."""
     return DecodeRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))

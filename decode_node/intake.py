@@ -1,10 +1,10 @@
 """Reads the KV of prompts that prefill nodes computed.
 
-There are two halves. `IntakeConnector` belongs to the engine's thread: it says how many tokens can be had from
-elsewhere, and posts plans and ends to the event loop. `Intake` belongs to the event loop: it owns the transfers, the
-links and the mover, so that a step of any length delays nothing but the use of what arrived. While a read may still
-write to a request's blocks, the engine keeps them: it is told `released` after it has posted the request's end and the
-last read has ended, whichever comes later.
+There are two halves. `IntakeConnector` belongs to the engine's thread: it tells the scheduler how many tokens of KV can
+be read from another node, and posts to the event loop where to read them to, and when requests end. `Intake` belongs to
+the event loop: it owns the transfers, the links and the mover, so that a step of any length delays nothing but the use
+of the KV that arrived. While a read may still write to a request's blocks, the engine keeps them: it gets `released`
+when both the request's end has been posted and the last read has ended.
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ HANDSHAKE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 
 _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
+"""Number of transfers whose statistics are kept."""
 _REOPEN_S = 1.0
 _MAX_REOPEN_S = 60.0
-"""The pause before a link is reopened doubles from the first to the second value while it is in vain."""
+"""The pause before a link is reopened, in seconds, doubles from _REOPEN_S up to this value while reopening fails."""
 
 
 class Intake:
-    """The receiver's half of all hand-offs of one decode node. Belongs to the event loop."""
+    """The receiver's side of all hand-offs of one decode node. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -104,11 +105,12 @@ class Intake:
         probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
         vocab_size: int = 1 << 32,
     ) -> None:
-        """`make_mover` is given the callable for the mover's events. `record` writes to the node's event log. `post`
-        runs a callable on the event loop, from any thread.
+        """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
+        `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread.
 
-        `digest_every`: one block in so many is compared with its sender's digest, which the mover computes; 0: none is.
+        `digest_every`: the digest of one block in this many is compared with the sender's; 0: of no block.
         `keeps_valid_blocks`: the engine keeps the valid blocks of a failed transfer, and computes the others.
+        `is_running` and `probe_port` tell whether the process of a sender whose link has ended is gone.
         """
         self._identity = identity
         self.mover = make_mover(self._deliver)
@@ -132,15 +134,16 @@ class Intake:
         self._links: dict[str, LinkClient] = {}
         self._absent = AbsentSenders(self.mover.disconnect, probe_port)
         self._reopen_timers: dict[str, asyncio.TimerHandle] = {}
-        self._vain_reopens: Counter[str] = Counter()
-        """How often a link was reopened in vain, by incarnation."""
+        self._failed_reopens: Counter[str] = Counter()
+        """How often in a row a link was reopened without success, by incarnation."""
         self._opened_at: dict[str, float] = {}
-        """When each link whose memory is not readable yet was opened, by incarnation."""
+        """When each link was opened whose sender's memory is not readable yet, by incarnation."""
         self.handshakes: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(HANDSHAKE_BUCKETS_S))
         """Seconds from opening a link until the sender's memory was readable, by sender."""
         self._num_blocks: dict[str, int] = {}
         """Size of each linked sender's pool in blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
+        """Expected attempts whose sender has begun to compute the prompt, so that blocks may be reserved for them."""
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._watch = current_watch.get()
         self._mover_watch: asyncio.Task[None] | None = None
@@ -168,24 +171,25 @@ class Intake:
     # Called for the engine, on the event loop.
 
     def expect(self, attempt: AttemptKey, source: KVSource) -> None:
-        """An attempt waits for blocks. The engine is woken when `may_plan` allows it, or told that it failed."""
+        """Note that an attempt waits for KV from `source`. The engine is woken when `may_plan` becomes true for it, or
+        gets its failure."""
         if not self._stopped:
             self._carry_out(self._book.expect(attempt, source))
 
     def plan(self, plan: TransferPlan) -> None:
-        """Blocks are reserved for an attempt: read its KV into them."""
+        """Read an attempt's KV into the blocks that were reserved for it."""
         failpoint("plan", plan.attempt.request_id)
         self._may_plan.discard(plan.attempt)
         if not self._stopped:
             self._carry_out(self._book.plan(plan))
 
     def abandon(self, attempt: AttemptKey) -> None:
-        """Nobody wants the attempt any more: its router says so, and the engine will end it, too. Idempotent."""
+        """Give an attempt up, because its router has aborted it or the engine has ended it. Idempotent."""
         self._may_plan.discard(attempt)
         self._carry_out(self._book.abandon(attempt))
 
     def ended(self, attempt: AttemptKey) -> None:
-        """The engine has ended the request, and keeps its blocks until it is told `released`."""
+        """Note that the engine has ended the request. It keeps the blocks until it gets `released`."""
         self._carry_out(self._book.ended(attempt))
 
     # Called by the links.
@@ -232,7 +236,8 @@ class Intake:
         return attempt in self._may_plan
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
-        """What an attempt moved; None before it arrives, and for older attempts. May be called from any thread."""
+        """The statistics of an attempt's transfer; None before the KV has arrived, and for older attempts. May be
+        called from any thread."""
         return self._stats.get(attempt)
 
     def counts(self) -> TransferCounts:
@@ -242,7 +247,7 @@ class Intake:
         return self._refused.latest()
 
     def report(self) -> HandoffReport:
-        """What operators see: the layout, open and ended hand-offs, and refused links."""
+        """The report for operators: the layout, open and ended hand-offs, and refused links."""
         return HandoffReport(
             layout=str(self._identity.layout),
             open=self._book.open_handoffs(),
@@ -262,7 +267,8 @@ class Intake:
     # Called for the mover.
 
     def _deliver(self, event: MoverEvent) -> None:
-        """Take an event in the mover's thread. An event about digests wakes the event loop only if it is awaited."""
+        """Take an event in the mover's thread. An event about digests wakes the event loop only if a prompt waits for
+        nothing else."""
         if isinstance(event, DigestEvent):
             self._digest_events.add(event)
         else:
@@ -273,9 +279,9 @@ class Intake:
         self._collect_digests()
         match event:
             case Connected(incarnation):
-                self._vain_reopens.pop(incarnation, None)
+                self._failed_reopens.pop(incarnation, None)
                 num_blocks = self._num_blocks.get(incarnation)
-                # Without a link any more, nothing waits for this memory.
+                # If the link has ended meanwhile, nothing waits for this memory.
                 if num_blocks is not None:
                     self._note_handshake(incarnation)
                     self._carry_out(self._book.peer_ready(incarnation, num_blocks))
@@ -315,20 +321,21 @@ class Intake:
         )
 
     def _reopen_later(self, source: KVSource) -> None:
-        """Open a link again for reads that outlive theirs, after a pause that doubles while it is in vain."""
+        """Open a link again for reads that are still running after its end, after a pause that doubles while opening
+        fails."""
         incarnation = source.incarnation
 
         def reopen() -> None:
             del self._reopen_timers[incarnation]
             effects = self._book.reopen(source)
             if not effects:
-                # The reads have ended, or there is a link again.
-                self._vain_reopens.pop(incarnation, None)
+                # The reads have ended, or the link has been opened again.
+                self._failed_reopens.pop(incarnation, None)
             self._carry_out(effects)
 
         if incarnation not in self._reopen_timers:
-            pause_s = min(_REOPEN_S * 2.0 ** self._vain_reopens[incarnation], _MAX_REOPEN_S)
-            self._vain_reopens[incarnation] += 1
+            pause_s = min(_REOPEN_S * 2.0 ** self._failed_reopens[incarnation], _MAX_REOPEN_S)
+            self._failed_reopens[incarnation] += 1
             guarded = self._watch.guarded(reopen, "reopen-link")
             self._reopen_timers[incarnation] = asyncio.get_running_loop().call_later(pause_s, guarded)
 
@@ -354,13 +361,13 @@ class Intake:
                     self._record(name, attempt, value, detail)
                 case MayPlan(attempt):
                     self._may_plan.add(attempt)
-                    # It has no news, but makes the engine try again to admit what waits.
+                    # The output is empty, but makes the engine try again to admit requests that wait.
                     self._tell_engine(KVTransferOutput())
                 case Arrived() | Failed() | Released():
                     self._tell_outcome(effect)
 
     def _collect_digests(self) -> None:
-        """Handle the digests that are known; later ones wake the loop if a prompt waits for nothing else."""
+        """Handle the digests that have been computed. Later ones wake the loop if a prompt waits for nothing else."""
         self._digest_events.collect(self._handle_digests, lambda: self._book.awaits_digests)
 
     def _handle_digests(self, event: DigestEvent) -> None:
@@ -387,7 +394,7 @@ class Intake:
 
 
 class IntakeConnector:
-    """Plans the transfers of decode legs with `Intake`. Belongs to the engine's thread."""
+    """The scheduler's interface to `Intake`: plans the transfers of decode legs. Belongs to the engine's thread."""
 
     def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], None]) -> None:
         """`post` runs a callable on the event loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
@@ -395,7 +402,9 @@ class IntakeConnector:
         self._layout = layout
         self._post = post
         self._expected: set[str] = set()
+        """Requests whose KV is awaited, without reserved blocks yet."""
         self._planned: set[str] = set()
+        """Requests with blocks that were reserved for a transfer."""
 
     @property
     def num_followed(self) -> int:
@@ -412,7 +421,7 @@ class IntakeConnector:
         self._post(lambda: self._intake.expect(attempt, source))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        # A prompt is read once: after a preemption its lease is over, and what is lost is computed here.
+        # A prompt is read once: after a preemption its lease is over, and this node computes the lost KV itself.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
         missing = request.num_submitted_tokens - num_computed_tokens
@@ -454,11 +463,10 @@ class IntakeConnector:
         attempt = AttemptKey.parse(request.request_id)
         if not transferring and self.stats(attempt) is not None:
             return BlockFate.FREE
-        # The event loop may have started a read a moment ago. Only it knows, and it answers `released` at once if it
-        # has not.
+        # Only the event loop knows whether a read has started. If none has, it answers `released` at once.
         self._post(lambda: self._intake.ended(attempt))
         return BlockFate.QUARANTINED
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
-        """What the attempt moved, once it arrived; None before. May be called from any thread."""
+        """The statistics of the attempt's transfer; None before the KV has arrived. May be called from any thread."""
         return self._intake.stats(attempt)

@@ -1,4 +1,4 @@
-"""Puts the prefill role of a node together."""
+"""Assembles the prefill role of a node from its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefill_node.handoff import HandOff, OfferConnector
 
 
 class PrefillRole:
-    """The prefill role: it leases what the engine computed, and serves KvLink to decode nodes."""
+    """The prefill role: it leases the blocks that the engine computed, and serves KvLink to decode nodes."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class PrefillRole:
         make_backend: Callable[[RoleContext], TransferBackend],
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
-        """`protocol`: version of the link's protocol; tests pass an older or a newer one."""
+        """`protocol`: the version of the link's protocol; tests pass other versions."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
@@ -95,5 +95,5 @@ class PrefillRole:
 
 
 def make_role(context: RoleContext) -> NodeRole:
-    """Make a prefill role whose blocks are read by NIXL."""
+    """Make a prefill role whose blocks decode nodes read with NIXL."""
     return PrefillRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))

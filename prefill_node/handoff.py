@@ -1,7 +1,7 @@
 """Offers the blocks that the engine computed to decode nodes.
 
 There are two halves. `OfferConnector` belongs to the engine's thread: it notes which blocks became full and which
-requests ended, and posts that to the event loop. `HandOff` belongs to the event loop: it owns the leases, the links and
+requests ended, and posts both to the event loop. `HandOff` belongs to the event loop: it owns the leases, the links and
 the mover, so that a step of any length delays no offer, no confirmation and no heartbeat. When a request has ended, the
 engine keeps its blocks until `HandOff` reports `released`, which it does only after the end was posted to it.
 """
@@ -47,7 +47,7 @@ _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestS
 
 
 class HandOff:
-    """The sender's half of all hand-offs of one prefill node. Belongs to the event loop."""
+    """The sender's side of all hand-offs of one prefill node. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class HandOff:
         digest_every: int = 1,
         is_running: IsRunning = is_running,
     ) -> None:
-        """`make_mover` is given the callable for the mover's events, which a sender does not use. `record` writes to
-        the node's event log.
+        """`make_mover` gets the callable that takes the mover's events; a sender ignores them. `tell_engine` posts to
+        the engine's inbox. `record` writes to the node's event log. `nobody_listens` and `is_running` tell whether the
+        process of a reader whose link has ended is gone.
 
         `digests` computes digests of this node's blocks, for one in `digest_every` of those that are offered; None:
-        readers get none.
+        readers get no digests.
         """
         self._identity = identity
         self._memory = memory
@@ -89,9 +90,9 @@ class HandOff:
         self._nobody_listens = nobody_listens
         self._is_running = is_running
         self._readers: dict[int, tuple[str, str]] = {}
-        """For each link, the reader's incarnation and where it listens."""
+        """For each link, the reader's incarnation and the address at which it listens."""
         self._end_checks: set[asyncio.Task[None]] = set()
-        """Tasks that check whether readers whose link has ended are gone."""
+        """Tasks that check whether the processes of readers whose link has ended are gone."""
         self._watch = current_watch.get()
         self._mover_watch: asyncio.Task[None] | None = None
         self._stopped = False
@@ -108,7 +109,7 @@ class HandOff:
         self._links.add_to_server(server)
 
     async def stop(self) -> None:
-        """End the links and the agent. Transfers of readers that have not read everything fail with their link."""
+        """End the links and the agent. With its link, the transfer of a reader that has not read everything fails."""
         self._stopped = True
         self._links.close()
         if self._timer is not None:
@@ -128,7 +129,7 @@ class HandOff:
     # Called for the engine, on the event loop.
 
     def begun(self, attempt: AttemptKey) -> None:
-        """A prompt has all the blocks that it needs, and will be computed."""
+        """Note that a prompt has all the blocks that it needs, and will be computed."""
         self._carry_out(self._book.begun(attempt))
 
     def offer(
@@ -138,7 +139,7 @@ class HandOff:
         block_ids: Sequence[int],
         closing: Closing | None = None,
     ) -> None:
-        """Prompt blocks from `first_block` on are computed; with `closing`, they are the last."""
+        """Offer computed blocks of a prompt, from its block `first_block` on. With `closing` they are the last ones."""
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
             effects = self._book.offer(attempt, first_block, block_ids, closing)
@@ -148,7 +149,7 @@ class HandOff:
         self._carry_out(effects)
 
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> None:
-        """The digests of the blocks that were offered next are known, as `compute_digests` returned them."""
+        """Note the digests of the next offer's blocks, as `compute_digests` returned them: once for each offer."""
         self._carry_out(self._book.digested(attempt, digests))
 
     def withdraw(
@@ -159,11 +160,14 @@ class HandOff:
         *,
         promise_broken: bool = False,
     ) -> None:
-        """The attempt will not be offered, or not all of it, or its router has given it up. Idempotent."""
+        """Take an attempt's offers back: no more will be offered, or its router has aborted it. Idempotent.
+
+        `promise_broken`: the offered blocks may hold other KV by now, because of a preemption or a fault.
+        """
         self._carry_out(self._book.withdraw(attempt, detail, cause, promise_broken=promise_broken))
 
     def ended(self, attempt: AttemptKey) -> None:
-        """The engine has ended the request, and keeps its blocks until it is told `released`."""
+        """Note that the engine has ended the request. It keeps the blocks until it gets `released`."""
         self._carry_out(self._book.ended(attempt))
 
     # Called on the engine's thread.
@@ -176,7 +180,8 @@ class HandOff:
     def compute_digests(
         self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], names: Sequence[BlockName]
     ) -> Sequence[int]:
-        """Compute the digests of prompt blocks that nobody writes to any more; 0 for those that are not compared.
+        """Compute the digests of full prompt blocks, which nothing writes to any more; 0 for blocks that readers do not
+        compare.
 
         Raises RuntimeError unless `has_digests`.
         """
@@ -212,7 +217,7 @@ class HandOff:
         self._carry_out(self._book.link_closed(link))
         del self._readers[link]
         if address and not self._stopped and self._book.may_be_read_by(incarnation):
-            # If this check fails, the leases end a little later, with the grace after the link's end.
+            # If this check fails, the leases end a little later: when the grace period after the link's end is over.
             task = self._watch.start(
                 lambda: self._end_if_gone(incarnation, address),
                 "look-for",
@@ -224,7 +229,7 @@ class HandOff:
             task.add_done_callback(self._end_checks.discard)
 
     async def _end_if_gone(self, incarnation: str, address: str) -> None:
-        """End a reader's leases without waiting for the grace, if its process has ended."""
+        """End a reader's leases without waiting for the grace period, if its process has ended."""
         if await has_ended(address, self._nobody_listens):
             _log.info("reader %s is gone: nobody listens on %s", incarnation, address)
             self._watch.guarded(lambda: self._carry_out(self._book.reader_gone(incarnation)), "leases")()
@@ -247,13 +252,13 @@ class HandOff:
         return self._refused.latest()
 
     def report(self) -> HandoffReport:
-        """What operators see: the layout, open hand-offs and refused links."""
+        """The report for operators: the layout, open hand-offs and refused links."""
         return HandoffReport(
             layout=str(self._identity.layout), open=self._book.open_handoffs(), refused_links=self.refused_links()
         )
 
     def tick(self) -> None:
-        """Carry out what is due; the event loop's timer calls it."""
+        """Carry out what is due. Called by the event loop's timer."""
         self._timer = self._due = None
         self._carry_out(self._book.tick())
 
@@ -286,15 +291,17 @@ class HandOff:
 
 @dataclass(slots=True)
 class _OfferProgress:
+    """How much of a request's prompt was offered."""
+
     num_blocks: int
-    """Blocks of the prompt that were offered."""
+    """Number of blocks of the prompt that were offered."""
     num_preemptions: int
-    """The request's preemptions when the first of them was offered."""
+    """How often the request had been preempted when its first block was offered."""
     is_withdrawn: bool = False
 
 
 class OfferConnector:
-    """Tells `HandOff` what the engine computes for prefill legs. Belongs to the engine's thread."""
+    """Reports to `HandOff` what the engine computes for prefill legs. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -335,14 +342,14 @@ class OfferConnector:
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         if request.leg is not Leg.PREFILL:
             return
-        offered = self._follow(request)
+        offered = self._offer_progress(request)
         # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
         if offered.is_withdrawn or num_computed_tokens >= request.num_submitted_tokens:
             return
-        full = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
-        if full > offered.num_blocks:
-            first, offered.num_blocks = offered.num_blocks, full
-            self._offer(request, first, tuple(block_ids[first:full]))
+        num_full_blocks = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
+        if num_full_blocks > offered.num_blocks:
+            first, offered.num_blocks = offered.num_blocks, num_full_blocks
+            self._offer(request, first, tuple(block_ids[first:num_full_blocks]))
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE
@@ -351,7 +358,7 @@ class OfferConnector:
         if request.leg is not Leg.PREFILL:
             return BlockFate.FREE
         attempt = AttemptKey.parse(request.request_id)
-        offered = self._follow(request)
+        offered = self._offer_progress(request)
         del self._offered[request.request_id]
         if offered.is_withdrawn:
             self._post(lambda: self._handoff.ended(attempt))
@@ -373,7 +380,7 @@ class OfferConnector:
         attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
         self._post(lambda: handoff.offer(attempt, first, block_ids, closing))
         if handoff.has_digests:
-            # The reader asks for digests when it has read everything, so nobody waits for them yet.
+            # The reader needs the digests only when it has read everything, so nothing waits for them yet.
             self._after_step(lambda: self._digest_blocks(request, attempt, first, block_ids))
 
     def _digest_blocks(self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int]) -> None:
@@ -382,7 +389,7 @@ class OfferConnector:
             names = block_names(request, self._layout, first, len(block_ids))
             digests = handoff.compute_digests(attempt, first, block_ids, names)
         except Exception as error:
-            # Without digests nobody could tell whether what is read is right.
+            # Without digests the reader could not check the blocks that it reads.
             _log.exception("%s: could not compute the digests of its blocks: its offers are withdrawn", attempt)
             detail = f"the sender could not compute digests: {error!r}"
             self._post_now(lambda: handoff.withdraw(attempt, detail, promise_broken=True))
@@ -391,8 +398,9 @@ class OfferConnector:
         else:
             self._post_now(lambda: handoff.digested(attempt, digests))
 
-    def _follow(self, request: Request) -> _OfferProgress:
-        """What was offered of the request; withdrawn if it was preempted since, as its blocks may hold anything now."""
+    def _offer_progress(self, request: Request) -> _OfferProgress:
+        """The progress of the request's offers. They are withdrawn if the request was preempted since the first one,
+        since its blocks may hold the KV of other tokens by now."""
         offered = self._offered.get(request.request_id)
         if offered is None or not offered.num_blocks:
             offered = self._offered[request.request_id] = _OfferProgress(0, request.num_preemptions)
@@ -404,6 +412,6 @@ class OfferConnector:
 
 
 def _closing(request: Request) -> Closing:
-    ended = request.status is not RequestStatus.HANDED_OFF
-    drawn = tuple(request.output_token_ids[request.num_given_tokens :])
-    return Closing(request.num_submitted_tokens, drawn, ended, request.last_logprobs)
+    has_ended = request.status is not RequestStatus.HANDED_OFF
+    sampled = tuple(request.output_token_ids[request.num_given_tokens :])
+    return Closing(request.num_submitted_tokens, sampled, has_ended, request.last_logprobs)

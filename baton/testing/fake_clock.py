@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """A clock that a test moves by hand."""
+    """A clock that shows the time to which a test has set it, in seconds."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -16,7 +16,7 @@ class FakeClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move time forward; negative steps raise ValueError."""
+        """Move the time forward. Raises ValueError for a negative number of seconds."""
         if seconds < 0:
-            raise ValueError("time does not go back")
+            raise ValueError(f"the time can't be moved back, by {seconds} s")
         self._now += seconds

@@ -1,4 +1,4 @@
-"""The fake of `KVConnector`: it answers as a test has told it, and remembers how it was called."""
+"""The fake of `KVConnector`: it answers as a test has configured it, and records how it was called."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from baton.messages.node import Leg
 
 @dataclass(frozen=True, slots=True)
 class FakeLoad:
-    """Blocks that wait to be filled: those of `block_ids` from position `num_local_tokens` on."""
+    """A load of KV from another node into a request's blocks, from position `num_local_tokens` on."""
 
     block_ids: Sequence[int]
     num_local_tokens: int
     num_external_tokens: int
     num_valid_blocks: int = 0
-    """So many leading blocks of a load that failed are right: nothing writes to those."""
+    """The number of leading blocks of a failed load that are valid: nothing writes to them any more."""
 
 
 class FakeConnector:
-    """Answers for both sides of a hand-off; nothing moves.
+    """Answers for both sides of a hand-off, without any transfer.
 
-    Decode legs are promised their whole prompt, or "not known yet" while their id is in `unknown`, or nothing while it
-    is in `unavailable`. A request that ends while it loads is quarantined if `quarantine`, a prefill leg that ends with
-    computed blocks is leased if `lease`. `raise_in` names a method that raises once.
+    A decode leg can load its whole prompt; it cannot be said yet while its id is in `unknown`, and it can load nothing
+    while its id is in `unavailable`. The blocks of a request that ends while it loads are quarantined if `quarantine`
+    is set. Those of a prefill leg that ends with computed blocks are leased if `lease` is set.
     """
 
     def __init__(self, *, lease: bool = True, quarantine: bool = True) -> None:
@@ -37,21 +37,23 @@ class FakeConnector:
         self.unknown: set[str] = set()
         self.unavailable: set[str] = set()
         self.raise_in: str | None = None
+        """The name of a method whose next call raises RuntimeError."""
         self.on_load: Callable[[FakeLoad], None] | None = None
-        """What a peer does that writes at once."""
+        """Called when a load begins, to write its blocks at once."""
         self.added: list[str] = []
-        """Requests that came, in order."""
+        """Requests that were added, in order."""
         self.begun: set[str] = set()
         """Prefill legs whose blocks are reserved."""
         self.loads: dict[str, FakeLoad] = {}
-        """Loads that were asked for and whose request has not ended."""
+        """Loads that have begun and whose request has not ended, by request id."""
         self.offers: dict[str, tuple[Sequence[int], int]] = {}
-        """Per prefill leg: its blocks and how many tokens are computed in them."""
+        """For each prefill leg, by request id: its blocks, and the number of tokens that are computed in them."""
         self.leased: dict[str, tuple[Sequence[int], int]] = {}
-        """Ended prefill legs: their blocks and computed tokens, until the test takes them out."""
+        """Ended prefill legs, by request id: their blocks and computed tokens, until the test removes them."""
         self.quarantined: dict[str, FakeLoad] = {}
+        """Loads whose request has ended and whose blocks are quarantined, until the test removes them."""
         self.finished: dict[str, tuple[Sequence[int], bool]] = {}
-        """Per ended request: the blocks it ended with, and whether a transfer into them had not reported."""
+        """For each ended request: its blocks, and whether a transfer into them was still open."""
 
     def request_added(self, request: Request) -> None:
         self._maybe_raise("request_added")
@@ -80,12 +82,12 @@ class FakeConnector:
         self._maybe_raise("blocks_computed")
         self.offers[request.request_id] = (tuple(block_ids), num_computed_tokens)
 
-    def lose(self, request_id: str, cause: TransferCause, story: str, num_valid_blocks: int = 0) -> LostKV:
-        """What is to be told of a load that fails when so many leading blocks of it are here and proven."""
+    def lose(self, request_id: str, cause: TransferCause, detail: str, num_valid_blocks: int = 0) -> LostKV:
+        """The report of a load that has failed, after this number of leading blocks had arrived and was verified."""
         load = self.loads.get(request_id)
         if load is not None:
             self.loads[request_id] = replace(load, num_valid_blocks=num_valid_blocks)
-        return LostKV(cause, story, num_valid_blocks)
+        return LostKV(cause, detail, num_valid_blocks)
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         self._maybe_raise("load_failed")
@@ -115,4 +117,4 @@ class FakeConnector:
     def _maybe_raise(self, method: str) -> None:
         if self.raise_in == method:
             self.raise_in = None
-            raise RuntimeError(f"told to fail in {method}")
+            raise RuntimeError(f"the test made {method} fail")

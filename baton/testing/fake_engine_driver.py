@@ -6,7 +6,7 @@ from baton.node.driver import EngineDriver
 
 
 class FakeEngineDriver(EngineDriver):
-    """Takes turns when it is told to, in the caller's thread."""
+    """Runs the driver's turns in the caller's thread, when a test calls `turn` or `run`."""
 
     def start(self) -> None:
         return
@@ -15,12 +15,12 @@ class FakeEngineDriver(EngineDriver):
         return
 
     def turn(self) -> None:
-        """What the thread would do next; nothing where it would sleep."""
+        """Do what the thread would do next, which is nothing while it would sleep."""
         if self._core.has_work() or not self._inbox.empty():
             self._turn()
 
     def run(self, limit: int = 100) -> None:
-        """Turn until it would sleep; raises AssertionError when it never does."""
+        """Run turns until the thread would sleep. Raises AssertionError if that takes more than `limit` turns."""
         for _ in range(limit):
             if not self._core.has_work() and self._inbox.empty():
                 return

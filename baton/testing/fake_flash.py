@@ -28,13 +28,13 @@ def fake_varlen_attn(
 ) -> torch.Tensor:
     """query [T, H, D]; key and value [T_k, KH, D], or [pages, page_size, KH, D] with a block table. Returns [T, H, D].
 
-    Sequences' last query sees their last key. Raises RuntimeError for contradictory arguments.
+    The last query of a sequence sees its last key. Raises RuntimeError for arguments that contradict each other.
     """
     if not enable_gqa or num_splits != 1 or window_size[1] != 0:
-        raise RuntimeError("this is not how Baton calls it")
+        raise RuntimeError("Baton calls the kernel with enable_gqa, one split and no window to the right")
     if (block_table is None) != (seqused_k is None) or (block_table is None) != (cu_seq_k is not None):
-        raise RuntimeError("either pages with their lengths, or packed keys with their bounds")
-    # What a kernel does inside is nobody's business: while a graph is recorded (fake_graph.py), others may not ask.
+        raise RuntimeError("give either pages with their lengths, or packed keys with their bounds")
+    # Operations inside a kernel are exempt from the checks of a graph that is being recorded (fake_graph.py).
     with torch._C.DisableTorchFunction():
         out = torch.full_like(query, torch.nan)
         starts = cu_seq_q.tolist()
@@ -49,7 +49,7 @@ def fake_varlen_attn(
                 pages = block_table[sequence, : -(-length // key.shape[1])].long()
                 keys, values = key[pages].flatten(0, 1)[:length], value[pages].flatten(0, 1)[:length]
             if last - first > max_q or keys.shape[0] > max_k:
-                raise RuntimeError("a sequence is longer than the bounds")
+                raise RuntimeError("a sequence is longer than max_q or max_k")
             for row in range(first, last):
                 stop = keys.shape[0] - (last - 1 - row)
                 start = max(0, stop - 1 - window_size[0]) if window_size[0] >= 0 else 0

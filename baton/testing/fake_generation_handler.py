@@ -1,4 +1,4 @@
-"""The fake of `GenerationHandler`: the router's operations for clients, as a gRPC service finds them."""
+"""The fake of `GenerationHandler`: the operations of a router that the gRPC service calls."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ class FakeGenerationHandler:
         self.events_before_error = events_before_error
         """Events that `generate` yields before it raises the error."""
         self.events: list[GenerateEvent] = [Accepted("r", 5, 3), Chunk(0, [7, 8], "ab", []), FINISHED]
+        """Events that `generate` yields if there is no error."""
         self.endless = False
+        """Whether `generate` yields chunks for ever after `events`."""
         self.may_end = asyncio.Event()
+        """Set by default. While a test has cleared it, streams do not end."""
         self.may_end.set()
         self.closed = asyncio.Event()
-        self.asked: list[object] = []
+        """Set when a stream of `generate` has ended or was closed."""
+        self.requests: list[object] = []
+        """The requests of `generate` and the request ids of `cancel`, in order."""
         self.offered: Sequence[Chunk] = ()
         """Chunks that are yielded only if the caller does not take them directly."""
         self.num_refused = 0
+        """Number of offered chunks that the caller did not take directly."""
 
     def _maybe_raise(self) -> None:
         if self.error is not None:
@@ -44,7 +50,7 @@ class FakeGenerationHandler:
     async def generate(
         self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        self.asked.append(request)
+        self.requests.append(request)
         try:
             if self.error is not None:
                 for event in self.events_before_error:
@@ -76,7 +82,7 @@ class FakeGenerationHandler:
 
     async def cancel(self, request_id: str) -> None:
         self._maybe_raise()
-        self.asked.append(request_id)
+        self.requests.append(request_id)
 
     async def tokenize(self, model: str, text: str) -> Sequence[int]:
         self._maybe_raise()
@@ -91,6 +97,6 @@ class FakeGenerationHandler:
         return [ModelCard("m", 64, 300)]
 
     def status(self) -> ClusterStatus:
-        """What the operators' service is asked for, of the same handler."""
+        """The status of the cluster, so that this class can also serve as the `OperatorHandler`."""
         self._maybe_raise()
         return ClusterStatus("c", "ok", "", ())

@@ -11,10 +11,10 @@ from baton.errors import EngineFault, InvalidRequest
 
 
 class FakeMatcher:
-    """Output token i must be in `allowed[i]`; behind those only `end` may come."""
+    """A grammar in which output token i must be in `allowed[i]`, and all further tokens in `end`."""
 
     def __init__(self, allowed: Sequence[Collection[int]], end: Collection[int], too_complex_at: int = -1) -> None:
-        """`too_complex_at`: the position at which it gives up."""
+        """`too_complex_at`: the position at which `fill` raises InvalidRequest, as for a too complex grammar."""
         self._allowed = allowed
         self._end = end
         self._too_complex_at = too_complex_at
@@ -26,7 +26,7 @@ class FakeMatcher:
 
     @property
     def next_tokens(self) -> Collection[int]:
-        """What may come next."""
+        """The tokens that are allowed at the next position."""
         return self._allowed[len(self.tokens)] if len(self.tokens) < len(self._allowed) else self._end
 
     def advance(self, token_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The fake of the router's core: a test decides what each call answers."""
+"""The fake of the router's front for HTTP: a test decides what each call answers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ T = TypeVar("T")
 
 
 class FakeCall:
-    """One request, and what its client hears of it."""
+    """One call, and the events that a test sends to its client."""
 
     def __init__(self, request_id: str, positions: Sequence[int], timeout_s: float | None) -> None:
         self.request_id = request_id
         self.positions = positions
-        """Of a resumed stream."""
+        """The positions from which a stream is resumed; empty for a new request."""
         self.timeout_s = timeout_s
         self.request: GenerateRequest | None = None
         self.is_closed = asyncio.Event()
         self._events: asyncio.Queue[GenerateEvent | Exception | None] = asyncio.Queue()
 
     def tell(self, *events: GenerateEvent | Exception | None) -> None:
-        """What comes next; an error or Finished ends it, and so does None, as no core should."""
+        """Send the client these events next. An error or Finished ends the stream. None ends it without either, which
+        only a broken router does."""
         for event in events:
             self._events.put_nowait(event)
 
     @property
-    def num_untold(self) -> int:
-        """What its client has not taken."""
+    def num_unread(self) -> int:
+        """Number of events that the client has not read."""
         return self._events.qsize()
 
     async def stream(self) -> AsyncGenerator[GenerateEvent, None]:
@@ -49,13 +50,14 @@ class FakeCall:
 
 
 class FakeHandler:
-    """Keeps every call; `calls` has them in order."""
+    """Takes every call, and puts it into `calls` for the test."""
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
         self.most: int | None = None
-        """What `most_at_once` says."""
+        """The value that `most_at_once` returns."""
         self.num_in_threads = 0
+        """Number of functions that ran in a thread."""
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         call = FakeCall(request.request_id, (), timeout_s)

@@ -12,14 +12,14 @@ from baton.messages.node import LoadReport, NodeDescription, RequestDelta, Route
 
 
 class FakeStream:
-    """The router's end of one attachment."""
+    """The router's end of its stream to a fake node."""
 
     def __init__(self, node: FakeNode) -> None:
         self.welcome = node.description
         self.is_closed = False
-        """Nothing can be sent."""
-        self._is_deaf = False
-        """The router has closed it, and hears nothing more."""
+        """Whether the stream has ended, so that nothing can be sent."""
+        self._is_closed_by_router = False
+        """Whether the router has closed the stream, so that it gets no further reports."""
         self._node = node
         self._reports: asyncio.Queue[StepReport | NodeLost] = asyncio.Queue()
         self._on_report: Callable[[StepReport], None] | None = None
@@ -27,7 +27,7 @@ class FakeStream:
 
     def listen(self, on_report: Callable[[StepReport], None], on_lost: Callable[[NodeLost], None]) -> None:
         self._on_report, self._on_lost = on_report, on_lost
-        self._tell()
+        self._deliver()
 
     def send(self, message: RouterMessage) -> None:
         if self.is_closed:
@@ -37,23 +37,23 @@ class FakeStream:
         self._node.inbox.put_nowait(message)
 
     async def close(self) -> None:
-        self.is_closed = self._is_deaf = True
+        self.is_closed = self._is_closed_by_router = True
 
     def put(self, report: StepReport | NodeLost) -> None:
-        """What the router hears next, in another turn of the loop."""
+        """Send the router a report, or the loss of the node, in a later turn of the event loop."""
         self._reports.put_nowait(report)
-        asyncio.get_running_loop().call_soon(self._tell)
+        asyncio.get_running_loop().call_soon(self._deliver)
 
     async def all_read(self) -> None:
-        """Return once the router has dealt with everything put so far."""
+        """Wait until the router has handled all that was put so far."""
         await self._reports.join()
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         if self._on_report is None or self._on_lost is None:
             return
         while not self._reports.empty():
             report = self._reports.get_nowait()
-            if self._is_deaf:
+            if self._is_closed_by_router:
                 pass
             elif isinstance(report, NodeLost):
                 self._on_lost(report)
@@ -63,7 +63,7 @@ class FakeStream:
 
 
 class FakeNode:
-    """One incarnation of a node. `inbox` has what routers sent; `report` and `die` are what it does."""
+    """One incarnation of a node: `inbox` has the messages of routers, and a test calls `report`, `cut` and `die`."""
 
     def __init__(self, description: NodeDescription) -> None:
         self.description = description
@@ -71,13 +71,14 @@ class FakeNode:
         self.stream: FakeStream | None = None
         self.num_attachments = 0
         self.kept: Sequence[AttemptKey] = ()
-        """What the router that attached last keeps of its earlier stream."""
+        """The attempts that the router that attached last keeps of its earlier stream."""
         self.is_up = True
         self.is_silent = False
-        """Takes connections but answers nothing, like a stopped process."""
+        """Whether the node accepts connections but answers nothing, as a stopped process does."""
         self.attach_error: Exception | None = None
+        """The error that `attach` raises; None: it attaches the router."""
         self.send_error: Exception | None = None
-        """What attaching and sending raise, if anything."""
+        """The error that sending to the node raises; None: messages arrive in `inbox`."""
 
     @property
     def incarnation(self) -> str:
@@ -98,29 +99,29 @@ class FakeNode:
     def report(
         self, *deltas: RequestDelta, load: LoadReport | None = None, kv_cache: KVCacheUpdate | None = None
     ) -> None:
-        """One engine step."""
+        """Send the report of one engine step to the attached router."""
         if self.stream is not None:
             self.stream.put(StepReport(deltas, load or LoadReport(), kv_cache))
 
     async def all_read(self) -> None:
-        """Return once the router has dealt with every report so far."""
+        """Wait until the router has handled all reports so far."""
         if self.stream is not None:
             await self.stream.all_read()
 
     def cut(self) -> None:
-        """The stream breaks; the process lives and answers."""
+        """Break the stream. The process continues and accepts new streams."""
         if self.stream is not None:
             self.stream.is_closed = True
             self.stream.put(NodeLost(f"node {self.description.node_id} is gone: connection reset"))
 
     def die(self) -> None:
-        """The process is gone: its stream breaks and nobody answers."""
+        """End the process: its stream breaks, and its address refuses connections."""
         self.is_up = False
         self.cut()
 
 
 class FakeNodes:
-    """Every fake node by address: what a router connects to."""
+    """All fake nodes, by address: the network to which a router connects."""
 
     def __init__(self) -> None:
         self._by_address: dict[str, FakeNode] = {}
@@ -131,7 +132,7 @@ class FakeNodes:
         return node
 
     def connect(self, address: str) -> FakeClient:
-        """A client for that address; to be given to NodeLinks."""
+        """A client for the node at this address. `NodeLinks` takes this method."""
         self.num_open_clients += 1
         return FakeClient(self, address)
 
@@ -143,7 +144,7 @@ class FakeNodes:
 
 
 class FakeClient:
-    """Speaks to one address."""
+    """The fake of `NodeClient`: a client for one address."""
 
     def __init__(self, nodes: FakeNodes, address: str) -> None:
         self._nodes = nodes

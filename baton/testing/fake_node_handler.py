@@ -1,4 +1,4 @@
-"""The fakes of `NodeHandler` and `RouterPort`: a node's operations for routers, as a gRPC service finds them."""
+"""The fakes of `NodeHandler` and `RouterPort`: the operations of a node that the gRPC service calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
 
 
 class FakeRouterPort:
-    """Keeps what one router sends; `queue` has the reports that it gets, and None for their end."""
+    """Records what one router sends. A test puts reports for the router into `queue`, and None to end them."""
 
     def __init__(
         self, handler: FakeNodeHandler, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]
@@ -44,15 +44,17 @@ class FakeRouterPort:
 
 
 class FakeNodeHandler:
-    """Opens a port for each router, and keeps what else it is told."""
+    """Opens a port for each router, and records all other calls."""
 
     def __init__(self, description: NodeDescription) -> None:
         self.description = description
         self.ports: asyncio.Queue[FakeRouterPort] = asyncio.Queue()
         self.open_error: Exception | None = None
+        """The error that `open_port` raises; None: it opens one."""
         self.receive_error: Exception | None = None
-        """What opening a port and receiving a message raise, if anything."""
+        """The error that a port's `receive` raises; None: it takes the message."""
         self.drains = 0
+        """Number of calls of `drain`."""
         self.roles: list[tuple[str, Role]] = []
 
     def describe(self) -> NodeDescription:

@@ -37,16 +37,16 @@ class FakeRegistryStore:
 
     @property
     def epoch(self) -> str:
-        """Changes when the store loses its memory."""
+        """The registry's epoch, which changes when the store loses its data."""
         return f"epoch-{self._epochs}"
 
     def stop(self) -> None:
         """Stop answering, as a killed server does."""
         self.up = False
-        self._tell()
+        self._notify_clients()
 
     def restart(self, *, empty: bool) -> None:
-        """Answer again."""
+        """Answer again, with the records from before the stop, or without any if `empty`."""
         if empty:
             for entry in self._entries.values():
                 if entry.expiry is not None:
@@ -56,7 +56,7 @@ class FakeRegistryStore:
             self._starts.clear()
             self._epochs += 1
         self.up = True
-        self._tell()
+        self._notify_clients()
 
     def put(self, cluster: str, incarnation: str, data: bytes, lifetime_s: float | None = None) -> None:
         """Store raw bytes as a record."""
@@ -66,18 +66,18 @@ class FakeRegistryStore:
             loop = asyncio.get_running_loop()
             entry.expiry = loop.call_later(lifetime_s, self.remove, cluster, incarnation)
         self._entries[cluster, incarnation] = entry
-        self._tell()
+        self._notify_clients()
 
     def remove(self, cluster: str, incarnation: str) -> None:
-        """Forget a record, if it is there."""
+        """Delete a record, if there is one."""
         entry = self._entries.pop((cluster, incarnation), None)
         if entry is not None:
             if entry.expiry is not None:
                 entry.expiry.cancel()
-            self._tell()
+            self._notify_clients()
 
     def stored(self, cluster: str) -> list[tuple[str, bytes]]:
-        """Every record of a cluster with its incarnation."""
+        """All records of a cluster, each with its incarnation."""
         return [(incarnation, entry.data) for (owner, incarnation), entry in self._entries.items() if owner == cluster]
 
     def desired(self, cluster: str) -> DesiredState:
@@ -85,30 +85,30 @@ class FakeRegistryStore:
         return self._desired.get(cluster, DesiredState())
 
     def want(self, cluster: str, change: DesiredChange) -> None:
-        """Change that."""
+        """Change what operators want of a cluster."""
         self._desired[cluster] = change.applied_to(self.desired(cluster))
-        self._tell()
+        self._notify_clients()
 
     def count_start(self, cluster: str) -> int:
-        """One more process starts; how many did."""
+        """Count the start of a process. Returns the number of starts so far."""
         self._starts[cluster] = self._starts.get(cluster, 0) + 1
         return self._starts[cluster]
 
     def attach(self, client: FakeRegistry) -> None:
-        """Tell this client of every change."""
+        """Notify this client of every change from now on."""
         self._clients.add(client)
 
     def detach(self, client: FakeRegistry) -> None:
-        """Tell it no more."""
+        """Stop notifying this client."""
         self._clients.discard(client)
 
-    def _tell(self) -> None:
+    def _notify_clients(self) -> None:
         for client in list(self._clients):
             client.notice()
 
 
 class FakeRegistry:
-    """One process's view of a FakeRegistryStore; see `baton.registry.base.Membership`."""
+    """One process's client of a `FakeRegistryStore`; see `baton.registry.base.Membership`."""
 
     def __init__(self, store: FakeRegistryStore, cluster: str, *, clock: Clock | None = None) -> None:
         self._store = store
@@ -144,7 +144,7 @@ class FakeRegistry:
             raise Unreachable("registry memory:// does not answer: stopped")
 
     async def read(self) -> Snapshot:
-        """One full read, now; raises Unreachable."""
+        """Read all records. Raises Unreachable."""
         await self.ping()
         return read_records(self._store.stored(self._cluster)).snapshot
 
@@ -156,28 +156,28 @@ class FakeRegistry:
         return lease
 
     async def watch(self) -> AsyncIterator[Snapshot]:
-        """Every snapshot from now on; see `Membership.watch`."""
+        """Yield the current and all later snapshots; see `Membership.watch`."""
         self._watched = True
         self.notice()
         async for snapshot in self._feed.watch():
             yield snapshot
 
     async def namesakes(self, name: str) -> Sequence[NodeRecord]:
-        """Every incarnation of a name; see `Membership.namesakes`."""
+        """The records of all incarnations of a name; see `Membership.namesakes`."""
         await self.ping()
         return incarnations_of(name, self._store.stored(self._cluster))
 
     async def next_start(self, name: str) -> int:
-        """The number of a start; see `Membership.next_start`."""
+        """A number for a process that starts now; see `Membership.next_start`."""
         return number_of_start(self._store.count_start(self._cluster), await self.namesakes(name))
 
     async def retract(self, record: NodeRecord) -> None:
-        """Take back the record of a process that is gone; see `Membership.retract`."""
+        """Delete the record of a process that has ended; see `Membership.retract`."""
         await self.ping()
         self._store.remove(self._cluster, record.incarnation)
 
     async def desired(self) -> DesiredState:
-        """What operators want, read now; raises Unreachable."""
+        """Read what operators want. Raises Unreachable."""
         await self.ping()
         return self._store.desired(self._cluster)
 
@@ -187,7 +187,7 @@ class FakeRegistry:
         self._store.want(self._cluster, change)
 
     async def watch_desired(self) -> AsyncIterator[DesiredState]:
-        """Everything that operators want; see `Membership.watch_desired`."""
+        """Yield what operators want now and after each change; see `Membership.watch_desired`."""
         self._watched = True
         self.notice()
         async for desired in self._desired_feed.watch():
@@ -204,13 +204,13 @@ class FakeRegistry:
         self._store.detach(self)
 
     def publish(self, record: NodeRecord) -> None:
-        """Write one record without an end, if the store answers. For leases."""
+        """Write a record that does not expire, if the store is up. Called by leases."""
         self._healthy = self._store.up
         if self._store.up:
             self._store.put(self._cluster, record.incarnation, record.to_json())
 
     def release(self, record: NodeRecord, lifetime_s: float) -> None:
-        """Let the record go after its last lifetime. For leases."""
+        """Let a record expire after `lifetime_s` seconds; 0: delete it now. Called by leases."""
         self._leases.pop(record.incarnation, None)
         if not self._store.up:
             return
@@ -220,7 +220,7 @@ class FakeRegistry:
             self._store.remove(self._cluster, record.incarnation)
 
     def notice(self) -> None:
-        """The store changed: read everything, and publish again what it lost."""
+        """Read the store, which has changed, and publish the leases' records that it has lost. Called by the store."""
         self._healthy = self._store.up
         if not self._store.up:
             return
@@ -260,12 +260,12 @@ class FakeLease:
     async def update(self, record: NodeRecord) -> None:
         """Publish another record of the same incarnation; see `Lease.update`."""
         if (record.name, record.incarnation) != (self._record.name, self._record.incarnation):
-            raise ValueError(f"this lease is {self._record.incarnation}'s, not {record.incarnation}'s")
+            raise ValueError(f"the lease of {self._record.incarnation} can't publish a record of {record.incarnation}")
         self._record = record
         self._registry.publish(record)
 
     async def close(self) -> None:
-        """Take the record back. Idempotent."""
+        """Delete the record. Idempotent."""
         if not self._closed:
             self._closed = True
             self._registry.release(self._record, 0.0)

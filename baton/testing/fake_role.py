@@ -13,16 +13,20 @@ from baton.testing.fake_connector import FakeConnector
 
 
 class FakeRole:
-    """Keeps what it is told; `moved`, `shown`, `reported` and `start_error` are what it answers."""
+    """A role that records calls, and answers with values that a test sets."""
 
     def __init__(self, connector: FakeConnector | None = None) -> None:
         self.connector = connector if connector is not None else FakeConnector()
         self.servicers: Sequence[Servicer] = ()
         self.aborted: list[AttemptKey] = []
         self.moved: dict[AttemptKey, TransferFigures] = {}
+        """The answers of `transfer_figures`."""
         self.shown: Sequence[Figure] = ()
+        """The answer of `figures`."""
         self.reported = HandoffReport()
+        """The answer of `handoff_report`."""
         self.start_error: Exception | None = None
+        """The error that `start` raises; None: it starts."""
         self.is_up = False
         self.link_protocol = 1
 

@@ -1,10 +1,10 @@
-"""The fake of `ModelRunner`: it has no model, and its tokens show any wrong KV.
+"""The fake of `ModelRunner`: it has no model, and any wrong KV changes its tokens.
 
 Each slot of its cache holds 8 bytes: a digest of the slot before it (read through the block table, as attention would)
-and of the token there. The token drawn is a function of the last slot, so one lost, stale, overwritten or foreign block
-anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real memory, so KV can
-be moved between processes as with any runner. Of several groups of layers each has slots of its own, and all that its
-window shows is looked at.
+and of the token there. The token that is sampled is a function of the last slot, so that one lost, stale, overwritten
+or foreign block anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real
+memory, so that KV can be moved between processes as with any runner. Each group of layers has slots of its own, and all
+slots in the group's window are checked.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _draw(slot: int, seed: int, vocab_size: int) -> int:
 
 
 def likeliest_tokens(slot: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
-    """What the runner says may follow a history whose last slot this is: tokens and log-probabilities, best first.
+    """The most likely tokens after a history whose last slot is `slot`, with their log-probabilities, best first.
 
-    They have nothing to do with the tokens it draws.
+    They are unrelated to the tokens that the runner samples.
     """
     found: dict[int, float] = {}
     logprob, number = 0.0, slot
@@ -52,7 +52,7 @@ def likeliest_tokens(slot: int, count: int, vocab_size: int) -> list[tuple[int, 
 
 
 def prompt_slots(token_ids: Sequence[int], group: int = 0) -> list[int]:
-    """What a correct cache holds after these tokens for one group of layers, one number a slot."""
+    """The slots of a correct cache after these tokens, for one group of layers, one number for each slot."""
     slots, before = [], _START
     for token_id in token_ids:
         before = _mix(before, token_id)
@@ -65,7 +65,7 @@ def _of_group(slot: int, group: int) -> int:
 
 
 def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: int, vocab_size: int) -> list[int]:
-    """The first `num_tokens` output tokens of a request, computed without any cache; stops don't apply."""
+    """The first `num_tokens` output tokens of a request, computed without any cache and regardless of stop tokens."""
     slot = prompt_slots(prompt_token_ids)[-1]
     tokens: list[int] = []
     for _ in range(num_tokens):
@@ -75,12 +75,12 @@ def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: i
 
 
 def expected_embedding(prompt_token_ids: Sequence[int]) -> bytes:
-    """A prompt's, computed without any cache."""
+    """The embedding of a prompt, computed without any cache."""
     return embedding_of_number(prompt_slots(prompt_token_ids)[-1], _EMBEDDING_SIZE)
 
 
 def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab_size: int) -> list[list[int]]:
-    """What a beam search finds, best first, computed without any cache."""
+    """The results of a beam search, best first, computed without any cache."""
     while not search.is_over:
         slots = [prompt_slots([*prompt_token_ids, *beam.token_ids])[-1] for beam in search.running]
         search.advance([likeliest_tokens(slot, search.num_candidates, vocab_size) for slot in slots])
@@ -88,24 +88,22 @@ def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab
 
 
 @dataclass(slots=True)
-class _Known:
-    """What the runner remembers of a request."""
+class _RequestState:
+    """The runner's state of a request."""
 
     token_ids: list[int]
     block_ids: list[int]
     sampling_params: SamplingParams
     num_computed_tokens: int
     failure: str = ""
-    """Why it can't go on; empty while it can."""
+    """Why the request can't continue; empty while it can."""
     embeds: bool = False
 
 
 class FakeRunner:
-    """Deterministic tokens on a cache of `num_blocks` blocks. Raises RuntimeError when it is told inconsistent things.
+    """Computes deterministic tokens on a cache of `num_blocks` blocks.
 
-    `failures`: request id -> reason, reported in `failed` at its next step. `raise_next`: raised by the next step that
-    computes anything, `raise_first` by the next step before it does anything. `seconds_per_copy`, `seconds_per_token`:
-    what its copies of blocks and its tokens are said to take.
+    Raises RuntimeError when the scheduler's output contradicts its own state of a request.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class FakeRunner:
         windows: Sequence[int | None] = (None,),
         name: str = "scripted",
     ) -> None:
-        """`windows`: one for each group of layers, at least 2 keys."""
+        """`windows`: the attention window of each group of layers, at least 2 keys; None: all keys."""
         groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
         self.layout = KVLayout(block_size, (LayerGeometry(1, 1, 1),) * len(groups), "float32", groups)
         self.model = ModelInfo(
@@ -146,12 +144,17 @@ class FakeRunner:
         )
         cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks, block_size)
         self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _RequestState] = {}
         self.failures: dict[str, str] = {}
+        """Requests that fail in their next step, with the reason, which is reported in `failed`."""
         self.raise_next: Exception | None = None
+        """Raised by the next step that computes anything."""
         self.raise_first: Exception | None = None
+        """Raised by the next step, before it does anything."""
         self.seconds_per_copy = 0.0
+        """The duration that steps report for each copy of a block."""
         self.seconds_per_token = 0.0
+        """The duration that steps report for each token."""
 
     @property
     def num_host_blocks(self) -> int:
@@ -159,11 +162,11 @@ class FakeRunner:
 
     @property
     def num_requests(self) -> int:
-        """Requests that the runner has not forgotten."""
+        """Number of requests of which the runner has a state."""
         return len(self._known)
 
     def read_slots(self, block_ids: Sequence[int], num_tokens: int, group: int = 0) -> list[int]:
-        """What the first `num_tokens` slots of these blocks hold, 0 where a group has none."""
+        """The first `num_tokens` slots of these blocks; 0 for a slot in the null block."""
         places = [self._slot(block_ids, position, group) for position in range(num_tokens)]
         return [self._slots[place] if place >= self.layout.block_size else 0 for place in places]
 
@@ -229,7 +232,7 @@ class FakeRunner:
             self._known.pop(request_id, None)
         self._known.update(forks)
         for new in scheduler_output.scheduled_new_reqs:
-            self._known[new.request_id] = _Known(
+            self._known[new.request_id] = _RequestState(
                 [*new.prompt_token_ids, *new.output_token_ids],
                 list(new.block_ids),
                 new.sampling_params,
@@ -250,11 +253,11 @@ class FakeRunner:
             if changed.last_token_id is not None:
                 known.token_ids[-1] = changed.last_token_id
 
-    def _fork(self, data: ForkedRequestData) -> _Known:
+    def _fork(self, data: ForkedRequestData) -> _RequestState:
         parent = self._known[data.parent_id]
         if data.num_shared_tokens > parent.num_computed_tokens:
             raise RuntimeError(f"{data} but {parent.num_computed_tokens} are computed")
-        return _Known(
+        return _RequestState(
             [*parent.token_ids[: data.num_shared_tokens], data.last_token_id],
             list(data.block_ids),
             parent.sampling_params,
@@ -262,11 +265,11 @@ class FakeRunner:
         )
 
     def _lose(self, scheduler_output: SchedulerOutput) -> None:
-        """Nothing of a step is there: its requests have failed, also in a step that was decided before it broke."""
+        """Let all requests of a step fail, in this step and in later ones that were scheduled before it failed."""
         for request_id in scheduler_output.num_scheduled_tokens:
-            self._known[request_id] = _Known([], [], SamplingParams(), 0, "lost with an earlier step")
+            self._known[request_id] = _RequestState([], [], SamplingParams(), 0, "lost with an earlier step")
 
-    def _compute(self, request_id: str, known: _Known, num_tokens: int) -> int:
+    def _compute(self, request_id: str, known: _RequestState, num_tokens: int) -> int:
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
         num_groups = len(self.layout.groups)
         if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self.layout.block_size:
@@ -281,8 +284,8 @@ class FakeRunner:
         known.num_computed_tokens = stop
         return before
 
-    def _sees_its_history(self, known: _Known, position: int) -> bool:
-        """Whether all that a query at `position` sees in its groups' slots is right."""
+    def _sees_its_history(self, known: _RequestState, position: int) -> bool:
+        """Whether all slots that a query at `position` sees, in all groups, are right."""
         for group, window in enumerate(self.layout.windows):
             first = max(0, position - window + 1) if window else 0
             expected = prompt_slots(known.token_ids[:position], group)[first:]

@@ -20,7 +20,7 @@ class _Handle:
 
 
 class FakeTimers:
-    """Time that a test moves by hand."""
+    """Timers whose time a test moves forward with `advance`."""
 
     def __init__(self, start: float = 100.0) -> None:
         self._now = start
@@ -38,22 +38,22 @@ class FakeTimers:
         return handle
 
     def call_soon(self, callback: Callable[[], None], name: str) -> None:
-        """Without moving the time: in the next turn of the running event loop."""
+        """Call it in the next turn of the running event loop, without moving the time."""
         asyncio.get_running_loop().call_soon(current_watch.get().guarded(callback, name))
 
     async def is_due(self, within: float) -> None:
-        """Return once a callback is due within so many seconds from now."""
+        """Wait until a callback is due within this number of seconds."""
         while not any(h.callback is not None and when <= self._now + within for when, _, h in self._due):
             self._scheduled.clear()
             await self._scheduled.wait()
 
     @property
     def num_pending(self) -> int:
-        """Callbacks that are neither run nor cancelled."""
+        """Number of callbacks that have neither run nor been cancelled."""
         return sum(1 for _, _, handle in self._due if handle.callback is not None)
 
     def advance(self, seconds: float) -> None:
-        """Move time forward and run what became due, in order."""
+        """Move the time forward, and run the callbacks that become due, in order."""
         target = self._now + seconds
         while self._due and self._due[0][0] <= target:
             when, _, handle = heapq.heappop(self._due)

@@ -28,7 +28,7 @@ class FakeTokenizer:
 
 
 class FakeDetokenizer:
-    """Gives each token's letter at once."""
+    """Returns each token's letter at once."""
 
     def __init__(self, letter: Callable[[int], str] = chr) -> None:
         self._letter = letter

@@ -10,7 +10,7 @@ from baton.observe.tracing import Attributes
 
 @dataclass(slots=True)
 class FakeSpan:
-    """One span."""
+    """One span, with times in seconds on the caller's clock."""
 
     name: str
     parent: str
@@ -31,7 +31,7 @@ class FakeSpan:
 
 
 class FakeTracer:
-    """Takes every request."""
+    """A tracer that samples every request, and keeps its spans in `spans`."""
 
     def __init__(self) -> None:
         self.spans: list[FakeSpan] = []

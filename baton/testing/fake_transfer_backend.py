@@ -1,8 +1,9 @@
-"""The fake of `NixlBackend`: one-sided reads inside one process, with NIXL's hazards.
+"""The fake of `NixlBackend`: one-sided reads inside one process, with the same hazards as NIXL's.
 
-Other faults are injected by `faulty_transfer_backend.FaultyTransferBackend`. Nothing moves by itself: every `poll` and
-`pump` of the receiver is one step, in which each of its reads may copy. A read that was given up goes on writing. With
-`sender_must_pump`, a read takes a step only after the sender pumped, as with NIXL.
+Other faults are injected by `faulty_transfer_backend.FaultyTransferBackend`. Reads make no progress by themselves: each
+`poll` and `pump` of the receiver is one step, in which each of its reads may copy. A read continues to write even if
+its owner does not want it any more. With `sender_must_pump`, a read makes a step only after the sender has pumped, as
+with NIXL.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FakeTransferFabric:
         self._agents: dict[str, _Agent] = {}
 
     def join(self, incarnation: str, memory: KVMemory) -> _Agent:
-        """Add an agent; raises ValueError for a name that was ever used."""
+        """Add an agent. Raises ValueError for a name that was used before."""
         with self.lock:
             if incarnation in self._agents:
                 raise ValueError(f"there was an agent {incarnation!r} already")
@@ -50,7 +51,7 @@ class FakeTransferFabric:
             return agent
 
     def find(self, incarnation: str) -> _Agent | None:
-        """The agent of that name, dead ones included."""
+        """The agent with this name, which may have ended; None if there was none."""
         with self.lock:
             return self._agents.get(incarnation)
 

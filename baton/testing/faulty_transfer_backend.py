@@ -1,9 +1,9 @@
 """Injects the faults of one-sided reads into any transfer backend, real or fake.
 
-A read is cut into parts that are posted one after another by the backend underneath; a fault is what happens between
-them, or what is said at the end. So the bytes that a fault leaves behind are real ones, and the contract holds: until
-`poll` says DONE or raises PeerGone a read may write, and afterwards it does not. Faults are drawn per read, in the
-order of posting, from a seed, and counted.
+A read is cut into parts that are posted one after another to the inner backend. A fault happens between two parts, or
+changes the result at the end. So the bytes that a fault leaves behind are real ones, and the contract is kept: until
+`poll` returns DONE or raises PeerGone a read may write, and afterwards it does not. The faults of each read are drawn
+from a seed, in the order of posting, and counted.
 """
 
 from __future__ import annotations
@@ -36,48 +36,49 @@ _KINDS = ("delay", "slow", "late", "stall", "drop", "corrupt", "disconnect", "du
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How probable each fault is, per read."""
+    """The probabilities with which each fault occurs in a read, 0 to 1."""
 
     seed: int = 0
+    """The seed from which faults are drawn."""
     polls: int = 5
-    """How long a delayed, slow or late read waits."""
+    """The number of polls for which a delayed, slow or late read waits."""
     delay: float = 0.0
-    """Nothing of it begins before so many polls."""
+    """The read begins only after `polls` polls."""
     slow: float = 0.0
-    """Its blocks come one by one, so many polls apart."""
+    """The blocks arrive one by one, with `polls` polls between them."""
     late: float = 0.0
-    """It says DONE so many polls after its last byte."""
+    """`poll` returns DONE only `polls` polls after the last byte."""
     stall: float = 0.0
-    """It stops in the middle until `resume_stalled`."""
+    """The read stops in the middle until `resume_stalled`."""
     drop: float = 0.0
-    """It says DONE without its last block."""
+    """`poll` returns DONE without the last block."""
     corrupt: float = 0.0
-    """It says DONE with one bit flipped."""
+    """`poll` returns DONE with one bit flipped."""
     disconnect: float = 0.0
-    """It raises PeerGone in the middle, and so does every other read of that peer until it is connected again."""
+    """`poll` raises PeerGone in the middle, as for every other read of that peer until it is connected again."""
     duplicate: float = 0.0
-    """It says DONE again after it was released."""
+    """`poll` returns DONE again after the read was released."""
 
 
 class _Step(enum.Enum):
-    """What a read does between its parts."""
+    """A pause between two parts of a read."""
 
     WAIT = enum.auto()
-    """One poll long."""
+    """Wait for one poll."""
     STALL = enum.auto()
-    """Until it is resumed."""
+    """Wait until `resume_stalled`."""
 
 
 @dataclass(slots=True)
 class _Read:
     incarnation: str
     ranges: _Ranges
-    struck: frozenset[str]
-    """The names of its faults."""
+    fault_names: frozenset[str]
+    """The names of the read's faults."""
     script: deque[_Ranges | _Step]
-    """What is still to happen; then it ends."""
+    """The parts and pauses that are still to come; the read ends after the last one."""
     inner: ReadHandle | None = None
-    """The part that is posted."""
+    """The inner backend's handle of the posted part; None: no part is posted."""
     state: ReadState = ReadState.IN_PROGRESS
     failure: PeerGone | None = None
 
@@ -94,7 +95,10 @@ class _Peer:
 
 
 class FaultyTransferBackend:
-    """Wraps another backend and owns its reads. Raises ConfigError for damage to memory that it can't reach."""
+    """Wraps another backend, and adds faults to its reads.
+
+    Raises ConfigError if bits are to be flipped in memory that this process can't write.
+    """
 
     def __init__(self, inner: TransferBackend, faults: Faults | None = None) -> None:
         self._inner = inner
@@ -104,10 +108,10 @@ class FaultyTransferBackend:
         self._rng = Random(self._faults.seed)
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self._told_twice: set[ReadHandle] = set()
+        self._repeats_done: set[ReadHandle] = set()
         self._last_handle = 0
         self.counters: Counter[str] = Counter()
-        """Reads that have each fault, by its name."""
+        """Number of reads with each fault, by the fault's name."""
 
     @property
     def name(self) -> str:
@@ -133,7 +137,7 @@ class FaultyTransferBackend:
         if read.script and not isinstance(read.script[0], _Step):
             read.inner = self._inner.post_read(incarnation, read.script[0])
             read.script.popleft()
-        self.counters.update(read.struck)
+        self.counters.update(read.fault_names)
         self._last_handle += 1
         handle = ReadHandle(self._last_handle)
         self._reads[handle] = read
@@ -141,30 +145,30 @@ class FaultyTransferBackend:
         return handle
 
     def _new_read(self, incarnation: str, ranges: _Ranges) -> _Read:
-        struck = frozenset(kind for kind in _KINDS if self._rng.random() < getattr(self._faults, kind))
-        num_blocks = sum(r.count for r in ranges) - ("drop" in struck)
+        fault_names = frozenset(kind for kind in _KINDS if self._rng.random() < getattr(self._faults, kind))
+        num_blocks = sum(r.count for r in ranges) - ("drop" in fault_names)
         middle = num_blocks // 2
-        if "slow" in struck:
+        if "slow" in fault_names:
             cuts = list(range(num_blocks + 1))
         else:
-            cuts = sorted({0, middle, num_blocks} if struck & {"stall", "disconnect"} else {0, num_blocks})
+            cuts = sorted({0, middle, num_blocks} if fault_names & {"stall", "disconnect"} else {0, num_blocks})
         left = deque(ranges)
         parts = [(start, cut_ranges(left, stop - start)) for start, stop in pairwise(cuts)]
         waits = [_Step.WAIT] * self._faults.polls
-        script: deque[_Ranges | _Step] = deque(waits if "delay" in struck else ())
+        script: deque[_Ranges | _Step] = deque(waits if "delay" in fault_names else ())
         for start, part in parts:
-            if "stall" in struck and start == middle:
+            if "stall" in fault_names and start == middle:
                 script.append(_Step.STALL)
-            if "disconnect" in struck and start == middle:
+            if "disconnect" in fault_names and start == middle:
                 break
-            if "slow" in struck and start:
+            if "slow" in fault_names and start:
                 script.extend(waits)
             script.append(part)
-        script.extend(waits if "late" in struck else ())
-        return _Read(incarnation, ranges, struck, script)
+        script.extend(waits if "late" in fault_names else ())
+        return _Read(incarnation, ranges, fault_names, script)
 
     def poll(self, handle: ReadHandle) -> ReadState:
-        if handle in self._told_twice:
+        if handle in self._repeats_done:
             return ReadState.DONE
         read = self._reads[handle]
         if read.may_write:
@@ -174,7 +178,7 @@ class FaultyTransferBackend:
         return read.state
 
     def _advance(self, read: _Read) -> None:
-        """Let the posted part move, or take the next step when none is."""
+        """Let the posted part make progress, or take the next step if no part is posted."""
         if read.inner is not None:
             self._poll_part(read, read.inner)
         elif self._peers[read.incarnation].gone:
@@ -187,7 +191,7 @@ class FaultyTransferBackend:
             self._end(read)
 
     def _poll_part(self, read: _Read, part: ReadHandle) -> None:
-        """A ReadStuck is not caught: then nobody knows, now and at every later poll."""
+        """Poll the posted part. A ReadStuck is passed on, now and at every later poll."""
         try:
             if self._inner.poll(part) is ReadState.IN_PROGRESS:
                 return
@@ -203,14 +207,14 @@ class FaultyTransferBackend:
             read.failure = PeerGone(str(error))
 
     def _end(self, read: _Read) -> None:
-        if "disconnect" in read.struck:
+        if "disconnect" in read.fault_names:
             if self._still_writes(read.incarnation):
-                # PeerGone is said of a peer: no read from it writes any more.
+                # PeerGone concerns the whole peer: when it is raised, no read from the peer may write any more.
                 return
             self._peers[read.incarnation].gone = True
             read.failure = PeerGone(f"{read.incarnation} disconnected")
             return
-        if "corrupt" in read.struck:
+        if "corrupt" in read.fault_names:
             self._flip_a_bit(read)
         read.state = ReadState.DONE
 
@@ -229,12 +233,12 @@ class FaultyTransferBackend:
         ctypes.c_ubyte.from_address(address).value ^= 1 << self._rng.randrange(8)
 
     def resume_stalled(self) -> None:
-        """Let stalled reads go on: late writes, for owners who did not wait."""
+        """Let stalled reads continue. They write late, which shows if their owner did not wait for them."""
         for read in self._reads.values():
             read.script = deque(step for step in read.script if step is not _Step.STALL)
 
     def heal(self) -> None:
-        """No read that is posted from now on has a fault, and stalled ones go on."""
+        """Inject no faults into reads that are posted from now on, and let stalled reads continue."""
         self._faults = Faults()
         self.resume_stalled()
 
@@ -243,8 +247,8 @@ class FaultyTransferBackend:
         if read.may_write:
             raise ReadsInFlight(f"read {handle} of {read.incarnation} may still write")
         del self._reads[handle]
-        if "duplicate" in read.struck:
-            self._told_twice.add(handle)
+        if "duplicate" in read.fault_names:
+            self._repeats_done.add(handle)
         self._peers[read.incarnation].reads.discard(handle)
 
     def pump(self) -> None:

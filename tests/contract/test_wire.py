@@ -125,7 +125,7 @@ async def test_a_stream_arrives_as_it_was_sent() -> None:
     async with served(handler) as (_, stub):
         assert await ask(stub) == handler.events
         await asyncio.to_thread(stub.cancel, "r")
-        assert handler.asked == [GenerateRequest([1, 2, 3]), "r"]
+        assert handler.requests == [GenerateRequest([1, 2, 3]), "r"]
         assert await asyncio.to_thread(stub.tokenize, "", "four") == [4]
         assert await asyncio.to_thread(stub.detokenize, "", [4, 5]) == "[4, 5]"
         assert await asyncio.to_thread(stub.list_models) == [ModelCard("m", 64, 300)]
@@ -203,7 +203,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await answer
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, answer
-        assert handler.asked == []
+        assert handler.requests == []
         assert await ask(stub) == handler.events
 
 
@@ -242,7 +242,7 @@ async def test_too_many_of_anything_are_refused_by_name_before_the_handler_hears
                 await answer
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert (caught.value.details() or "").startswith(f"{field}: "), caught.value.details()
-    assert handler.asked == []
+    assert handler.requests == []
 
 
 async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:

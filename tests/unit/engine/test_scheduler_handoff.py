@@ -459,7 +459,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: st
     rig.add("good", 6, max_tokens=3)
     rig.run()
     assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
-    assert f"told to fail in {method}" in (rig.ends["bad"].error or "")
+    assert f"the test made {method} fail" in (rig.ends["bad"].error or "")
     assert rig.tokens["good"] == rig.expected("good", 3)
     assert rig.core.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
     assert rig.scheduler.num_connector_errors == 1

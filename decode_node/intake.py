@@ -35,7 +35,7 @@ from baton.messages.node import KVSource, Leg
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.observe.metrics import Histogram
-from baton.wire.credentials import PLAIN
+from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.absent_senders import AbsentSenders
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import LazyInbox
@@ -97,7 +97,7 @@ class Intake:
         post: Callable[[Callable[[], None]], None],
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
-        make_channel: Callable[[str], grpc.aio.Channel] = PLAIN.channel,
+        make_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT_DIALER.channel,
         digest_every: int = 0,
         keeps_valid_blocks: bool = False,
         clock: Clock | None = None,

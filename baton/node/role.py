@@ -14,7 +14,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
-from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RoleContext:
     """Tells the engine about transfers and wakes it; may be called from any thread."""
     record: Callable[[str, AttemptKey, int, str], None]
     """Writes to the event log (name, attempt, value, detail); may be called from any thread."""
-    dialer: Dialer = PLAIN
+    dialer: Dialer = PLAINTEXT_DIALER
     """Opens channels to other nodes."""
 
 

@@ -15,6 +15,6 @@ _COMMANDS = (
 
 def acl_rules(cluster: str, password: str) -> Sequence[str]:
     """The rules that follow `ACL SETUSER NAME`, or `user NAME` in an ACL file, for Redis 6.2 and later."""
-    commands = [f"+{command}" for _, some in _COMMANDS for command in some]
+    commands = [f"+{command}" for _, group in _COMMANDS for command in group]
     where = (f"~baton:{cluster}:*", f"&baton:{cluster}:*")
     return ["reset", "resetchannels", "on", f">{password}", *where, "-@all", *commands]

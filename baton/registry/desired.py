@@ -11,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-Word: TypeAlias = Literal["cordoned", "prefill", "decode"]
-WORDS: tuple[Word, ...] = get_args(Word)
-"""The sets of node names that are kept. The last two are roles, and a name is in at most one of them."""
+DesiredSet: TypeAlias = Literal["cordoned", "prefill", "decode"]
+DESIRED_SETS: tuple[DesiredSet, ...] = get_args(DesiredSet)
+"""The names of the sets of nodes that make up the desired state. The last two are roles: a node is in at most one of
+them."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """The desired state of one cluster: a set of node names for each of WORDS."""
+    """The desired state of one cluster: a set of nodes, by name, for each of DESIRED_SETS."""
 
     cordoned: frozenset[str] = frozenset()
     prefill: frozenset[str] = frozenset()
@@ -29,12 +30,12 @@ class DesiredState:
     @classmethod
     def of(cls, stored: Mapping[str, Iterable[str]]) -> DesiredState:
         """Make the state from the registry's sets, without entries that are no valid node names."""
-        found = {word: frozenset(filter(_NAME.match, stored.get(word, ()))) for word in WORDS}
+        found = {kind: frozenset(filter(_NAME.match, stored.get(kind, ()))) for kind in DESIRED_SETS}
         return cls(**found)
 
-    def names(self, word: Word) -> frozenset[str]:
+    def names(self, kind: DesiredSet) -> frozenset[str]:
         """The names in one of the sets."""
-        found: frozenset[str] = getattr(self, word)
+        found: frozenset[str] = getattr(self, kind)
         return found
 
     def role_of(self, name: str) -> Literal["prefill", "decode"] | None:
@@ -48,8 +49,8 @@ class DesiredState:
 class DesiredChange:
     """Names to add to the sets and names to remove from them, in one step. Applying it twice has no further effect."""
 
-    add: Mapping[Word, frozenset[str]]
-    remove: Mapping[Word, frozenset[str]]
+    add: Mapping[DesiredSet, frozenset[str]]
+    remove: Mapping[DesiredSet, frozenset[str]]
 
     @property
     def is_empty(self) -> bool:
@@ -58,8 +59,8 @@ class DesiredChange:
     def applied_to(self, state: DesiredState) -> DesiredState:
         """The desired state after this change."""
         sets = {
-            word: (state.names(word) - self.remove.get(word, frozenset())) | self.add.get(word, frozenset())
-            for word in WORDS
+            kind: (state.names(kind) - self.remove.get(kind, frozenset())) | self.add.get(kind, frozenset())
+            for kind in DESIRED_SETS
         }
         return replace(state, **sets)
 
@@ -76,7 +77,7 @@ def uncordon(names: Iterable[str]) -> DesiredChange:
 
 def set_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
     """The change after which the node has this role, now and after each start."""
-    other: Word = "decode" if role == "prefill" else "prefill"
+    other: DesiredSet = "decode" if role == "prefill" else "prefill"
     return DesiredChange({role: frozenset({name})}, {other: frozenset({name})})
 
 
@@ -92,12 +93,12 @@ class DesiredMemory:
 
         `epoch`: as for `OutageGrace.merge`; a different one means that the registry has lost its data.
         """
-        lost: dict[Word, frozenset[str]] = {}
+        lost: dict[DesiredSet, frozenset[str]] = {}
         if self._epoch is not None and epoch != self._epoch:
             # A role that an operator has set since then replaces the remembered one.
             chosen = fresh.prefill | fresh.decode
             known = replace(self._known, prefill=self._known.prefill - chosen, decode=self._known.decode - chosen)
-            lost = {word: missing for word in WORDS if (missing := known.names(word) - fresh.names(word))}
+            lost = {kind: missing for kind in DESIRED_SETS if (missing := known.names(kind) - fresh.names(kind))}
         self._epoch = epoch
         again = DesiredChange(lost, {})
         self._known = again.applied_to(fresh)

@@ -12,6 +12,7 @@ from typing import Protocol
 ENDED_S = 60.0
 """Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
 LIFETIME_S = 3600.0
+"""Seconds that the record of a running request is kept, counted from when it was last written."""
 MAX_RECORD_BYTES = 256 << 10
 """Larger records are not kept. The largest part of a record is a grammar."""
 

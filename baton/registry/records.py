@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})\
 
 
 class BadRecord(BatonError):
-    """Raised for a record in the registry that is not usable; the message says why."""
+    """A record in the registry is not usable; the message says why."""
 
     status = Status.FAILED_PRECONDITION
 

@@ -43,7 +43,7 @@ from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, Unreachable
 from baton.messages.ids import random_token
 from baton.registry.base import require
-from baton.registry.desired import WORDS, DesiredChange, DesiredMemory, DesiredState
+from baton.registry.desired import DESIRED_SETS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
 from baton.registry.outage import OutageGrace
 from baton.registry.records import (
@@ -236,10 +236,10 @@ class Registry:
     async def _read(self) -> _Stored:
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.smembers(self._key("nodes"))
-            for word in WORDS:
-                pipe.smembers(self._key("desired", word))
+            for kind in DESIRED_SETS:
+                pipe.smembers(self._key("desired", kind))
             known, *wanted = await pipe.execute()
-        desired = DesiredState.of({word: map(_text, found) for word, found in zip(WORDS, wanted, strict=True)})
+        desired = DesiredState.of({kind: map(_text, found) for kind, found in zip(DESIRED_SETS, wanted, strict=True)})
         names = sorted(_text(name) for name in known)
         values = await self._client.mget([self._key("epoch"), *(self._key("node", name) for name in names)])
         epoch, found = values[0], dict(zip(names, values[1:], strict=True))
@@ -252,11 +252,11 @@ class Registry:
     async def _want(self, change: DesiredChange) -> None:
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.set(self._key("epoch"), random_token(self._rng), nx=True)
-            for word in WORDS:
-                if gone := change.remove.get(word):
-                    pipe.srem(self._key("desired", word), *gone)
-                if new := change.add.get(word):
-                    pipe.sadd(self._key("desired", word), *new)
+            for kind in DESIRED_SETS:
+                if gone := change.remove.get(kind):
+                    pipe.srem(self._key("desired", kind), *gone)
+                if new := change.add.get(kind):
+                    pipe.sadd(self._key("desired", kind), *new)
             pipe.publish(self._key("changes"), "desired")
             await pipe.execute()
 

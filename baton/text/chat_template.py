@@ -71,7 +71,7 @@ class ChatTemplate:
                 self._special_tokens
                 | dict(variables or {})
                 | {
-                    "messages": [self._understood(message) for message in messages],
+                    "messages": [self._with_known_role(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                     "tools": None,
                     "documents": None,
@@ -81,8 +81,8 @@ class ChatTemplate:
         except Exception as error:  # A template may raise anything for messages that it was not written for.
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
 
-    def _understood(self, message: Mapping[str, str]) -> Mapping[str, str]:
-        # OpenAI's newer name for the role "system", which few templates know.
+    def _with_known_role(self, message: Mapping[str, str]) -> Mapping[str, str]:
+        # "developer" is OpenAI's newer name for the role "system", and few templates know it.
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return message

@@ -38,7 +38,7 @@ class JsonGrammars:
             raise ConfigError(f"the tokenizer can't be used for grammars: {shortened(error)}") from error
         bits = np.zeros(num_mask_words(vocab_size) * 32, dtype=np.uint8)
         bits[eos] = 1
-        self._but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
+        self._all_but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> JsonGrammars:
@@ -56,7 +56,7 @@ class JsonGrammars:
         The schema must have passed `SchemaSandbox.check`: another one may use up this process's memory. Each matcher is
         compiled anew, since copies would share the automaton that they extend while they match, and its limits.
         """
-        return JsonMatcher(compile_schema(json_schema, self._tokenizer), self._but_eos)
+        return JsonMatcher(compile_schema(json_schema, self._tokenizer), self._all_but_eos)
 
 
 class JsonMatcher:
@@ -66,10 +66,10 @@ class JsonMatcher:
     limits are reached at the same token.
     """
 
-    def __init__(self, matcher: LLMatcher, but_eos: Mask) -> None:
-        """`but_eos`: a mask with the bits of all tokens that don't end the output."""
+    def __init__(self, matcher: LLMatcher, all_but_eos: Mask) -> None:
+        """`all_but_eos`: a mask with the bits of all tokens that don't end the output."""
         self._matcher = matcher
-        self._but_eos = but_eos
+        self._all_but_eos = all_but_eos
         self._num_tokens = 0
         self._is_masked = False
         """Whether the mask of the next token has been computed."""
@@ -93,7 +93,7 @@ class JsonMatcher:
         self._is_masked = True
         if not self._matcher.is_accepting():
             # Some vocabularies have an end token with a text that could be part of the output.
-            mask &= self._but_eos
+            mask &= self._all_but_eos
 
     def _check(self) -> None:
         if self._matcher.is_error():

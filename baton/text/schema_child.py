@@ -1,4 +1,4 @@
-"""The child process in which a schema is compiled for the first time; it dies when a schema exceeds its limits.
+"""The child process in which a schema is compiled for the first time; it ends when a schema exceeds its limits.
 
 The child reads schemas from its standard input, which is a socket, and writes an answer to each there. A message is, in
 both directions, a length in four bytes, big-endian, and then UTF-8. An answer is the reason why the schema can't be

@@ -28,6 +28,7 @@ MAX_SCHEMA_DEPTH = 32
 FIELD = "json_schema"
 _MAX_LEXER_STATES = 50_000
 _FIRST_BYTES = 16
+"""Number of bytes of output for which masks are computed when a schema is checked."""
 _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
 _OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
@@ -41,7 +42,7 @@ def check_json_schema(text: str) -> None:
     Takes 0.5 to 250 ms for schemas that people write, and any time and memory for others: call `SchemaSandbox.check`.
     """
     _check_json(text)
-    matcher = compile_schema(text, _bytes_alone())
+    matcher = compile_schema(text, _byte_tokenizer())
     # Some schemas turn out to be too complex only when masks are computed.
     for _ in range(_FIRST_BYTES):
         mask = matcher.compute_bitmask()
@@ -82,7 +83,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 @lru_cache(maxsize=1)
-def _bytes_alone() -> LLTokenizer:
+def _byte_tokenizer() -> LLTokenizer:
     # Uses the same slices as the nodes' tokenizers, so that compiling takes the same work as on a node.
     return LLTokenizer("byte", slices=LLTokenizer.json_slices())
 

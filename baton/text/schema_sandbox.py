@@ -3,7 +3,7 @@
 The rules:
 
 1. A schema is compiled in this process only after a child has compiled it (`check`), within `CompileLimits`.
-2. A child that exceeds a limit dies and is replaced at the next check; the schema is refused with an InvalidRequest
+2. A child that exceeds a limit ends and is replaced at the next check; the schema is refused with an InvalidRequest
    that names the limit.
 3. The verdict on a schema is cached by the schema's digest, so that checking it again costs nothing.
 4. A refusal that may be caused by this machine and not by the schema (the wall clock limit) is not cached.
@@ -172,14 +172,14 @@ class _Child:
             raise
 
     def check(self, json_schema: str, limits: CompileLimits) -> _Verdict:
-        """Compile a schema in this child, which may be dead afterwards. Raises Overloaded if it is closed meanwhile."""
+        """Compile a schema in this child, which may end by that. Raises Overloaded if it is closed meanwhile."""
         try:
             self._socket.settimeout(limits.wall_s)
             send(self._socket, json_schema)
             reason = receive(self._socket)
         except TimeoutError:
             self.close()
-            reason = f"was not compiled within {limits.wall_s:g} s: simplify its patterns, or ask again"
+            reason = f"was not compiled within {limits.wall_s:g} s: simplify its patterns, or send it again"
             return _Verdict(reason, is_lasting=False)
         except OSError:
             reason = None

@@ -18,6 +18,7 @@ class StopStrings:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found: str | None = None
+        """The stop string that was found; None if none was."""
         self.is_off = not self._stops
         """Whether there are no stop strings: then all text is returned as it comes."""
 
@@ -47,6 +48,7 @@ class StopStrings:
         return min(hits)[2] if hits else None
 
     def _unsure_length(self, window: str) -> int:
+        """The length of the longest end of the window that is the beginning of a stop string."""
         longest = min(len(window), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             tail = window[len(window) - length :]

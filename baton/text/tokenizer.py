@@ -87,7 +87,7 @@ class Tokenizer:
         return text
 
     def spelling(self, token_id: int) -> bytes:
-        """The bytes of a token inside a text; a special token's name; nothing for an id without a token."""
+        """The bytes of a token as part of a text; for a special token its name; empty for an id without a token."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""

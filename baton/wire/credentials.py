@@ -111,7 +111,7 @@ class Dialer:
         return (("grpc.ssl_target_name_override", self.peer),) if self.peer else ()
 
 
-PLAIN = Dialer()
+PLAINTEXT_DIALER = Dialer()
 """Opens channels in clear text, without a key."""
 
 

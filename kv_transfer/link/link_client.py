@@ -14,7 +14,7 @@ from baton.background import OnFault, current_watch
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.node import KVSource
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
-from baton.wire.credentials import PLAIN
+from baton.wire.credentials import PLAINTEXT_DIALER
 from kv_transfer.layout import LinkIdentity, layout_mismatch
 from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
@@ -51,7 +51,7 @@ class LinkClient:
         handler: LinkClientHandler,
         heartbeat_s: float = HEARTBEAT_S,
         handshake_s: float = HANDSHAKE_S,
-        make_channel: Callable[[str], grpc.aio.Channel] = PLAIN.channel,
+        make_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT_DIALER.channel,
         is_running: IsRunning = is_running,
     ) -> None:
         """`is_running` tells whether the sender's process runs; see `LinkStream`."""

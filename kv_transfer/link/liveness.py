@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections.abc import Awaitable, Callable
 
-from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
 IsRunning = Callable[[str, float], Awaitable[bool]]
 """Whether the process that listens on HOST:PORT runs; answers within so many seconds."""
@@ -57,7 +57,7 @@ async def has_ended(address: str, nobody_listens: Callable[[str], Awaitable[bool
     return False
 
 
-async def is_running(address: str, within_s: float, dialer: Dialer = PLAIN) -> bool:
+async def is_running(address: str, within_s: float, dialer: Dialer = PLAINTEXT_DIALER) -> bool:
     """Whether the process that listens on HOST:PORT answers the handshake of a new gRPC connection.
 
     gRPC's own threads answer it: they need neither the process's event loop nor its interpreter, however busy those

@@ -15,7 +15,7 @@ from baton.v1 import generation_pb2_grpc
 from baton.wire import status
 from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
 from baton.wire.codec.generation import call_number_to_metadata, event_from_pb, finished_from_pb, request_to_pb
-from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
 _CALL_TIMEOUT_S = 30.0
 
@@ -28,7 +28,7 @@ _Stream = (
 class AsyncGenerationStub:
     """Calls the public service with plain values, and raises BatonErrors. All calls come from one event loop."""
 
-    def __init__(self, address: str, silence_s: float | None = None, dialer: Dialer = PLAIN) -> None:
+    def __init__(self, address: str, silence_s: float | None = None, dialer: Dialer = PLAINTEXT_DIALER) -> None:
         """`silence_s`: seconds without a message after which the router is probed. None: it is never probed."""
         self._address = address
         self._liveness = None if silence_s is None else LivenessTimer(silence_s)

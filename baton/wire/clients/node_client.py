@@ -25,7 +25,7 @@ from baton.wire.codec.node import (
 )
 from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportReader
-from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 from baton.wire.http2.client import Http2Client, rpc_error
 from baton.wire.http2.client_connection import CallEnd, call_headers
 
@@ -146,7 +146,7 @@ class NodeStream:
 class NodeClient:
     """The client of one node's gRPC service at `address`."""
 
-    def __init__(self, address: str, dialer: Dialer = PLAIN) -> None:
+    def __init__(self, address: str, dialer: Dialer = PLAINTEXT_DIALER) -> None:
         self.address = address
         self._dialer = dialer
         self._channel: grpc.aio.Channel | None = None

@@ -22,13 +22,13 @@ from baton.wire.codec.operator import (
     REQUEST_ROW,
     TIMELINE,
 )
-from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
 
 class OperatorStub:
     """Calls the operator's service with plain values, and raises BatonErrors."""
 
-    def __init__(self, address: str, dialer: Dialer = PLAIN) -> None:
+    def __init__(self, address: str, dialer: Dialer = PLAINTEXT_DIALER) -> None:
         self._address = address
         self._channel = dialer.blocking_channel(address)
         self._stub = operator_pb2_grpc.OperatorStub(self._channel)

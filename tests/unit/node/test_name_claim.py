@@ -13,7 +13,7 @@ from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDe
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
 from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
-from baton.wire.credentials import PLAIN
+from baton.wire.credentials import PLAINTEXT_DIALER
 from router.app import asks_with
 from tests.support.ports import free_ports
 from tests.support.router_parts import prefill, record_of
@@ -121,6 +121,6 @@ async def test_of_two_processes_that_start_at_once_the_later_one_ends(store: Fak
 async def test_asking_for_an_incarnation_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
     with pytest.raises(Unreachable):
-        await asks_with(PLAIN)(replace(OLD, address=f"127.0.0.1:{free_ports(1)}"))
+        await asks_with(PLAINTEXT_DIALER)(replace(OLD, address=f"127.0.0.1:{free_ports(1)}"))
     for thread in set(threading.enumerate()) - before:
         await asyncio.to_thread(thread.join)

@@ -54,7 +54,7 @@ class BatonError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
     """The exit code of a command that ends with the error."""
     tokens_sent: int | None = None
-    """How many tokens the client had been sent when this error ended its stream; None if the error ended no stream."""
+    """The number of tokens that had been sent when this error ended the client's stream; None: it ended no stream."""
 
     def not_raised(self) -> Self:
         """A copy of the error without its traceback, to be stored and raised later.
@@ -205,7 +205,7 @@ class BackgroundFault(BatonError):
 
 
 class TransferCause(enum.Enum):
-    """Why a prompt's KV did not arrive."""
+    """The cause for which a prompt's KV did not arrive."""
 
     PEER_GONE = "peer_gone"
     """The prefill node ended, or can't be reached."""

@@ -20,10 +20,10 @@ from kv_transfer.link.liveness import PROBE_DELAYS_S, PortState
 
 PROBE_INTERVAL_S = 60.0
 MAX_SILENT_PROBES = 15
-"""A sender that did not answer more probes than this in a row is dropped."""
+"""A sender is dropped when it has left more than this number of probes in a row without an answer."""
 MAX_ABSENT = 256
-"""Of more senders, the one that left first is dropped, though it may come back: its port may belong to another process
-by now."""
+"""Limit of the absent senders. Beyond it, the one whose link ended first is dropped, even if its port answers: the port
+may belong to another process by now."""
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from baton.config.kinds import Internal
 
 PREFIX = "BATON_"
-"""What the names of all environment variables of settings begin with."""
+"""The prefix of the environment variables of all settings."""
 _COMPUTED_DEFAULT = " Default: "
 
 

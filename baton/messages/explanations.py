@@ -1,4 +1,4 @@
-"""Why the router placed a request on the nodes that it chose."""
+"""The explanation of a placement: the candidates that the router compared, and how the choice turned out."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from baton.values import value
 
 
 class Role(enum.Enum):
-    """What a process does in the cluster."""
+    """The role of a process in the cluster."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -59,18 +59,22 @@ class NodeDescription:
     version: str
     model: str
     model_fingerprint: str
+    """A hash over the model's configuration, weights and tokenizer: equal fingerprints mean equal models."""
     dtype: str
     numerics: str
+    """The kernels that compute the model: nodes with equal numerics and models compute equal bits."""
     bit_exact: bool
+    """Whether a token is a function of its request alone on this node (I1 in ARCHITECTURE.md)."""
     vocab_size: int
     max_model_len: int
     block_size: int
+    """Tokens in a block."""
     num_blocks: int
     eos_token_ids: frozenset[int]
     on_transfer_failure: str = "reroute"
-    """What a decode node does when a prompt's KV does not arrive: reroute, recompute or fail."""
+    """The action of a decode node when a prompt's KV does not arrive: reroute, recompute or fail."""
     kv_layout: str = ""
-    """What the keys of cached blocks depend on beside the fields above; see
+    """The further properties on which the keys of cached blocks depend; see
     `baton.engine.kv_cache.block_hash.CacheKeyFields`."""
     block_bytes: int = 0
     """Bytes of one block, of all groups of layers."""
@@ -111,7 +115,7 @@ class Submit:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the node computes at once; a prefill leg computes the prompt alone."""
+        """The number of sequences that the node computes at once; a prefill leg computes the prompt alone."""
         params = self.sampling_params
         return 1 if self.leg is Leg.PREFILL else params.beam_width or params.n
 
@@ -142,14 +146,14 @@ class Adopt:
     """The number of the client's call that the router serves: of several routers the one with the largest number owns
     the attempt, in whatever order their messages arrive. 0: a router that does not number its calls."""
     num_tokens: Sequence[int] = ()
-    """How many tokens the router has of each sequence; 0 for sequences beyond the end of this list."""
+    """The number of tokens that the router has of each sequence; 0 for sequences beyond the end of this list."""
 
 
 RouterMessage = Submit | Abort | WatchKVCache | Adopt
 
 
 class Outcome(enum.Enum):
-    """How a request, or one of its sequences, ended on a node.
+    """The end of a request, or of one of its sequences, on a node.
 
     There is no other list of outcomes: each final status of the engine has one (`RequestStatus.outcome`), the node
     protocol has them under the same names, and the router turns them into another attempt, an error, or the end of a
@@ -237,7 +241,7 @@ class RequestDelta:
 
 @value(frozen=True, slots=True)
 class LoadReport:
-    """How busy a node is."""
+    """The load of a node: its requests, its blocks and the tokens that it has to compute."""
 
     running: int = 0
     waiting: int = 0

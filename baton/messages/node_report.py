@@ -76,7 +76,7 @@ class OpenHandoff:
 
 @dataclass(frozen=True, slots=True)
 class EndedHandoffs:
-    """How many of a node's transfers from one peer ended with one outcome, since the node's start."""
+    """The number of a node's transfers from one peer that ended with one outcome, since the node's start."""
 
     peer: str
     outcome: str
@@ -131,4 +131,4 @@ class ComputePath:
     runs: str
     """The implementation's name."""
     why_not_faster: str = ""
-    """Why Baton's faster implementation does not run here; empty: there is no faster one."""
+    """The reason why Baton's faster implementation does not run here; empty: there is no faster one."""

@@ -30,4 +30,4 @@ class RequestRow:
     kv_bytes: int = 0
     """Bytes of KV that were transferred for the request; known when it has ended."""
     detail: str = ""
-    """How the request ended."""
+    """The end of the request in words; empty while it runs."""

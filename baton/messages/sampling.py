@@ -31,7 +31,7 @@ def _number(default: float, low: float, high: float, *, above_low: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled and when the output ends. Validated by the router; the engine does not check it again.
+    """The parameters by which tokens are sampled and the output ends. The router validates them; the engine does not.
 
     `seed` is always set by the time the engine sees it: the random number for output position i comes from
     (seed, i) alone, so any node draws the same token. temperature 0 means greedy. top_k -1 and top_p 1 mean off.
@@ -88,14 +88,14 @@ MAX_REPETITIONS = 1024
 
 @value(frozen=True, slots=True)
 class RepetitionDetection:
-    """When an output repeats itself too often; names as in vLLM."""
+    """The rule by which an output counts as repeating itself; names as in vLLM."""
 
     max_pattern_size: int
     """Length of the longest pattern that is looked for, in tokens."""
     min_pattern_size: int = 1
     """Length of the shortest pattern that is looked for, in tokens."""
     min_count: int = 2
-    """How many times in a row the pattern has to occur."""
+    """The number of times in a row that the pattern has to occur."""
 
     @property
     def is_sound(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """How much work a draining node still has."""
+    """The work that a draining node still has."""
 
     running: int = 0
     waiting: int = 0
@@ -32,7 +32,7 @@ class ClusterEvent:
     severity: str
     """Normal or Warning."""
     reason: str
-    """What happened, in one word: NodeReady, NodeLost, Cordoned, ..."""
+    """The kind of event, in one word: NodeReady, NodeLost, Cordoned, ..."""
     subject: str
     """The node or router that the event is about; empty: the cluster."""
     incarnation: str = ""

@@ -45,11 +45,11 @@ class Membership(Protocol):
         ...
 
     async def ping(self) -> None:
-        """One round trip; raises Unreachable with the address and the reason."""
+        """Make one round trip. Raises Unreachable with the address and the reason."""
         ...
 
     async def read(self) -> Snapshot:
-        """One full read, now; raises Unreachable. The snapshot is immutable."""
+        """Read all records. Raises Unreachable. The snapshot is immutable."""
         ...
 
     async def lease(self, record: NodeRecord) -> Lease:

@@ -45,7 +45,7 @@ class NodeRecord:
     started_at: float
     """Seconds since the epoch, by the clock of its host; see `start_number`."""
     lease_s: float
-    """How long the record outlives its process, seconds."""
+    """Seconds for which the record outlives its process."""
     state: NodeState = "ready"
     operator_address: str = ""
     """HOST:PORT of the Operator service, for routers."""

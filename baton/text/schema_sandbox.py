@@ -29,7 +29,7 @@ from baton.text.schema_child import out_of_memory, receive, send
 from baton.text.schema_compiling import FIELD, MAX_SCHEMA_BYTES
 
 _START_S = 30.0
-"""How long to wait for a child to start. It needs 0.25 s; more on a machine whose cores are all busy."""
+"""Seconds within which a child must start. It needs 0.25 s, or more on a machine whose cores are all busy."""
 _MAX_VERDICTS = 1024
 SCHEMA_CHILD = "baton.text.schema_child"
 """The module that children run."""

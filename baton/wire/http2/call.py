@@ -32,19 +32,19 @@ _DEADLINE_EXCEEDED = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 STALL_S = 60.0
-"""How long a write may wait for a client that reads nothing, before the call ends."""
+"""Seconds that a write may wait for a client that reads nothing, before the call is ended."""
 IDLE_REQUEST_S = 300.0
-"""How long a handler waits for the next message of a client's stream."""
+"""Seconds that a handler waits for the next message of a client's stream."""
 _RESERVED = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
 
 
 class CallDetails(NamedTuple):
-    """What interceptors and handlers see of a call (`grpc.HandlerCallDetails`)."""
+    """The properties of a call that interceptors and handlers can see (`grpc.HandlerCallDetails`)."""
 
     method: str
     invocation_metadata: Sequence[Metadatum]
     caller: Caller | None = None
-    """Who calls, if the server has authenticated the caller when the headers came."""
+    """The caller; None if the server has not authenticated it when the headers came."""
 
 
 class UnreadBytes:
@@ -65,7 +65,7 @@ class UnreadBytes:
 
 
 class CallLink(Protocol):
-    """What a call needs of its connection; the stream's number comes first."""
+    """The interface of a connection that its calls use. The first argument is the number of the call's stream."""
 
     def send_headers(self, stream: int, block: bytes) -> None: ...
 
@@ -91,10 +91,10 @@ class CallLink(Protocol):
 
 
 class _Refusal(NamedTuple):
-    """Why nothing more of a request is taken.
+    """The reason why no more of a request is read.
 
-    It is no exception: a raised exception refers to the frames of this call, so a call that kept one would be in a
-    reference cycle, which only the garbage collector ends.
+    It is not an exception, because a raised exception refers to the frames of its call. A call that kept one would be
+    in a reference cycle, which only the garbage collector ends.
     """
 
     code: grpc.StatusCode
@@ -112,7 +112,7 @@ class CallRefused(Exception):
 
 
 class CallHead(NamedTuple):
-    """What the headers of a call say."""
+    """The content of a call's headers."""
 
     details: CallDetails
     is_gzip: bool

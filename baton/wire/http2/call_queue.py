@@ -9,20 +9,20 @@ from collections.abc import Callable, Hashable, Iterable
 from baton.wire.http2.call import Call
 
 BEGIN_AT_ONCE = 4
-"""Calls that begin in one turn of the event loop: under overload, running calls come first."""
+"""Limit of the calls that begin in one turn of the event loop, so that running calls have precedence under overload."""
 BEGIN_BYTES = 256 << 10
-"""Bytes of requests: once those that begin in one turn have so many, the others wait for the next turn. Parsing 1 MiB
-of small fields takes 10 ms or more."""
+"""Limit of the bytes of the requests that begin in one turn; further ones wait for the next turn. Parsing 1 MiB of
+small fields takes 10 ms or more."""
 END_AT_ONCE = 32
-"""Calls of lost connections that are cancelled in one turn: each runs its own clean-up in the next one."""
+"""Limit of the calls of lost connections that are cancelled in one turn. Each runs its clean-up in the next turn."""
 
 
 class _RoundRobin:
-    """Waiting calls, taken from each connection in turn: the many calls of one connection delay no other one."""
+    """A queue of calls that takes one from each connection in turn, so that no connection delays another one."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[Call]] = {}
-        """The calls of each connection; the first connection is the next."""
+        """The calls of each connection. The next call is taken from the first connection."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -65,7 +65,7 @@ class CallQueue:
         self._schedule()
 
     def lose(self, connection: Hashable, calls: Iterable[Call]) -> None:
-        """Forget a connection that is gone, and cancel these calls of it."""
+        """Remove the waiting calls of a connection that was lost, and cancel these running ones."""
         self._authenticated.forget(connection)
         self._keyless_queue.forget(connection)
         self._ending += calls

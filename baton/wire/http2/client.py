@@ -23,11 +23,11 @@ from baton.wire.http2.frames import ConnectionFault
 _READ_BYTES = 32 << 10
 _NEXT_ADDRESS_S = 0.25
 _CLOSE_S = 5.0
-"""How long a close waits for a peer to take what is unsent: a stopped process never does."""
+"""Seconds that a close waits until the peer has taken the unsent bytes, which a stopped process never does."""
 
 
 class Http2Client(asyncio.BufferedProtocol):
-    """One connection to a gRPC server. It belongs to its event loop."""
+    """The client's end of one connection to a gRPC server. All calls come from one event loop."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -37,10 +37,10 @@ class Http2Client(asyncio.BufferedProtocol):
         self._read_buffer = memoryview(bytearray(_READ_BYTES))
         self._will_flush = False
         self._is_full = False
-        """The send buffer is full (`pause_writing`)."""
+        """Whether the send buffer is full (`pause_writing`)."""
         self._is_closing = False
         self.closed: asyncio.Future[None] = loop.create_future()
-        """Done once the connection takes no more calls."""
+        """Completed when the connection accepts no more calls."""
 
     @classmethod
     async def open(

@@ -92,9 +92,9 @@ class _Call(Stream):
         super().__init__(send_window, _STREAM_WINDOW)
         self.listener = listener
         self.has_headers = False
-        """The answer's first headers have come."""
+        """Whether the answer's first headers have come."""
         self.partial_message = bytearray()
-        """The beginning of a message that is not whole yet."""
+        """The beginning of a message whose rest has not come yet."""
         self.num_bytes_needed = 0
         """The length that `partial_message` must have before it is looked at again."""
 
@@ -103,7 +103,7 @@ class ClientConnection(Connection[_Call]):
     """A client's end of one connection."""
 
     def __init__(self, max_message_bytes: int) -> None:
-        """`max_message_bytes`: of each message of an answer; a larger one ends its call."""
+        """`max_message_bytes`: limit of each message of an answer; a larger one ends its call."""
         settings = struct.pack(
             ">HIHIHI", ENABLE_PUSH, 0, INITIAL_WINDOW, _STREAM_WINDOW, MAX_HEADER_LIST, _MAX_HEADER_BYTES
         )
@@ -112,10 +112,10 @@ class ClientConnection(Connection[_Call]):
         self._next_stream = 1
         self._num_answers_unsent = 0
         self.is_leaving = False
-        """No new call may begin: the peer has sent GOAWAY, or the connection is lost."""
+        """Whether no new call may begin: the peer has sent GOAWAY, or the connection is lost."""
 
     def take(self) -> bytes:
-        """Return the bytes to send now. They are forgotten: the caller sends them."""
+        """Remove and return the bytes to send now."""
         self._num_answers_unsent = 0
         return super().take()
 
@@ -150,7 +150,7 @@ class ClientConnection(Connection[_Call]):
     # Receiving.
 
     def receive(self, data: bytes) -> None:
-        """Tell the listeners what these bytes mean. Raises ConnectionFault, after which only `take` is of use."""
+        """Parse these bytes and call the listeners. Raises ConnectionFault, after which only `take` may be called."""
         try:
             self._receive_frames(data)
         except ConnectionFault as fault:

@@ -1,7 +1,7 @@
-"""What both ends of an HTTP/2 connection have in common (RFC 9113), without I/O.
+"""The part of an HTTP/2 connection that servers and clients share (RFC 9113). Does no I/O.
 
-`receive` takes the peer's bytes, `take` returns the bytes to send. `ServerConnection` and `ClientConnection` add who
-opens streams, and to whom requests and answers are reported.
+`receive` takes the peer's bytes, `take` returns the bytes to send. `ServerConnection` and `ClientConnection` add which
+end opens streams, and where requests and answers are reported.
 
 The rules of both ends:
 
@@ -67,26 +67,27 @@ class Stream:
 
     def __init__(self, send_window: int, receive_window: int) -> None:
         self.send_window = send_window
-        """Bytes that the peer takes; may be negative (6.9.2)."""
+        """Bytes that we may send to the peer; may be negative (6.9.2)."""
         self.receive_window = receive_window
         """Bytes that the peer may send."""
         self.is_remote_closed = False
-        """The peer has sent END_STREAM."""
+        """Whether the peer has sent END_STREAM."""
         self.unsent: bytearray | None = None
         """DATA that does not fit into the peer's windows yet."""
         self.ends_with_data = False
-        """The last DATA frame carries END_STREAM."""
+        """Whether the last DATA frame carries END_STREAM, since no trailers follow."""
 
 
 StreamT = TypeVar("StreamT", bound=Stream)
 
 
 class Connection(ABC, Generic[StreamT]):
-    """One end of a connection. It belongs to one thread and starts nothing by itself."""
+    """The state of one end of a connection. It belongs to one thread, and acts only when it is called."""
 
     def __init__(self, opening: Sequence[bytes], stream_window: int, max_header_bytes: int) -> None:
-        """`opening`: what is sent first, up to our SETTINGS. `stream_window`: bytes that each stream may receive ahead.
-        `max_header_bytes`: of one header list (SETTINGS_MAX_HEADER_LIST_SIZE, 6.5.2).
+        """`opening`: the bytes that are sent first, up to our SETTINGS. `stream_window`: bytes that the peer may send
+        in each stream before they are credited. `max_header_bytes`: limit of one header list
+        (SETTINGS_MAX_HEADER_LIST_SIZE, 6.5.2).
         """
         self._headers = HeaderReader(max_header_bytes)
         self._frames = FrameReader(2 * max_header_bytes)
@@ -94,7 +95,7 @@ class Connection(ABC, Generic[StreamT]):
         """The open streams by number."""
         self._send_window = DEFAULT_WINDOW
         self._initial_send_window = DEFAULT_WINDOW
-        """Of each new stream; the peer's setting."""
+        """The send window of each new stream: the peer's SETTINGS_INITIAL_WINDOW_SIZE."""
         self._stream_window = stream_window
         self._receive_window = _CONNECTION_WINDOW
         self._starved: OrderedDict[int, None] = OrderedDict()
@@ -108,16 +109,16 @@ class Connection(ABC, Generic[StreamT]):
         return len(self._streams)
 
     def take(self) -> bytes:
-        """Return the bytes to send now. They are forgotten: the caller sends them."""
+        """Remove and return the bytes to send now."""
         data = b"".join(self._unsent)
         self._unsent.clear()
         return data
 
-    # What the ends do differently.
+    # The methods that differ between server and client.
 
     @abstractmethod
     def _check_stream(self, number: int) -> None:
-        """Raise ConnectionFault if the peer may say nothing about this stream, since nobody has opened it (5.1)."""
+        """Raise ConnectionFault if the peer may not send frames about this stream, since it was never opened (5.1)."""
 
     @abstractmethod
     def _on_headers(self, number: int, headers: Sequence[Header] | None, *, is_last: bool) -> None:

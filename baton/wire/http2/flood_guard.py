@@ -1,4 +1,4 @@
-"""Counts what one peer makes us do for nothing, and ends a connection that floods us with what costs it little.
+"""Limits the work that one peer can cause at little cost of its own: a connection that floods us is ended.
 
 Such floods are frames that ask only for an answer or for nothing (PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty or
 tiny DATA), calls that are refused, and streams that are opened only to be reset: by the peer (CVE-2023-44487), or by us
@@ -10,12 +10,15 @@ from __future__ import annotations
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, ConnectionFault
 
 MAX_USELESS = 1_000
-"""Useless frames that nothing has paid for."""
+"""Limit of the useless frames that are not made up for by useful ones."""
 USELESS_PER_USEFUL = 4
-"""Frames that each sent piece of an answer pays for: window updates of its stream and of the connection, and pings."""
+"""Useless frames that are permitted for each piece of an answer that was sent: window updates and pings."""
 FREE_RESETS = 2_000
+"""Streams that an authenticated peer may reset without any answered stream."""
 FREE_RESETS_UNAUTHENTICATED = 200
+"""Streams that a peer may reset without any answered stream before it is authenticated."""
 RESETS_PER_ANSWER = 4
+"""Further streams that may be reset for each answered stream."""
 
 
 class FloodGuard:
@@ -27,7 +30,7 @@ class FloodGuard:
         self._num_useless = 0
         self._num_resets = self._num_answers = 0
         self.free_resets = FREE_RESETS
-        """Streams that may be reset while none is answered."""
+        """Streams that may be reset without any answered stream."""
 
     def count_useless(self, times: int = 1) -> None:
         """Count frames that cost the peer less than us."""
@@ -38,7 +41,7 @@ class FloodGuard:
             )
 
     def sent(self, num_pieces: int) -> None:
-        """Credit pieces of use to the peer that the kernel has taken: a frame, or its header and its payload."""
+        """Credit useful pieces that were handed to the kernel: frames, or their headers and payloads."""
         if self._num_useless:
             self._num_useless = max(0, self._num_useless - USELESS_PER_USEFUL * num_pieces)
 

@@ -16,30 +16,31 @@ Header = tuple[str, str]
 
 TABLE_BYTES = HeaderTable.DEFAULT_SIZE
 _MAX_RESIZES = 2
-"""Of the table, in one block: to its smallest size and to its last one (RFC 7541, 4.2)."""
+"""Limit of the size updates of the table in one block: to the smallest size and to the last one (RFC 7541, 4.2)."""
 _BOMB_LISTS, _BOMB_EXPANSION = 8, 10
-"""A list that is so many times larger than it may be, and than its block, ends the connection."""
+"""A header list ends the connection if it is 8 times larger than its limit, and 10 times larger than its block."""
 _ENTRY_BYTES = 32
-"""What RFC 7541, 4.1 adds to the size of each header."""
+"""Bytes that are added to the size of each header (RFC 7541, 4.1)."""
 
 
 class BrokenHeaders(ValueError):
-    """Bytes that are no header block: the connection can't go on, since its table may be wrong now."""
+    """Bytes are not a header block. The connection can't continue, since its table may be wrong now."""
 
 
 class HeaderReader:
     """Reads the header blocks of one connection, in the order in which they come.
 
-    The blocks come from strangers, and one byte may stand for four thousand: so a list is bounded by its decoded size.
+    The blocks come from unknown peers, and one byte may stand for four thousand. Therefore the decoded size of a list
+    is limited.
     """
 
     __slots__ = ("_max_list_bytes", "_table")
 
     def __init__(self, max_list_bytes: int) -> None:
-        """`max_list_bytes`: of one list, with 32 bytes for each header (SETTINGS_MAX_HEADER_LIST_SIZE)."""
+        """`max_list_bytes`: limit of one list, with 32 bytes for each header (SETTINGS_MAX_HEADER_LIST_SIZE)."""
         self._max_list_bytes = max_list_bytes
         self._table: HeaderTable | None = None
-        """Made when the first header comes: it takes a kilobyte, and most open connections may be silent."""
+        """The HPACK table; None before the first header. It takes a kilobyte, and most connections may be silent."""
 
     def read(self, block: bytes) -> list[Header] | None:
         """Return the headers, decoded as latin-1; None where they are too many or too large. Raises BrokenHeaders."""

@@ -37,7 +37,7 @@ _KEYLESS_PER_CONNECTION = 100
 MAX_KEYLESS_CALLS = 1_000
 """Open calls of methods that need no key, of all connections."""
 REQUEST_S = 30.0
-"""How long a request of one message may take to come."""
+"""Seconds within which a request that is a single message must have come."""
 
 
 class Http2Server(grpc.aio.Server):
@@ -85,12 +85,12 @@ class Http2Server(grpc.aio.Server):
         self._listeners: list[Listener] = []
         self.connections: set[ServerLink] = set()
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
-        """Of all connections: what was read is copied before anything else is read."""
+        """The read buffer that all connections share: the bytes in it are copied before the next read."""
         self.unread_requests = UnreadBytes()
-        """Of all connections."""
+        """Bytes of requests that no handler has read yet, of all connections together."""
         self.max_unread_bytes_of_all = _MESSAGES_UNREAD_OF_ALL * max_message_bytes
         self.num_keyless = 0
-        """Open calls of methods that need no key."""
+        """Number of open calls of methods that need no key."""
         self.broken = LimitedLog(_log, logging.INFO)
         """Logs connections that ended because their peer broke a rule."""
         self.queue = CallQueue(self._begin)
@@ -141,7 +141,7 @@ class Http2Server(grpc.aio.Server):
 
     @property
     def budget(self) -> TurnBudget:
-        """How much of what peers send is parsed in one turn of the event loop."""
+        """The time that all connections together may use for their input in one turn of the event loop."""
         if self._budget is None:
             self._budget = TurnBudget(asyncio.get_running_loop())
         return self._budget

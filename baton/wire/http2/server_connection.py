@@ -47,29 +47,29 @@ class RequestReceived:
     headers: Sequence[Header] | None
     """None: there are too many, or they are too large."""
     is_ended: bool
-    """No body follows."""
+    """Whether no body follows."""
 
 
 @dataclass(slots=True)
 class DataReceived:
-    """A part of a request's body came."""
+    """A part of a request's body has come."""
 
     stream: int
     data: bytes
     is_ended: bool
-    """Nothing follows."""
+    """Whether this is the last part."""
 
 
 @dataclass(slots=True)
 class StreamReset:
-    """The peer gave up a stream, or broke its rules."""
+    """A stream has ended early: the peer has reset it, or broken a rule in it."""
 
     stream: int
 
 
 @dataclass(slots=True)
 class StreamWritable:
-    """All DATA that waited in a stream is out."""
+    """All DATA that waited in a stream has been sent."""
 
     stream: int
 
@@ -83,16 +83,18 @@ class _ServerStream(Stream):
     def __init__(self, send_window: int) -> None:
         super().__init__(send_window, _STREAM_WINDOW)
         self.missing_bytes: int | None = None
-        """Of the body, as content-length announced it; None: it announced nothing."""
+        """Bytes of the body that are still missing by its content-length; None: there was no content-length."""
         self.trailers: bytes | None = None
-        """The header block that ends the answer, once it is known."""
+        """The header block that ends the answer; None until the answer's end is known."""
 
 
 class ServerConnection(Connection[_ServerStream]):
     """A server's end of one connection."""
 
     def __init__(self, max_header_bytes: int, max_streams: int = MAX_STREAMS_OPEN) -> None:
-        """`max_header_bytes`: of one header list. `max_streams`: open at once, until `allow_streams` changes that."""
+        """`max_header_bytes`: limit of one header list. `max_streams`: limit of the streams that are open at once,
+        until `allow_streams` changes it.
+        """
         settings = struct.pack(
             ">HIHIHI", MAX_STREAMS, max_streams, INITIAL_WINDOW, _STREAM_WINDOW, MAX_HEADER_LIST, max_header_bytes
         )
@@ -110,12 +112,12 @@ class ServerConnection(Connection[_ServerStream]):
         self._num_untaken = 0
         """Answered streams whose answers are among the unsent bytes."""
         self._num_useless_unsent = 0
-        """Those of the unsent frames that only answer useless ones."""
+        """Number of unsent frames that only answer useless frames."""
         self._is_leaving = False
         self._events: list[Event] = []
 
     def take(self) -> bytes:
-        """Return the bytes to send now. They are forgotten: the caller sends them."""
+        """Remove and return the bytes to send now."""
         self.guard.sent(len(self._unsent) - self._num_useless_unsent)
         self._num_untaken = self._num_useless_unsent = 0
         return super().take()
@@ -130,7 +132,7 @@ class ServerConnection(Connection[_ServerStream]):
         return number in self._streams
 
     def allow_streams(self, max_streams: int) -> None:
-        """Change how many streams may be open at once, and tell the peer."""
+        """Change how many streams may be open at once, and send the peer the new setting."""
         if max_streams != self._max_streams:
             self._max_streams = max_streams
             self._unsent.append(frame(SETTINGS, 0, 0, struct.pack(">HI", MAX_STREAMS, max_streams)))
@@ -138,7 +140,7 @@ class ServerConnection(Connection[_ServerStream]):
     # Receiving.
 
     def receive(self, data: bytes) -> Sequence[Event]:
-        """Return the events that these bytes mean. Raises ConnectionFault, after which only `take` is of use."""
+        """Parse these bytes and return their events. Raises ConnectionFault, after which only `take` may be called."""
         self._events = []
         try:
             self._receive_frames(self._without_preface(data))

@@ -32,18 +32,19 @@ _log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 256 << 10
 _PIECE_BYTES = 2 << 10
-"""Bytes that are parsed before the time is looked at: frames of nine bytes each take a millisecond then."""
+"""Bytes that are parsed between two readings of the clock. As frames of nine bytes they take a millisecond."""
 UNAUTHENTICATED_STREAMS = 100
-"""Streams open at once on a connection, until one of its calls is authenticated."""
+"""Limit of the streams that are open at once on a connection, until one of its calls is authenticated."""
 _KEYLESS_MESSAGE_BYTES = 4 << 10
 
 _STOPPED = CallRefused(grpc.StatusCode.UNAVAILABLE, "the connection is being closed")
 
 
 class ServerLink(asyncio.BufferedProtocol):
-    """One client's connection.
+    """The server's end of one client's connection.
 
-    There may be thousands of silent ones. So its sets are dictionaries, which take a third of the memory while empty.
+    There may be thousands of silent connections. Therefore the sets of a connection are dictionaries, which take a
+    third of a set's memory while they are empty.
     """
 
     def __init__(self, server: Http2Server, place: Place) -> None:
@@ -53,27 +54,28 @@ class ServerLink(asyncio.BufferedProtocol):
         self._connection = ServerConnection(server.max_metadata_bytes, UNAUTHENTICATED_STREAMS)
         self._connection.guard.free_resets = FREE_RESETS_UNAUTHENTICATED
         self._is_authenticated = False
-        """One of its calls was authenticated, or the server needs no keys."""
+        """Whether one of the connection's calls was authenticated, or the server needs no keys."""
         self._calls: dict[int, Call] = {}
         self._half_open: dict[int, float] = {}
-        """Calls that wait for the rest of their one message: since when, by stream, the oldest first."""
+        """Calls that wait for the rest of their single message: the time since when, by stream, the oldest first."""
         self._keyless: dict[int, None] = {}
         """Open calls of methods that need no key, by stream."""
         self._lingering: dict[int, tuple[float, bytes]] = {}
-        """Calls that are answered, but whose answer the peer does not read: since when, and their last header block."""
+        """Calls that are answered, but whose answer the peer has not read: the time since when, and the last header
+        block, by stream."""
         self._unread_requests = UnreadBytes(server.unread_requests)
         self._unparsed, self._unparsed_at = b"", 0
-        """Bytes that came and wait for their turn to be parsed, and where the rest of them begins."""
+        """Bytes that wait to be parsed, and the index from which on they are not parsed yet."""
         self._is_paused = False
-        """Reading is paused until those bytes are parsed."""
+        """Whether reading is paused until those bytes are parsed."""
         self._transport: asyncio.Transport | None = None
         self._will_flush = False
         self._is_full = False
-        """The send buffer is full (`pause_writing`)."""
+        """Whether the send buffer is full (`pause_writing`)."""
         self._blocked: dict[int, None] = {}
         """Streams that wait for the send buffer, for the peer's windows, or for the next turn of the loop."""
         self._held_back: dict[int, None] = {}
-        """Those of them that do not wait for the peer's windows."""
+        """The blocked streams that do not wait for the peer's windows."""
         self._num_unsent = 0
         """Bytes of bodies that were sent in this turn of the loop."""
         self._was_heard = True

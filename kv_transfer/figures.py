@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from baton.errors import TransferCause
 from baton.messages.node_report import HandoffReport
-from baton.observe.metrics import Distribution, Figure, Histogram, by_label
+from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
-from kv_transfer.sender.lease_values import LeaseStats
 
 _LIVE_STATES = [state for state in TransferState if any(before is state for before, _ in TRANSFER_TABLE)]
 
@@ -48,29 +47,10 @@ def handshake_figures(handshakes: Mapping[str, Histogram]) -> list[Distribution]
     return [seconds.now("kv_handshake_seconds", text, {"peer": peer}) for peer, seconds in sorted(handshakes.items())]
 
 
-def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Distribution]:
+def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Figure | Distribution]:
     """Metrics of a reader's reads, by sender; the sum of bytes over the sum of seconds is the bandwidth."""
-    metrics: list[tuple[str, str, Callable[[ReadHistograms], Histogram]]] = [
-        ("kv_transfer_seconds", "Durations of reads, on this node's clock.", lambda of: of.seconds),
-        ("kv_transfer_post_seconds", "Time of reads that was spent on posting them.", lambda of: of.post_seconds),
-        ("kv_transfer_bytes", "Bytes of each read.", lambda of: of.num_bytes),
-        ("kv_transfer_descriptors", "Descriptors that were posted for each read.", lambda of: of.descriptors),
-    ]
     return [
-        histogram(of).now(name, text, {"peer": peer})
-        for name, text, histogram in metrics
-        for peer, of in sorted(reads.items())
-    ]
-
-
-def lease_figures(stats: LeaseStats) -> list[Figure]:
-    """Metrics of a sender's leases."""
-    leases = {"granted": stats.granted, "reading": stats.reading, "suspect": stats.suspect}
-    suspect = "Blocks of leases that are over though a reader may still read them."
-    return [
-        *by_label("kv_leases", "Open leases, by state.", "state", leases),
-        Figure("kv_suspect_blocks", suspect, stats.suspect_blocks, {}),
-        Figure("kv_lease_age_seconds", "Age of the oldest open lease; 0: there is none.", stats.oldest_s, {}),
+        figure for peer, histograms in sorted(reads.items()) for figure in declared_figures(histograms, {"peer": peer})
     ]
 
 

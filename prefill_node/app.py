@@ -10,12 +10,12 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
-from baton.observe.metrics import Figure
+from baton.observe.metrics import Distribution, Figure, declared_figures
 from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
-from kv_transfer.figures import lease_figures, refusal_figures
+from kv_transfer.figures import refusal_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
@@ -84,8 +84,8 @@ class PrefillRole:
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return None
 
-    def figures(self) -> Sequence[Figure]:
-        return [*lease_figures(self.handoff.stats()), *refusal_figures(self.handoff.report())]
+    def figures(self) -> Sequence[Figure | Distribution]:
+        return [*declared_figures(self.handoff.stats()), *refusal_figures(self.handoff.report())]
 
     def handoff_report(self) -> HandoffReport:
         return self.handoff.report()

@@ -305,8 +305,7 @@ class _Router:
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
         found = figures(self._dispatcher.requests, self._view, self._timers.monotonic(), self._clock.wall())
-        public, refused = self._public, self._connections.refused
-        held = connection_figures(public.num_connections, public.num_calls, self._http.num_connections, refused)
+        held = connection_figures(self._public, self._http, self._connections)
         return render([*found, *self._tenants.figures(), *held, *process_figures()], labels)
 
     def _picture(self) -> bytes:
@@ -315,7 +314,7 @@ class _Router:
         counters = requests.counters
         attempts = counters.attempts.total() - counters.attempts[AttemptCause.FIRST]
         totals = {
-            "tokens": counters.served.num_tokens + requests.num_live_tokens,
+            "tokens": counters.served.generation_tokens + requests.num_live_tokens,
             "requests": counters.accepted,
             "retried": attempts,
             "failed": counters.failed,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Annotated
 
 from baton.config import MIN_PRIORITY
+from baton.metric import Metric
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
 from router.flight.flight_table import AttemptCause
 from router.served import Served
@@ -41,29 +45,50 @@ class DispatchLimits:
     """Longer prompts are tokenized, and checked, in a thread, so that nobody else waits."""
 
 
+def _in_snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
 @dataclass(slots=True)
 class DispatchCounters:
-    """Totals since start."""
+    """What a router has counted since its start. A field that declares a metric is on its metrics page."""
 
-    accepted: int = 0
-    finished: int = 0
-    failed: int = 0
-    attempts: Counter[AttemptCause] = field(default_factory=Counter)
-    """Those that were sent to nodes."""
-    late_deltas: int = 0
-    """Deltas of requests that were over."""
-    queue_time: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
-    """What requests waited for their first nodes, in seconds; those that never had to included."""
-    resumed: int = 0
-    """Requests whose client came back for what follows..."""
-    adopted: int = 0
-    """... that ran on at their nodes meanwhile, for another router."""
-    links_back: int = 0
-    """How often a node was there again, with what it ran for this router, after its link was cut."""
-    moved: int = 0
-    """Requests that another router adopted from this one."""
-    adoption_looks: int = 0
-    """How often a flight was looked at because its node might have told all that it had for another router."""
+    accepted: Annotated[int, Metric("requests_accepted_total", "Requests that passed every check.")] = 0
+    failed: Annotated[int, Metric("request_failure_total", "Accepted requests that failed.")] = 0
+    resumed: Annotated[int, Metric("requests_resumed_total", "Requests whose client came back for what follows.")] = 0
+    adopted: Annotated[int, Metric("requests_adopted_total", "Those that ran on meanwhile, for another router.")] = 0
+    moved: Annotated[int, Metric("requests_moved_total", "Requests that another router took over from this one.")] = 0
+    links_back: Annotated[int, Metric("node_links_back_total", "Links to nodes that were cut and came back.")] = 0
+    late_deltas: Annotated[
+        int, Metric("late_deltas_total", "Steps' results that came for requests that were over.")
+    ] = 0
+    attempts: Annotated[
+        Counter[AttemptCause],
+        Metric(
+            "request_attempts_total",
+            "Attempts that were sent to nodes, by why there was one.",
+            label="cause",
+            keys=AttemptCause,
+            label_value=attrgetter("value"),
+        ),
+    ] = field(default_factory=Counter)
+    rejections: Annotated[
+        Counter[str],
+        Metric(
+            "rejections_total",
+            "Requests that were turned away before they had a token.",
+            label="reason",
+            label_value=_in_snake_case,
+        ),
+    ] = field(default_factory=Counter)
+    """By the class of the error."""
+    queue_time: Annotated[
+        Histogram,
+        Metric("request_queue_time_seconds", "What requests waited at the router until a node was found."),
+    ] = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
+    """In seconds; requests that never had to wait are counted with nearly 0."""
     served: Served = field(default_factory=Served)
-    rejections: Counter[str] = field(default_factory=Counter)
-    """Requests that were turned away without a token, by the error's name."""
+    finished: int = 0
+    """Accepted requests that ended well."""
+    adoption_looks: int = 0
+    """How often a flight was asked whether its node had replayed all that it had for another router."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from baton.messages.generation import Finished
-from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Distribution, Figure, Histogram, by_label
+from baton.metric import Metric
+from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
 
-# vLLM's, so that its dashboards fit.
+# vLLM's buckets, so that its dashboards fit.
 _OUTPUT_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _REQUEST_BUCKETS_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0),
@@ -16,51 +18,46 @@ _REQUEST_BUCKETS_S = (
 )
 
 
+@dataclass(slots=True)
 class Served:
-    """Totals since start, of requests that ended well."""
+    """What a router has counted of requests that ended well, since its start."""
 
-    def __init__(self) -> None:
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._reasons = Counter(stop=0, length=0)
-        self._ttft = Histogram(FIRST_TOKEN_BUCKETS_S)
-        self._tpot = Histogram(_OUTPUT_TOKEN_BUCKETS_S)
-        self._e2e = Histogram(_REQUEST_BUCKETS_S)
-        self._prefill = Histogram(FIRST_TOKEN_BUCKETS_S)
-        self._decode = Histogram(_REQUEST_BUCKETS_S)
-        self.gaps = Histogram(_OUTPUT_TOKEN_BUCKETS_S)
-        """Between what came of one sequence and what came next, in seconds; of those that end badly, too."""
+    by_finish_reason: Annotated[
+        Counter[str],
+        Metric("request_success_total", "Requests that ended well.", label="finished_reason", keys=("stop", "length")),
+    ] = field(default_factory=Counter)
+    prompt_tokens: Annotated[int, Metric("prompt_tokens_total", "Tokens of their prompts.")] = 0
+    generation_tokens: Annotated[int, Metric("generation_tokens_total", "Tokens of their answers.")] = 0
+    ttft: Annotated[
+        Histogram, Metric("time_to_first_token_seconds", "From a request's arrival here to its first token.")
+    ] = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
+    tpot: Annotated[
+        Histogram, Metric("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.")
+    ] = field(default_factory=lambda: Histogram(_OUTPUT_TOKEN_BUCKETS_S))
+    gaps: Annotated[
+        Histogram, Metric("inter_token_latency_seconds", "Between a sequence's tokens, as they came here.")
+    ] = field(default_factory=lambda: Histogram(_OUTPUT_TOKEN_BUCKETS_S))
+    """Seconds between two messages with tokens of one sequence; also of requests that fail later."""
+    e2e: Annotated[Histogram, Metric("e2e_request_latency_seconds", "From a request's arrival here to its end.")] = (
+        field(default_factory=lambda: Histogram(_REQUEST_BUCKETS_S))
+    )
+    prefill: Annotated[Histogram, Metric("request_prefill_time_seconds", "What its node took for the prompt.")] = field(
+        default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S)
+    )
+    decode: Annotated[Histogram, Metric("request_decode_time_seconds", "From a request's first token to its last.")] = (
+        field(default_factory=lambda: Histogram(_REQUEST_BUCKETS_S))
+    )
 
     def ended(self, finished: Finished) -> None:
         """Count a request that ended well."""
-        self._prompt_tokens += finished.prompt_tokens
-        self._generation_tokens += finished.completion_tokens
-        self._reasons[finished.finish_reason] += 1
-        self._e2e.observe(finished.total_ms / 1e3)
-        self._prefill.observe(finished.prefill_ms / 1e3)
+        self.prompt_tokens += finished.prompt_tokens
+        self.generation_tokens += finished.completion_tokens
+        self.by_finish_reason[finished.finish_reason] += 1
+        self.e2e.observe(finished.total_ms / 1e3)
+        self.prefill.observe(finished.prefill_ms / 1e3)
         if finished.embedding:
             return  # there are no tokens whose time would be told
-        self._ttft.observe(finished.ttft_ms / 1e3)
-        self._decode.observe((finished.total_ms - finished.ttft_ms) / 1e3)
+        self.ttft.observe(finished.ttft_ms / 1e3)
+        self.decode.observe((finished.total_ms - finished.ttft_ms) / 1e3)
         if finished.completion_tokens > 1:
-            self._tpot.observe((finished.total_ms - finished.ttft_ms) / 1e3 / (finished.completion_tokens - 1))
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all answers."""
-        return self._generation_tokens
-
-    def figures(self) -> Iterator[Figure | Distribution]:
-        """For the metrics page."""
-        yield from by_label("request_success_total", "Requests that ended well.", "finished_reason", self._reasons)
-        yield Figure("prompt_tokens_total", "Tokens of their prompts.", self._prompt_tokens, {})
-        yield Figure("generation_tokens_total", "Tokens of their answers.", self._generation_tokens, {})
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "From a request's arrival here to its first token.", self._ttft),
-            ("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.", self._tpot),
-            ("inter_token_latency_seconds", "Between a sequence's tokens, as they came here.", self.gaps),
-            ("e2e_request_latency_seconds", "From a request's arrival here to its end.", self._e2e),
-            ("request_prefill_time_seconds", "What its node took for the prompt.", self._prefill),
-            ("request_decode_time_seconds", "From a request's first token to its last.", self._decode),
-        ):
-            yield histogram.now(name, text)
+            self.tpot.observe((finished.total_ms - finished.ttft_ms) / 1e3 / (finished.completion_tokens - 1))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from baton.engine.counters import EngineCounters
 from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import TransferCause
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.metric import Metric
 from baton.values import value
 
 
@@ -179,30 +181,32 @@ the next step, since its KV has arrived (arrived); capacity, after it was preemp
 
 @value(frozen=True, slots=True)
 class SchedulerStats:
-    """The load of one engine after a step."""
+    """The load of one engine after a step. A field that declares a metric is on the node's metrics page."""
 
-    num_running: int
-    num_waiting: int
+    num_running: Annotated[int, Metric("num_requests_running", "Requests in the running batch.")]
+    num_waiting: Annotated[int, Metric("num_requests_waiting", "Requests that wait for anything.")]
     num_uncomputed_tokens: int
     """Tokens of prompts that wait or are being computed here. Some of those that wait may be found in the cache."""
     num_context_tokens: int
     """Tokens of running requests in the KV cache."""
-    num_requests_waiting_by_reason: Mapping[WaitingReason, int]
-    """Number of waiting requests by what they wait for."""
-    total_blocks: int
+    num_requests_waiting_by_reason: Annotated[
+        Mapping[WaitingReason, int],
+        Metric("num_requests_waiting_by_reason", "Requests that wait, by what they wait for.", label="reason"),
+    ]
+    num_preemptions_by_mode: Annotated[Mapping[str, int], Metric("num_preemptions_total", "Preemptions.", label="mode")]
+    """Number of preemptions since start, for the modes recompute and swap."""
+    total_blocks: Annotated[int, Metric("kv_cache_blocks", "Blocks of the KV cache.")]
     free_blocks: int
     """Blocks that an allocation could take now (free and idle cached ones)."""
-    leased_blocks: int
-    quarantined_blocks: int
-    total_host_blocks: int
+    leased_blocks: Annotated[int, Metric("kv_leased_blocks", "Blocks of ended requests that a peer may still read.")]
+    quarantined_blocks: Annotated[
+        int, Metric("kv_quarantined_blocks", "Blocks of ended requests that reads may still fill.")
+    ]
+    total_host_blocks: Annotated[int, Metric("kv_host_cache_blocks", "Blocks of the host tier; 0: there is none.")]
     free_host_blocks: int
-    num_preemptions_by_mode: Mapping[str, int]
-    """Number of preemptions since start, for the modes recompute and swap."""
     prefix_cache: PrefixCacheStats
-    num_skipped_results: int
-    num_unknown_transfers: int
-    num_connector_errors: int
-    """Number of exceptions that the connector raised since start. This count and the two before it: see Scheduler."""
+    counters: EngineCounters
+    """A copy, which counts no more."""
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:

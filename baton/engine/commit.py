@@ -25,8 +25,6 @@ class Commit:
         self._state = state
         self._admission = admission
         self._config = state.config
-        self.num_skipped_results = 0
-        """Number of results for requests that had ended or were never scheduled."""
 
     def commit(
         self,
@@ -46,7 +44,7 @@ class Commit:
                 self._commit_one(request, num_tokens, num_computed_tokens, runner_output, outputs)
                 request.append_only_until = self._append_only_until(request)
             else:
-                self.num_skipped_results += 1
+                self._state.counters.num_skipped_results += 1
 
     def _commit_decodes(
         self,
@@ -61,7 +59,7 @@ class Commit:
         failed = runner_output.failed
         for request in requests:
             if request.status is not running:
-                self.num_skipped_results += 1
+                self._state.counters.num_skipped_results += 1
                 continue
             request_id = request.request_id
             new_token_ids = sampled.get(request_id, no_tokens)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
+from baton.metric import Metric
 from baton.values import value
 
 Source = Literal["device", "host", "remote"]
@@ -18,14 +19,28 @@ class PrefixCacheStats:
     With prefix caching off there are no lookups, and only KV from another node counts as a hit.
     """
 
-    num_requests: int
-    """Requests that were looked up."""
-    num_tokens: int
+    num_tokens: Annotated[int, Metric("prefix_cache_queries_total", "Tokens of admitted requests.")]
     """Tokens of the requests that were looked up."""
-    num_hits: Mapping[Source, int]
-    """For each source, the requests of which at least one token was found there."""
-    num_hit_tokens: Mapping[Source, int]
+    num_hit_tokens: Annotated[
+        Mapping[Source, int],
+        Metric(
+            "prefix_cache_hits_total",
+            "Tokens of admitted requests whose KV was there already, by source.",
+            label="source",
+        ),
+    ]
     """For each source, the tokens that were found there."""
+    num_requests: Annotated[int, Metric("prefix_cache_requests_total", "Admissions that searched for known KV.")]
+    """Requests that were looked up."""
+    num_hits: Annotated[
+        Mapping[Source, int],
+        Metric(
+            "prefix_cache_request_hits_total",
+            "Admitted requests of which some KV was there already, by source.",
+            label="source",
+        ),
+    ]
+    """For each source, the requests of which at least one token was found there."""
 
 
 class PrefixCacheCounts:
@@ -50,4 +65,4 @@ class PrefixCacheCounts:
 
     def stats(self) -> PrefixCacheStats:
         """The present counts as a value."""
-        return PrefixCacheStats(self._num_requests, self._num_tokens, dict(self._num_hits), dict(self._num_hit_tokens))
+        return PrefixCacheStats(self._num_tokens, dict(self._num_hit_tokens), self._num_requests, dict(self._num_hits))

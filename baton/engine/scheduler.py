@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.engine.batch import (
@@ -44,6 +45,7 @@ from baton.engine.batch import (
 )
 from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
+from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
 from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.kv_cache.block_hash import CacheKeyFields
@@ -83,8 +85,6 @@ class Scheduler:
     ) -> None:
         """`make_decodes`: creates the set of decoding requests for a block size; a simulation passes a subclass."""
         self.config = config
-        self.num_unknown_transfers = 0
-        """Number of transfer reports for requests that did not wait for one."""
         self.clock = clock
         connector = connector if connector is not None else NullConnector()
         self._state = SchedulerState(config, key_fields, clock, connector, make_decodes(config.block_size))
@@ -123,14 +123,9 @@ class Scheduler:
         return self._state.max_num_tokens(request)
 
     @property
-    def num_skipped_results(self) -> int:
-        """Number of results that a runner gave for requests that had ended or were never scheduled."""
-        return self._commit.num_skipped_results
-
-    @property
-    def num_connector_errors(self) -> int:
-        """Number of calls of the connector that raised an exception."""
-        return self._state.num_connector_errors
+    def counters(self) -> EngineCounters:
+        """What this engine has counted since its start; it goes on counting, `make_stats` has a copy."""
+        return self._state.counters
 
     # --- requests in and out ---
 
@@ -218,9 +213,7 @@ class Scheduler:
                 "swap": self._preemption.num_swapped,
             },
             prefix_cache=self._admission.prefix_cache.stats(),
-            num_skipped_results=self.num_skipped_results,
-            num_unknown_transfers=self.num_unknown_transfers,
-            num_connector_errors=self.num_connector_errors,
+            counters=replace(self.counters),
         )
 
     def num_uncomputed_and_context_tokens(self) -> tuple[int, int]:
@@ -415,7 +408,7 @@ class Scheduler:
         outputs, self._pending = self._pending, OutputsByClient()
         num_scheduled = scheduler_output.num_scheduled_tokens
         if runner_output.sampled_token_ids:
-            self._commit.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
+            self.counters.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
         if runner_output.lost:
             self._state.report_finished_again(scheduler_output.finished_req_ids)
         plan = self._in_flight.pop(scheduler_output.step, None)
@@ -441,13 +434,13 @@ class Scheduler:
         for request_id, arrived in transfers.arrived.items():
             request = self._admission.pop_loading(request_id)
             if request is None:
-                self.num_unknown_transfers += 1
+                self.counters.num_unknown_transfers += 1
             else:
                 self._admission.arrive(request, arrived, outputs)
         for request_id, lost in transfers.failed.items():
             request = self._admission.pop_unloaded(request_id)
             if request is None:
-                self.num_unknown_transfers += 1
+                self.counters.num_unknown_transfers += 1
             elif self.config.on_transfer_failure == "recompute":
                 self._admission.compute_here(request, lost.num_valid_blocks)
             else:
@@ -455,7 +448,7 @@ class Scheduler:
                 status = RequestStatus.KV_LOST if reroutes else RequestStatus.ERROR
                 self._state.end(request, status, outputs, error=lost.detail, transfer_cause=lost.cause)
         for request_id in transfers.released:
-            self.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
+            self.counters.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
         self._finish_failed_groups(outputs)
         self._stalled = False
         return outputs.seal()

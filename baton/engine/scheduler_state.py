@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from baton.clock import Clock
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from baton.engine.connector import BlockFate, KVConnector
+from baton.engine.counters import EngineCounters
 from baton.engine.decode_set import DecodeSet
 from baton.engine.event_log import EventLog
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
@@ -88,7 +89,7 @@ class SchedulerState:
         )
         self.connector = connector
         self.events = EventLog(clock)
-        self.num_connector_errors = 0
+        self.counters = EngineCounters()
         self._finished_req_ids: set[str] = set()
         self._running_has_ended = False
         """Whether `running` may have requests that don't run any more."""
@@ -214,7 +215,7 @@ class SchedulerState:
 
     def end_after_connector_error(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
         """End a request for which the connector raised an exception, so that it fails alone and the engine goes on."""
-        self.num_connector_errors += 1
+        self.counters.num_connector_errors += 1
         error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
         status, cause = (RequestStatus.KV_LOST, TransferCause.REFUSED) if lost else (RequestStatus.ERROR, None)
         self.end(request, status, outputs, error=error, transfer_cause=cause)
@@ -234,7 +235,7 @@ class SchedulerState:
         try:
             fate = self.connector.load_failed(request, manager.submitted_block_ids(request))
         except Exception:
-            self.num_connector_errors += 1
+            self.counters.num_connector_errors += 1
             fate, num_valid_blocks = BlockFate.QUARANTINED, 0
         num_stripes = manager.cache_valid(request, num_valid_blocks)
         # Groups with windows may have fewer: blocks that only the next query would see were never loaded.
@@ -325,7 +326,7 @@ class SchedulerState:
         try:
             fate = self.connector.request_finished(request, manager.submitted_block_ids(request), transferring)
         except Exception:
-            self.num_connector_errors += 1
+            self.counters.num_connector_errors += 1
             # A peer or transfer may still access the blocks; losing them to the quarantine is better than wrong KV.
             fate = BlockFate.QUARANTINED if transferring or request.leg is Leg.PREFILL else BlockFate.FREE
         if fate is BlockFate.FREE:

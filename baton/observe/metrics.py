@@ -5,13 +5,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+
+from baton.metric import Metric, declared_metrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -75,6 +78,32 @@ def by_label(name: str, text: str, label: str, values: Mapping[_Key, float]) -> 
     return [Figure(name, text, value, {label: key}) for key, value in values.items()]
 
 
+def declared_figures(counters: object, labels: Mapping[str, str] | None = None) -> Iterator[Figure | Distribution]:
+    """The figures of all fields of a dataclass that declare a metric (`baton.metric`), in the order of the fields.
+
+    A field that declares none and holds another dataclass has that one's figures. `labels` are added to every figure.
+    """
+    kind: type = type(counters)
+    for name, metric in declared_metrics(kind).items():
+        value = getattr(counters, name)
+        if metric is not None:
+            yield from _figures_of(metric, value, {**(labels or {}), **metric.labels})
+        elif is_dataclass(value):
+            yield from declared_figures(value, labels)
+
+
+def _figures_of(
+    metric: Metric, value: float | Histogram | Mapping[object, float], labels: Mapping[str, str]
+) -> Iterator[Figure | Distribution]:
+    if isinstance(value, Histogram):
+        yield value.now(metric.name, metric.help, labels)
+    elif isinstance(value, Mapping):
+        for key, number in {**dict.fromkeys(metric.keys, 0.0), **value}.items():
+            yield Figure(metric.name, metric.help, number, {**labels, metric.label: metric.label_value(key)})
+    else:
+        yield Figure(metric.name, metric.help, value, labels)
+
+
 def render(figures: Iterable[Figure | Distribution], labels: Mapping[str, str]) -> bytes:
     """Render the metrics page. `labels` are added to every figure."""
     return generate_latest(_Page(figures, labels))
@@ -87,7 +116,7 @@ class _Page(Collector):
         self._figures = figures
         self._labels = labels
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[MetricFamily]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         histograms: dict[str, HistogramMetricFamily] = {}
         for figure in self._figures:

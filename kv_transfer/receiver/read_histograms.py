@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from baton.metric import Metric
 from baton.observe.metrics import Histogram
 
 READ_BUCKETS_S = (
@@ -18,13 +20,24 @@ DESCRIPTOR_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 400.0, 1000
 
 @dataclass(slots=True)
 class ReadHistograms:
-    """Histograms of the reads from one sender that were done; failed reads are not counted."""
+    """Histograms of the reads from one sender that were done; failed reads are not counted.
 
-    seconds: Histogram = field(default_factory=lambda: Histogram(READ_BUCKETS_S))
-    post_seconds: Histogram = field(default_factory=lambda: Histogram(READ_BUCKETS_S))
+    All of them are on the decode node's metrics page, with the sender as the label `peer`.
+    """
+
+    seconds: Annotated[Histogram, Metric("kv_transfer_seconds", "Durations of reads, on this node's clock.")] = field(
+        default_factory=lambda: Histogram(READ_BUCKETS_S)
+    )
+    post_seconds: Annotated[
+        Histogram, Metric("kv_transfer_post_seconds", "Time of reads that was spent on posting them.")
+    ] = field(default_factory=lambda: Histogram(READ_BUCKETS_S))
     """The part of each read's duration that was spent in the backend's post calls."""
-    num_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES_BUCKETS))
-    descriptors: Histogram = field(default_factory=lambda: Histogram(DESCRIPTOR_BUCKETS))
+    num_bytes: Annotated[Histogram, Metric("kv_transfer_bytes", "Bytes of each read.")] = field(
+        default_factory=lambda: Histogram(BYTES_BUCKETS)
+    )
+    descriptors: Annotated[
+        Histogram, Metric("kv_transfer_descriptors", "Descriptors that were posted for each read.")
+    ] = field(default_factory=lambda: Histogram(DESCRIPTOR_BUCKETS))
 
     def add(self, num_bytes: int, num_ranges: int, read_s: float, post_s: float) -> None:
         """Count one read that is done. `num_ranges`: descriptors; `read_s` and `post_s`: seconds."""

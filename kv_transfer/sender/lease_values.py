@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from baton.metric import Metric
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import SenderMessage
 
@@ -59,10 +61,15 @@ LeaseEffect = TellReader | Released | OpenLeases | CutLink | Recorded
 
 @dataclass(frozen=True, slots=True)
 class LeaseStats:
-    """Number of leases in each state, blocks of the suspect leases, and the age of the oldest lease in seconds."""
+    """Number of leases in each state, blocks of the suspect leases, and the age of the oldest lease in seconds.
 
-    granted: int
-    reading: int
-    suspect: int
-    suspect_blocks: int
-    oldest_s: float
+    A field that declares a metric is on the prefill node's metrics page.
+    """
+
+    granted: Annotated[int, Metric("kv_leases", "Open leases, by state.", labels={"state": "granted"})]
+    reading: Annotated[int, Metric("kv_leases", "Open leases, by state.", labels={"state": "reading"})]
+    suspect: Annotated[int, Metric("kv_leases", "Open leases, by state.", labels={"state": "suspect"})]
+    suspect_blocks: Annotated[
+        int, Metric("kv_suspect_blocks", "Blocks of leases that are over though a reader may still read them.")
+    ]
+    oldest_s: Annotated[float, Metric("kv_lease_age_seconds", "Age of the oldest open lease; 0: there is none.")]

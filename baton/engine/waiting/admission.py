@@ -378,7 +378,7 @@ class Admission:
             self._state.connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), 0)
         except Exception:
             # The decode node that waits for this notice gets the offer of the first blocks instead.
-            self._state.num_connector_errors += 1
+            self._state.counters.num_connector_errors += 1
 
     def _load(
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient

@@ -48,13 +48,13 @@ def _commit(scheduler: SimulatedScheduler, decided: SchedulerOutput) -> None:
 def _state(scheduler: SimulatedScheduler) -> object:
     """All state that later steps depend on."""
     scheduler.bring_up_decodes()
-    pool = scheduler.kv_cache_manager.pool
+    pool, stats = scheduler.kv_cache_manager.pool, scheduler.make_stats()
     return (
         [block.block_id for block in pool._free],
         {key: block.block_id for key, block in pool._index.items()},
         scheduler.kv_events_since(0),
         # With known tokens no token is drawn for a request that was aborted in a step, so none is skipped.
-        replace(scheduler.make_stats(), num_skipped_results=0),
+        replace(stats, counters=replace(stats.counters, num_skipped_results=0)),
         [
             (request.request_id, request.status, request.num_computed_tokens, request.output_token_ids)
             for request in scheduler.requests.values()

@@ -43,7 +43,7 @@ def test_no_step_computes_beyond_a_requests_length(limits: dict[str, int]) -> No
     while rig.core.has_work():
         rig.step()
         computed = max(computed, rig.requests["r"].num_computed_tokens)
-    assert rig.scheduler.num_skipped_results == 0
+    assert rig.scheduler.counters.num_skipped_results == 0
     assert computed == 19
     check_tokens(rig, "r")
 
@@ -55,7 +55,7 @@ def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_only() -> N
     stop = rig.expected("stopped", 3)[2]
     stopped.stop_ids = stopped.eos_token_ids = frozenset({stop})
     rig.run()
-    assert rig.scheduler.num_skipped_results == 1
+    assert rig.scheduler.counters.num_skipped_results == 1
     assert rig.tokens["stopped"] == rig.expected("stopped", 3)
     assert rig.reason("stopped") is Outcome.STOP
     check_tokens(rig, "other")

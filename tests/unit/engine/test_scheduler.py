@@ -255,7 +255,7 @@ def test_results_for_requests_that_ended_meanwhile_are_skipped_and_counted() -> 
     sampled = {**computed.sampled_token_ids, "stranger": [1]}
     outputs = rig.commit(output, ModelRunnerOutput(sampled))
     assert [one.request_id for one in outputs] == ["stays"]
-    assert rig.scheduler.num_skipped_results == 2
+    assert rig.scheduler.counters.num_skipped_results == 2
     assert rig.scheduler.requests["gone"].num_output_tokens == 0, "its successor of the same name got nothing"
 
 

@@ -372,9 +372,9 @@ def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted() -> N
     rig.add("w", 10, max_tokens=3)
     rig.step()
     rig.deliver("d")
-    before = rig.scheduler.num_unknown_transfers
+    before = rig.scheduler.counters.num_unknown_transfers
     rig.transfer(arrived={"d": [1], "w": [1], "nobody": [1]}, failed={"d": "late", "w": "?"}, released=["d", "nobody"])
-    assert rig.scheduler.num_unknown_transfers == before + 7
+    assert rig.scheduler.counters.num_unknown_transfers == before + 7
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 3)
     assert rig.tokens["w"] == rig.expected("w", 3)
@@ -462,7 +462,7 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: st
     assert f"the test made {method} fail" in (rig.ends["bad"].error or "")
     assert rig.tokens["good"] == rig.expected("good", 3)
     assert rig.core.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
-    assert rig.scheduler.num_connector_errors == 1
+    assert rig.scheduler.counters.num_connector_errors == 1
 
 
 @pytest.mark.parametrize(("leg", "leased", "quarantined"), [(Leg.PREFILL, 3, 0), (Leg.DECODE, 0, 3), (Leg.WHOLE, 0, 0)])
@@ -474,7 +474,7 @@ def test_blocks_are_kept_when_the_connector_raises_at_a_requests_end(leg: Leg, l
     assert rig.abort("r")[0].outcome is Outcome.ABORTED
     stats = rig.core.make_stats()
     assert (stats.leased_blocks, stats.quarantined_blocks) == (leased, quarantined)
-    assert rig.scheduler.num_connector_errors == 1
+    assert rig.scheduler.counters.num_connector_errors == 1
 
 
 def test_a_failed_load_is_computed_here_under_the_policy_recompute() -> None:
@@ -662,7 +662,7 @@ def test_a_connector_that_raises_in_load_failed_costs_blocks_and_not_the_request
     rig.transfer(failed={"d": "peer gone"})
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 3)
-    assert (rig.scheduler.num_connector_errors, rig.core.make_stats().quarantined_blocks) == (1, 5)
+    assert (rig.scheduler.counters.num_connector_errors, rig.core.make_stats().quarantined_blocks) == (1, 5)
 
 
 def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
@@ -687,7 +687,7 @@ def test_a_load_lost_before_it_had_blocks_ends_its_request(many: dict[str, int])
     rig.step()
     rig.transfer(failed={"d": "peer gone", "nobody": "peer gone"})
     assert (rig.reason("d"), rig.ends["d"].error) == (Outcome.KV_LOST, "peer gone")
-    assert rig.scheduler.num_unknown_transfers == 1
+    assert rig.scheduler.counters.num_unknown_transfers == 1
     assert not rig.core.has_work()
     assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
 
@@ -698,7 +698,7 @@ def test_a_failure_that_comes_after_the_arrival_changes_nothing() -> None:
     rig.step()
     rig.transfer(arrived={"d": [5]})
     rig.transfer(failed={"d": "too late"})
-    assert rig.scheduler.num_unknown_transfers == 1
+    assert rig.scheduler.counters.num_unknown_transfers == 1
     rig.run()
     assert (rig.tokens["d"][0], rig.reason("d")) == (5, Outcome.LENGTH)
 
@@ -722,7 +722,7 @@ def test_a_prefill_leg_runs_even_if_its_begin_can_not_be_reported() -> None:
     rig.add("p", 17, leg=Leg.PREFILL)
     rig.run()
     assert rig.reason("p") is Outcome.HANDED_OFF
-    assert rig.scheduler.num_connector_errors == 1
+    assert rig.scheduler.counters.num_connector_errors == 1
 
 
 @pytest.mark.parametrize(("policy", "outcome"), [("reroute", Outcome.KV_LOST), ("fail", Outcome.ERROR)])

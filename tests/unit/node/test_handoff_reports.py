@@ -11,9 +11,9 @@ from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
-from baton.observe.metrics import Distribution, Figure
+from baton.observe.metrics import Distribution, Figure, declared_figures
 from baton.testing.fake_clock import FakeClock
-from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures
+from kv_transfer.figures import failure_figures, read_figures, transfer_figures
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.receiver.read_histograms import ReadHistograms
@@ -179,7 +179,7 @@ def test_durations_and_sizes_of_reads_are_counted_by_sender() -> None:
 
 def test_a_senders_metrics_show_suspect_blocks_and_the_age_of_its_leases(clock: FakeClock) -> None:
     def said() -> dict[str, float]:
-        return {_sample(figure): figure.value for figure in lease_figures(book.stats())}
+        return {_sample(figure): figure.value for figure in declared_figures(book.stats())}
 
     book = LeaseBook(clock)
     assert not any(said().values())

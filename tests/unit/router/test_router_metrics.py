@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.messages.node import Outcome
-from baton.observe.metrics import render
+from baton.observe.metrics import declared_figures, render
 from router.flight.flight_table import AttemptCause
 from router.operations.metrics import figures
 from router.served import Served
@@ -35,7 +35,7 @@ def test_what_requests_got() -> None:
     served = Served()
     served.ended(replace(finished("stop", 5), ttft_ms=30.0, total_ms=230.0))
     served.ended(replace(finished("length", 1), ttft_ms=70.0, total_ms=70.0))
-    found = samples(render(served.figures(), {}))
+    found = samples(render(declared_figures(served), {}))
     assert found["baton_request_success_total", "stop"] == found["baton_request_success_total", "length"] == 1
     assert (found["baton_prompt_tokens_total", ""], found["baton_generation_tokens_total", ""]) == (6, 6)
     ttft = "baton_time_to_first_token_seconds"
@@ -62,7 +62,7 @@ async def test_gaps_are_those_of_each_sequence() -> None:
             rig.tell("d1", attempt, index, text, outcome, sequence_index=sequence)
             await reader.tokens_read(len(reader.token_ids) + 1)
         await reader.finished()
-        found = samples(render(rig.dispatcher.requests.counters.served.figures(), {}))
+        found = samples(render(declared_figures(rig.dispatcher.requests.counters.served), {}))
         gaps = "baton_inter_token_latency_seconds"
         assert (found[f"{gaps}_count", ""], found[f"{gaps}_sum", ""]) == (4, pytest.approx(0.04 * (1 + 1 + 3 + 2)))
 

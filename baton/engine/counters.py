@@ -1,0 +1,27 @@
+"""What an engine counts for the metrics page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from baton.metric import Metric
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the engine's start. All parts of an engine count in one instance, which the scheduler's state has.
+
+    A new metric is a field here and the line that counts it.
+    """
+
+    num_skipped_results: Annotated[
+        int, Metric("skipped_results_total", "Results for requests that had ended meanwhile.")
+    ] = 0
+    """Results for requests that had ended or were never scheduled."""
+    num_unknown_transfers: Annotated[
+        int, Metric("unknown_transfers_total", "Transfer reports that no request waited for.")
+    ] = 0
+    num_connector_errors: Annotated[
+        int, Metric("kv_connector_errors_total", "Calls of the KV connector that raised.")
+    ] = 0

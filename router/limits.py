@@ -82,6 +82,18 @@ class DispatchCounters:
         ),
     ] = field(default_factory=Counter)
     """By the class of the error."""
+    errors: Annotated[
+        Counter[str],
+        Metric(
+            "request_errors_total",
+            "Accepted requests that ended with an error, by that error; cancelled: their client left or asked to stop.",
+            label="error",
+            # Shown from the start, since Prometheus does not see the first increment of a series that begins with it.
+            keys=("AttemptsExhausted", "Cancelled", "DeadlineExceeded", "EngineFault", "SlowReader", "TransferFailed"),
+            label_value=_in_snake_case,
+        ),
+    ] = field(default_factory=Counter)
+    """By the class of the error."""
     queue_time: Annotated[
         Histogram,
         Metric("request_queue_time_seconds", "What requests waited at the router until a node was found."),

@@ -412,6 +412,7 @@ class LiveRequests:
                     self._finish(run, finish)
                 case Fail(error):
                     self.counters.failed += 1
+                    self.counters.errors[type(error).__name__] += 1
                     how = logging.DEBUG if isinstance(error, Cancelled) else logging.INFO
                     _log.log(how, "request failed: %s", error, extra=_about(run, error=type(error).__name__))
                     if run.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):

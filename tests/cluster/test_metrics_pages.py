@@ -130,6 +130,7 @@ ROUTER = {
     "generation_tokens_total": counter(),
     "request_success_total": counter("finished_reason"),
     "request_failure_total": counter(),
+    "request_errors_total": counter("error"),
     "time_to_first_token_seconds": histogram(bounds=TTFT),
     "inter_token_latency_seconds": histogram(bounds=ITL),
     "request_time_per_output_token_seconds": histogram(bounds=ITL),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.errors import Cancelled, DeadlineExceeded
 from baton.messages.node import Outcome
 from baton.observe.metrics import declared_figures, render
 from router.flight.flight_table import AttemptCause
@@ -25,7 +26,9 @@ def samples(page: bytes) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             apart = [
-                sample.labels[name] for name in ("le", "finished_reason", "cause", "node") if name in sample.labels
+                sample.labels[name]
+                for name in ("le", "finished_reason", "cause", "error", "node")
+                if name in sample.labels
             ]
             found[sample.name, "".join(apart[:1])] = sample.value
     return found
@@ -65,6 +68,25 @@ async def test_gaps_are_those_of_each_sequence() -> None:
         found = samples(render(declared_figures(rig.dispatcher.requests.counters.served), {}))
         gaps = "baton_inter_token_latency_seconds"
         assert (found[f"{gaps}_count", ""], found[f"{gaps}_sum", ""]) == (4, pytest.approx(0.04 * (1 + 1 + 3 + 2)))
+
+
+async def test_requests_that_ended_with_an_error_are_counted_by_the_error() -> None:
+    async with router_rig(prefill("p1"), decode("d1")) as rig:
+        late = rig.ask(timeout_s=1.0)
+        await rig.submitted("p1")
+        rig.timers.advance(1.0)
+        with pytest.raises(DeadlineExceeded):
+            await late.finished()
+        await rig.aborted("p1")
+        left = rig.ask(request_id="left")
+        await rig.submitted("p1")
+        rig.dispatcher.cancel("left")
+        with pytest.raises(Cancelled):
+            await left.finished()
+        found = samples(render(declared_figures(rig.dispatcher.requests.counters), {}))
+        errors = {key: value for (name, key), value in found.items() if name == "baton_request_errors_total"}
+        assert {key: value for key, value in errors.items() if value} == {"deadline_exceeded": 1, "cancelled": 1}
+        assert {"attempts_exhausted", "engine_fault", "slow_reader", "transfer_failed"} <= errors.keys()
 
 
 async def test_the_page_of_a_router() -> None:

@@ -55,6 +55,7 @@ class DispatchCounters:
 
     accepted: Annotated[int, Metric("requests_accepted_total", "Requests that passed every check.")] = 0
     failed: Annotated[int, Metric("request_failure_total", "Accepted requests that failed.")] = 0
+    """Without those that their client cancelled: a client that leaves is no fault of the cluster."""
     resumed: Annotated[int, Metric("requests_resumed_total", "Requests whose client came back for what follows.")] = 0
     adopted: Annotated[int, Metric("requests_adopted_total", "Those that ran on meanwhile, for another router.")] = 0
     moved: Annotated[int, Metric("requests_moved_total", "Requests that another router took over from this one.")] = 0

@@ -411,10 +411,11 @@ class LiveRequests:
                 case Finish() as finish:
                     self._finish(run, finish)
                 case Fail(error):
-                    self.counters.failed += 1
+                    is_cancelled = isinstance(error, Cancelled)
+                    self.counters.failed += not is_cancelled
                     self.counters.errors[type(error).__name__] += 1
-                    how = logging.DEBUG if isinstance(error, Cancelled) else logging.INFO
-                    _log.log(how, "request failed: %s", error, extra=_about(run, error=type(error).__name__))
+                    level = logging.DEBUG if is_cancelled else logging.INFO
+                    _log.log(level, "request failed: %s", error, extra=_about(run, error=type(error).__name__))
                     if run.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
                         self.counters.rejections[type(error).__name__] += 1
                     self._end(run, error)

@@ -86,6 +86,7 @@ async def test_requests_that_ended_with_an_error_are_counted_by_the_error() -> N
         found = samples(render(declared_figures(rig.dispatcher.requests.counters), {}))
         errors = {key: value for (name, key), value in found.items() if name == "baton_request_errors_total"}
         assert {key: value for key, value in errors.items() if value} == {"deadline_exceeded": 1, "cancelled": 1}
+        assert found["baton_request_failure_total", ""] == 1, "a client's own cancel is no failure"
         assert {"attempts_exhausted", "engine_fault", "slow_reader", "transfer_failed"} <= errors.keys()
 
 

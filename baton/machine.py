@@ -18,8 +18,8 @@ E = TypeVar("E", bound=enum.Enum)
 class IllegalEvent(Exception):
     """An event that the machine's state does not accept; the machine is unchanged."""
 
-    def __init__(self, name: str, state: enum.Enum, event: enum.Enum, story: str) -> None:
-        super().__init__(f"{name}: {event.name} is illegal in {state.name} (so far: {story})")
+    def __init__(self, name: str, state: enum.Enum, event: enum.Enum, history: str) -> None:
+        super().__init__(f"{name}: {event.name} is illegal in {state.name} (so far: {history})")
         self.state = state
         self.event = event
 
@@ -32,16 +32,16 @@ class Machine(Generic[S, E]):
         self._name = name
         self._table = table
         self._state = initial
-        self._story: list[str] = [initial.name]
+        self._history: list[str] = [initial.name]
 
     @property
     def state(self) -> S:
         return self._state
 
     @property
-    def story(self) -> str:
-        """The history: every state so far and the event that led to it."""
-        return " ".join(self._story)
+    def history(self) -> str:
+        """Every state so far and the event that led to it."""
+        return " ".join(self._history)
 
     def accepts(self, event: E) -> bool:
         """Whether the event is legal now."""
@@ -51,9 +51,9 @@ class Machine(Generic[S, E]):
         """Take the transition and return the new state; raises IllegalEvent and changes nothing when there is none."""
         after = self._table.get((self._state, event))
         if after is None:
-            raise IllegalEvent(self._name, self._state, event, self.story)
+            raise IllegalEvent(self._name, self._state, event, self.history)
         if after is not self._state:
-            self._story.append(f"-{event.name}-> {after.name}")
+            self._history.append(f"-{event.name}-> {after.name}")
         self._state = after
         return after
 

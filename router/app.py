@@ -329,7 +329,7 @@ class _Router:
     async def _shut_down(self) -> None:
         if num_live := self._dispatcher.requests.num_live:
             _log.info("%d requests did not end in time and are left to other routers", num_live)
-        self._dispatcher.let_go_of_all()
+        self._dispatcher.leave_all_to_other_routers()
         self._live.close()
         self._collector.stop()
         await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))

@@ -35,9 +35,9 @@ from router.flight.event_queue import EventQueue
 from router.flight.fair_queue import FairQueue
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord
-from router.flight.flight_table import Cancel, GiveUp, LetGo
+from router.flight.flight_table import Cancel, GiveUp, LeaveToOtherRouter
 from router.flight.request_spans import RequestSpans
-from router.flight.resumption import ResumedAnswer, check_positions, replayed, where_it_runs
+from router.flight.resumption import ResumedAnswer, check_positions, placement_in_record, replayed
 from router.flight.text_stream import TextCodec
 from router.limits import NUM_TEXT_THREADS, DispatchLimits
 from router.live_requests import LiveRequests, NodeSender
@@ -125,21 +125,21 @@ class Dispatcher:
     async def _answer(
         self, enter: Callable[[float], Awaitable[ActiveRequest]], take: TakeChunk | None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        run = await enter(self._timers.monotonic())
-        queue, request = run.queue, run.request
-        queue.hand_to(take)
+        active = await enter(self._timers.monotonic())
+        queue, request = active.queue, active.request
+        queue.pass_chunks_to(take)
         try:
-            self.requests.begin(run)
-            if run.finish is not None or not run.flight.is_over:
+            self.requests.start(active)
+            if active.finish is not None or not active.flight.is_over:
                 name = unscoped(request.request_id)
                 yield Accepted(name, request.sampling_params.seed, request.num_prompt_tokens)
             while (event := await queue.get()) is not None:
-                self.requests.ease_stall(run)
+                self.requests.stop_stall_timer_if_read(active)
                 yield event
         finally:
             # Another stream may have taken the request over.
-            if run.queue is queue:
-                self.requests.close(run)
+            if active.queue is queue:
+                self.requests.close(active)
 
     async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> ActiveRequest:
         with self._counted_if_rejected():
@@ -160,25 +160,25 @@ class Dispatcher:
         call: int,
         repeat: GenerateRequest | None,
     ) -> ActiveRequest:
-        run = self.requests.run_of(request_id)
-        if run is None:
+        active = self.requests.find(request_id)
+        if active is None:
             record = await self._record(request_id)
             if record is not None and repeat is not None:
                 record = replace(record, request=await self._with_prompt(record.request, repeat))
             # Another call may have opened it meanwhile.
-            run = self.requests.run_of(request_id)
-            if run is None and record is None:
+            active = self.requests.find(request_id)
+            if active is None and record is None:
                 raise RequestNotFound(f"nobody knows a request {unscoped(request_id)[:80]!r}")
-        if run is not None and run.request.embeds:
+        if active is not None and active.request.embeds:
             raise RequestNotFound(f"request {unscoped(request_id)[:80]!r} is for an embedding, which is no stream")
-        if run is None:
+        if active is None:
             assert record is not None
             takeover = _following(call, record.takeover)
             self.requests.counters.resumed += 1
             return self._reopen(record, positions, started, timeout_s, takeover)
-        takeover = _following(call, run.flight.takeover)
+        takeover = _following(call, active.flight.takeover)
         self.requests.counters.resumed += 1
-        return self._take_over(run, positions, started, timeout_s, takeover)
+        return self._take_over(active, positions, started, timeout_s, takeover)
 
     async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
         """Raises InvalidRequest for another request than that one."""
@@ -203,44 +203,46 @@ class Dispatcher:
         """Continue a flight that another router began, or this one before its client went away."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
-        run = self._open(record.request, answer, started, timeout_s, record.traceparent, takeover)
-        placement = where_it_runs(record, positions, {node.incarnation: node for node in self._view.descriptions()})
+        active = self._open(record.request, answer, started, timeout_s, record.traceparent, takeover)
+        placement = placement_in_record(
+            record, positions, {node.incarnation: node for node in self._view.descriptions()}
+        )
         if placement is None:
-            run.begin = partial(run.flight.start, record.attempt)
+            active.start_flight = partial(active.flight.start, record.attempt)
         else:
-            run.begin = partial(self.requests.adopt, run, record, placement)
-        return run
+            active.start_flight = partial(self.requests.adopt, active, record, placement)
+        return active
 
     def _take_over(
-        self, run: ActiveRequest, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
+        self, active: ActiveRequest, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
     ) -> ActiveRequest:
         """Let another stream of the same client continue a live request."""
-        check_positions(run.request, positions)
-        timers = run.deadline, run.stall
-        self.requests.set_deadline(run, started, timeout_s)
-        run.flight.takeover = takeover
+        check_positions(active.request, positions)
+        timers = active.deadline_timer, active.stall_timer
+        self.requests.set_deadline(active, started, timeout_s)
+        active.flight.takeover = takeover
         for timer in timers:
             if timer is not None:
                 timer.cancel()
-        run.stall = None
-        before, run.queue = run.queue, EventQueue(self._turns)
+        active.stall_timer = None
+        before, active.queue = active.queue, EventQueue(self._turns)
         before.end(Cancelled("continued elsewhere"))
-        run.answer = ResumedAnswer(self._codec, run.request, positions)
-        run.queue.put_all(replayed(run.answer, run.flight.sequences, run.logprobs))
-        if run.finish is not None:
-            finish, finished = run.finish
-            run.queue.put_all(run.answer.finish(finish))
-            run.queue.put(finished)
-        if run.flight.is_over:
-            run.queue.end(before.error)
-        return run
+        active.answer = ResumedAnswer(self._codec, active.request, positions)
+        active.queue.put_all(replayed(active.answer, active.flight.sequences, active.logprobs))
+        if active.finish is not None:
+            finish, finished = active.finish
+            active.queue.put_all(active.answer.finish(finish))
+            active.queue.put(finished)
+        if active.flight.is_over:
+            active.queue.end(before.error)
+        return active
 
     def cancel(self, request_id: str) -> None:
         """End a live request; its generator raises Cancelled. Raises RequestNotFound."""
-        run = self.requests.run_of(request_id)
-        if run is None or run.flight.is_over:
+        active = self.requests.find(request_id)
+        if active is None or active.flight.is_over:
             raise RequestNotFound(f"no live request {unscoped(request_id)[:80]!r}")
-        self.requests.feed(run, Cancel("cancelled by the client"))
+        self.requests.feed(active, Cancel("cancelled by the client"))
 
     def drain(self) -> None:
         """Take no new requests. Idempotent."""
@@ -255,16 +257,18 @@ class Dispatcher:
         self._schemas.close()
         self._texts.close()
 
-    def let_go_of_all(self) -> None:
+    def leave_all_to_other_routers(self) -> None:
         """End every live stream here and leave its nodes to whichever router the client goes to.
 
         What no other router could find ends on its nodes, too: embeddings, what waits for nodes, all without a journal.
         """
-        for run in reversed([*self.requests.runs()]):
-            if run.is_noted and not run.flight.is_over:
-                self.requests.feed(run, LetGo(ContinuedElsewhere("this router is shutting down: go on at another one")))
+        for active in reversed([*self.requests.active_requests()]):
+            if active.has_record and not active.flight.is_over:
+                self.requests.feed(
+                    active, LeaveToOtherRouter(ContinuedElsewhere("this router is shutting down: go on at another one"))
+                )
             else:
-                self.requests.feed(run, GiveUp(self._closing()))
+                self.requests.feed(active, GiveUp(self._closing()))
 
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
         encode = self._codec.encode if self._codec is not None else None

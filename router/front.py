@@ -159,15 +159,18 @@ class OperatorHandler:
         if not request_id:
             return [*self.running(limit or None), *self.ended(limit)]
         name, now = self._own.name, self._clock.monotonic()
-        run, traced = self._dispatcher.requests.run_of(request_id), self._dispatcher.requests.timelines.of(request_id)
-        if run is not None:
-            return list(running_rows([run], name, now))
+        active, traced = (
+            self._dispatcher.requests.find(request_id),
+            self._dispatcher.requests.timelines.find(request_id),
+        )
+        if active is not None:
+            return list(running_rows([active], name, now))
         return list(ended_rows([traced], name, now)) if traced is not None else []
 
     def running(self, limit: int | None) -> list[RequestRow]:
         """Requests that this router serves, the latest first."""
-        runs = islice(self._dispatcher.requests.runs(), limit)
-        return list(running_rows(runs, self._own.name, self._clock.monotonic()))
+        active_requests = islice(self._dispatcher.requests.active_requests(), limit)
+        return list(running_rows(active_requests, self._own.name, self._clock.monotonic()))
 
     def ended(self, limit: int) -> list[RequestRow]:
         """Requests that are over, as far as they are remembered, the latest first."""
@@ -184,8 +187,8 @@ class OperatorHandler:
 
     def timeline(self, request_id: str) -> Timeline:
         """Where a request's time went; raises RequestNotFound for one that is unknown, not over or long ago."""
-        traced = self._dispatcher.requests.timelines.of(request_id)
-        if traced is None and self._dispatcher.requests.run_of(request_id) is not None:
+        traced = self._dispatcher.requests.timelines.find(request_id)
+        if traced is None and self._dispatcher.requests.find(request_id) is not None:
             raise RequestNotFound(f"request {request_id[:80]!r} is not over yet: its timeline is known at its end")
         if traced is None:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")

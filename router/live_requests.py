@@ -1,4 +1,4 @@
-"""The live requests of a router: gives events to each flight, carries out what the flight decides, frees what it held.
+"""The live requests of a router: gives each flight its events, and carries out the effects that the flight returns.
 
 Nothing in this module waits, and one event loop or one simulation calls all of it. Therefore no other code runs between
 a flight's decision and its consequences. `router.dispatcher` puts clients' streams in front of it, and
@@ -73,13 +73,13 @@ class NodeSender(Protocol):
     """Sends messages to nodes; `router.node_links.NodeLinks` is the real one."""
 
     def send(self, incarnation: str, message: RouterMessage) -> bool:
-        """Queue a message, never wait. False when there is no stream to that incarnation."""
+        """Queue a message without waiting; False if there is no stream to that incarnation."""
         ...
 
 
-def _about(run: ActiveRequest, **more: str | float) -> dict[str, str | float]:
-    """The fields that a log line about a request has."""
-    return {**of_attempt(run.flight.key), **more}
+def _log_fields(active: ActiveRequest, **more: str | float) -> dict[str, str | float]:
+    """The fields of a log line about a request."""
+    return {**of_attempt(active.flight.key), **more}
 
 
 class LiveRequests:
@@ -113,59 +113,59 @@ class LiveRequests:
             timers,
             rng,
             limits,
-            place=lambda run, place: self._guarded(run, partial(self._place, run, place)),
-            give_up=lambda run, error: self.feed(run, GiveUp(error)),
+            place=lambda active, place: self._guarded(active, partial(self._place, active, place)),
+            give_up=lambda active, error: self.feed(active, GiveUp(error)),
         )
-        self._room_came = False
-        """A node has less to do, or there is a new one."""
-        self._runs: dict[str, ActiveRequest] = {}
+        self._has_new_room = False
+        """Whether a node has less to do than when the queue was served last."""
+        self._active: dict[str, ActiveRequest] = {}
         self._adopting: dict[str, dict[str, ActiveRequest]] = {}
-        """By node and request id: adopted requests whose node has not reported yet what it has of them."""
-        self._cut: dict[str, list[Abort]] = {}
-        """Nodes whose link is cut, and what each is sent when it is there again: at most one abort for each sequence
-        that runs there."""
-        self._losses = NodeLosses(lambda: list(self._runs.values()), self.feed, timers)
-        self._serves_next_turn = False
-        """There was no time to place all waiting requests: the next turn continues with them."""
+        """By incarnation and request id: adopted requests whose node may still replay what it has of them."""
+        self._aborts_at_cut_nodes: dict[str, list[Abort]] = {}
+        """For each node whose link is cut, the aborts that it is sent when it is attached again: at most one for each
+        sequence that runs there."""
+        self._losses = NodeLosses(lambda: list(self._active.values()), self.feed, timers)
+        self._continues_next_turn = False
+        """Whether the next turn of the loop places further waiting requests, as there was no time for all of them."""
         self.idle = asyncio.Event()
         """Set while no request is live."""
         self.idle.set()
         self.counters = DispatchCounters()
         self.timelines = TimelineLog()
         self.on_retry: Callable[[str, int, str], None] = lambda request_id, attempt, cause: None
-        """Called when a request gets another attempt: its number, and why."""
+        """Called when a request gets another attempt, with the request's id, the attempt's number and its cause."""
         self.changed = asyncio.Event()
-        """Set when nodes came, went or began to drain; whoever waits for it clears it."""
+        """Set when nodes came, went or began to drain; its one reader clears it."""
 
     @property
     def num_live(self) -> int:
-        """Requests that are admitted and not over, or whose client still reads."""
-        return len(self._runs)
+        """Number of requests that were admitted and have not ended, or whose client still reads."""
+        return len(self._active)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a node."""
+        """Number of requests that wait for nodes."""
         return len(self._waiting)
 
     @property
     def num_placed(self) -> int:
-        """Requests that are on nodes, or whose client still reads what came from them."""
+        """Number of requests that are on nodes, or whose client still reads their output."""
         return self._waiting.num_placed
 
     @property
     def num_live_tokens(self) -> int:
-        """Tokens of live requests that were given out so far."""
-        return sum(run.flight.num_output_tokens for run in self._runs.values())
+        """Number of tokens that clients of live requests were given so far."""
+        return sum(active.flight.num_output_tokens for active in self._active.values())
 
-    def runs(self) -> Iterator[ActiveRequest]:
-        """The live requests, the latest first; for looking only."""
-        return reversed(self._runs.values())
+    def active_requests(self) -> Iterator[ActiveRequest]:
+        """The live requests, the latest first; not to be changed."""
+        return reversed(self._active.values())
 
-    def run_of(self, request_id: str) -> ActiveRequest | None:
-        """The live request with this id."""
-        return self._runs.get(request_id)
+    def find(self, request_id: str) -> ActiveRequest | None:
+        """The live request with this id, if there is one."""
+        return self._active.get(request_id)
 
-    # How a request comes and goes.
+    # --- requests come and go ---
 
     def check_room(self, priority: int, *, embeds: bool) -> None:
         """Raises QueueFull if a new request of this priority could not even wait for nodes."""
@@ -181,89 +181,96 @@ class LiveRequests:
         traceparent: str = "",
         takeover: int = 0,
     ) -> ActiveRequest:
-        """Take a request in; `begin` starts it, and `close` ends it.
+        """Take in a request, which `start` begins and `close` ends.
 
-        `queue` receives its events; `started` is when it came, on the router's clock; `timeout_s` counts from then on.
-        Raises DuplicateRequest for an id that is live, DeadlineExceeded when the time is over already.
+        `queue` receives its events; `started` is when it arrived, on the router's clock; `timeout_s` counts from then.
+        `takeover` is the number of its client's call. Raises DuplicateRequest for an id that is live, DeadlineExceeded
+        if the timeout has passed already.
         """
-        if request.request_id in self._runs:
+        if request.request_id in self._active:
             raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
-        run = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, started, takeover)
-        run.admitted_at = self._timers.monotonic()
-        self.set_deadline(run, started, timeout_s)
+        active = ActiveRequest(request, self._rng.getrandbits(64), answer, queue, started, takeover)
+        active.admitted_at = self._timers.monotonic()
+        self.set_deadline(active, started, timeout_s)
         if self._spans is not None:
-            run.span = self._spans.begin(request, traceparent, started)
-        run.traceparent = run.span.traceparent if run.span is not None else traceparent
-        self._runs[request.request_id] = run
+            active.span = self._spans.begin(request, traceparent, started)
+        active.traceparent = active.span.traceparent if active.span is not None else traceparent
+        self._active[request.request_id] = active
         self.idle.clear()
         self.counters.accepted += 1
-        return run
+        return active
 
-    def begin(self, run: ActiveRequest) -> None:
-        """Start a request's flight; without effect once it has started."""
-        begin, run.begin = run.begin, None
+    def start(self, active: ActiveRequest) -> None:
+        """Start a request's flight. Idempotent."""
+        begin, active.start_flight = active.start_flight, None
         if begin is not None:
-            self._guarded(run, begin)
+            self._guarded(active, begin)
 
-    def set_deadline(self, run: ActiveRequest, started: float, timeout_s: float | None) -> None:
+    def set_deadline(self, active: ActiveRequest, started: float, timeout_s: float | None) -> None:
         """Give a request `timeout_s` from `started` on, or no deadline.
 
         Raises DeadlineExceeded, and changes nothing, when that time has passed.
         """
         if timeout_s is None:
-            run.deadline_at = run.deadline = None
+            active.deadline_at = active.deadline_timer = None
             return
         error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
         if self._timers.monotonic() >= started + timeout_s:
             raise error
-        run.deadline_at = started + timeout_s
-        run.deadline = self._timers.call_at(run.deadline_at, lambda: self.feed(run, GiveUp(error)))
+        active.deadline_at = started + timeout_s
+        active.deadline_timer = self._timers.call_at(active.deadline_at, lambda: self.feed(active, GiveUp(error)))
 
-    def adopt(self, run: ActiveRequest, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
-        """Let a request continue on the nodes where another router placed it; returns what its flight wants done."""
+    def adopt(self, active: ActiveRequest, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
+        """Let a request continue on the nodes where another router placed it; returns its flight's first effects."""
         self.counters.adopted += 1
-        self.placer.adopted(run.request, record.key.attempt, placement, self._timers.monotonic())
-        self._waiting.placed(run, run.admitted_at)
-        run.placed_last_at = run.placed_at
+        self.placer.adopted(active.request, record.key.attempt, placement, self._timers.monotonic())
+        self._waiting.placed(active, active.admitted_at)
+        active.placed_last_at = active.placed_at
         if placement.prefill is not None:
-            run.settles_at = placement.decode.incarnation
-            self._adopting.setdefault(run.settles_at, {})[run.request.request_id] = run
-        run.is_adopted = True
-        effects = run.flight.adopt(record.key, placement, record.num_given)
-        # The next router that adopts it needs a larger number, and only this router may end its record.
-        self._note(run, placement)
+            active.adopting_node = placement.decode.incarnation
+            self._adopting.setdefault(active.adopting_node, {})[active.request.request_id] = active
+        active.is_adopted = True
+        effects = active.flight.adopt(record.key, placement, record.num_given)
+        # The next router that adopts it needs a larger number, and only this router may delete its record.
+        self._write_record(active, placement)
         return effects
 
-    def close(self, run: ActiveRequest) -> None:
-        """A request's client has everything, or is not there any more: end its flight and forget it."""
-        if not run.flight.is_over:
-            self.feed(run, Cancel("the client went away"))
-        run.cancel_timers()
-        self._settled(run)
-        self._waiting.gone(run)
-        self._forget(run)
+    def close(self, active: ActiveRequest) -> None:
+        """End a request whose client has everything or is gone, with its flight if that is live, and forget it."""
+        if not active.flight.is_over:
+            self.feed(active, Cancel("the client went away"))
+        active.cancel_timers()
+        self._adoption_over(active)
+        self._waiting.gone(active)
+        self._forget(active)
         if self._waiting:
             self._serve_queue()
 
-    def _note(self, run: ActiveRequest, placement: Placement) -> None:
-        """Record where the running attempt is, for another router."""
-        if self._journal is not None and not run.request.embeds:
-            flight = run.flight
-            self._journal.placed(
-                run.request, flight.key, placement, flight.num_given, run.traceparent, flight.takeover, flight.flight_id
+    def _write_record(self, active: ActiveRequest, placement: Placement) -> None:
+        """Write the record with which another router can continue the running attempt."""
+        if self._journal is not None and not active.request.embeds:
+            flight = active.flight
+            self._journal.write(
+                active.request,
+                flight.key,
+                placement,
+                flight.num_given,
+                active.traceparent,
+                flight.takeover,
+                flight.flight_id,
             )
-            run.is_noted = True
+            active.has_record = True
 
-    # What the links report.
+    # --- reports of the links to nodes ---
 
     def on_attached(self, description: NodeDescription) -> None:
-        """A node is there: requests that wait for nodes may be placed."""
+        """A stream to a node is open: waiting requests may be placed there."""
         incarnation = description.incarnation
         self._losses.settle()
         self._view.attached(description, self._timers.monotonic())
         if self.placer.on_attached(description):
             self._nodes.send(incarnation, WatchKVCache())
-        aborts = self._cut.pop(incarnation, None)
+        aborts = self._aborts_at_cut_nodes.pop(incarnation, None)
         if aborts is not None:
             self.counters.links_back += 1
             for abort in aborts:
@@ -278,16 +285,16 @@ class LiveRequests:
         if self.placer.on_report(incarnation, report, now):
             self._nodes.send(incarnation, WatchKVCache())
         for delta in report.deltas:
-            run = self._runs.get(delta.attempt.request_id)
-            if run is None:
+            active = self._active.get(delta.attempt.request_id)
+            if active is None:
                 self.counters.late_deltas += 1
-            elif run.flight.takes_next(incarnation, delta):
-                self._heard(run, delta.sequence_index, now)
-                self._relay(run, delta)
+            elif active.flight.take_if_next(incarnation, delta):
+                self._note_tokens(active, delta.sequence_index, now)
+                self._relay_next(active, delta)
             else:
-                self.feed(run, Delta(incarnation, delta))
+                self.feed(active, Delta(incarnation, delta))
         if adopting := self._adopting.get(incarnation):
-            self._settle(adopting, incarnation, report)
+            self._end_adoptions(adopting, incarnation, report)
         self._view.reported(incarnation, report.load)
         if report.notice is not None:
             self._view.noticed(incarnation, report.notice)
@@ -296,258 +303,265 @@ class LiveRequests:
         if self._waiting and not self._view.is_full(incarnation):
             self._serve_queue()
 
-    def _settle(self, adopting: Mapping[str, ActiveRequest], incarnation: str, report: StepReport) -> None:
-        """End the adoption of the requests that this report is about, or of all on this node if it is about none.
+    def _end_adoptions(self, adopting: Mapping[str, ActiveRequest], incarnation: str, report: StepReport) -> None:
+        """End adoptions on a node as far as its report shows that the node has replayed all that it had.
 
-        A node replays what it has of an adopted request in reports that concern that request alone, and only then
-        reports other things. So a report looks at the requests that it names; otherwise a thousand requests of a dead
-        router would be looked at a thousand times each.
+        A node replays an adopted request in reports that concern that request alone, before its other reports. So a
+        report about adopted requests is checked against those alone, any other report against all adoptions on the
+        node; otherwise each of a thousand requests of a dead router would be checked a thousand times.
         """
-        told = [run for delta in report.deltas if (run := adopting.get(delta.attempt.request_id)) is not None]
-        for run in told or list(adopting.values()):
-            if not told:
+        replayed = [active for delta in report.deltas if (active := adopting.get(delta.attempt.request_id)) is not None]
+        for active in replayed or list(adopting.values()):
+            if not replayed:
                 self.counters.adoption_looks += 1
-                self._guarded(run, partial(run.flight.settle, incarnation))
-            if not run.flight.is_adopting:
-                self._settled(run)
+                self._guarded(active, partial(active.flight.end_adoption, incarnation))
+            if not active.flight.is_adopting:
+                self._adoption_over(active)
 
-    def _settled(self, run: ActiveRequest) -> None:
-        adopting = self._adopting.get(run.settles_at, {})
-        if adopting.get(run.request.request_id) is run:
-            del adopting[run.request.request_id]
+    def _adoption_over(self, active: ActiveRequest) -> None:
+        adopting = self._adopting.get(active.adopting_node, {})
+        if adopting.get(active.request.request_id) is active:
+            del adopting[active.request.request_id]
             if not adopting:
-                del self._adopting[run.settles_at]
+                del self._adopting[active.adopting_node]
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
-        """The attempts that run on a node for this router, as far as the router knows."""
-        flights = (run.flight for run in self._losses.runs_on(incarnation))
+        """The attempts on a node that this router wants to continue when its link is open again."""
+        flights = (active.flight for active in self._losses.active_on(incarnation))
         return [flight.key for flight in flights if not flight.is_over]
 
     def on_cut(self, incarnation: str, reason: str) -> None:
-        """A node can't be reached: nothing is placed on it, and its flights wait until it is back or lost."""
+        """The link to a node is cut: nothing is placed on it, and its flights wait until it is open again or lost."""
         now = self._timers.monotonic()
         _log.info("the link to a node is cut", extra={"node": incarnation, "error": reason})
-        self._cut[incarnation] = []
+        self._aborts_at_cut_nodes[incarnation] = []
         self._view.detached(incarnation, reason, now)
         self._losses.suspected(incarnation, now)
         self.changed.set()
 
     def on_lost(self, incarnation: str, reason: str) -> None:
-        """A node is gone: nothing is placed on it from now on, and its flights are told soon."""
+        """A node is gone: nothing is placed on it from now on, and its flights get the event soon."""
         now = self._timers.monotonic()
-        self._cut.pop(incarnation, None)
+        self._aborts_at_cut_nodes.pop(incarnation, None)
         self._view.detached(incarnation, reason, now)
         self.placer.on_lost(incarnation, now)
         self._losses.lost(incarnation, reason, now)
         self.changed.set()
 
-    def _forget(self, run: ActiveRequest) -> None:
-        """From now on the request is not found here. Idempotent."""
-        if self._runs.get(run.request.request_id) is run:
-            del self._runs[run.request.request_id]
-        if not self._runs:
+    def _forget(self, active: ActiveRequest) -> None:
+        """Remove the request from the live ones. Idempotent."""
+        if self._active.get(active.request.request_id) is active:
+            del self._active[active.request.request_id]
+        if not self._active:
             self.idle.set()
 
-    # What flights decide.
+    # --- events for flights, and their effects ---
 
-    def feed(self, run: ActiveRequest, event: FlightEvent) -> None:
-        """Tell a flight of an event, and carry out what it decides."""
-        self._guarded(run, partial(run.flight.handle, event))
-        if self._room_came and self._waiting:
+    def feed(self, active: ActiveRequest, event: FlightEvent) -> None:
+        """Give a flight an event, and carry out its effects."""
+        self._guarded(active, partial(active.flight.handle, event))
+        if self._has_new_room and self._waiting:
             self._serve_queue()
 
     def _serve_queue(self) -> None:
-        self._room_came = False
-        if not self._serves_next_turn and self._waiting.serve():
-            self._serves_next_turn = True
-            self._timers.call_soon(self._serve_more, "request-queue")
+        self._has_new_room = False
+        if not self._continues_next_turn and self._waiting.serve():
+            self._continues_next_turn = True
+            self._timers.call_soon(self._serve_queue_again, "request-queue")
 
-    def _serve_more(self) -> None:
-        self._serves_next_turn = False
+    def _serve_queue_again(self) -> None:
+        self._continues_next_turn = False
         self._serve_queue()
 
-    def _guarded(self, run: ActiveRequest, decide: Callable[[], Sequence[FlightEffect]]) -> None:
-        """Decide and act. A fault in here ends this flight, never the others."""
+    def _guarded(self, active: ActiveRequest, decide: Callable[[], Sequence[FlightEffect]]) -> None:
+        """Let a flight decide, and carry out its effects. If that raises, this flight ends, and no other one."""
         try:
-            self._perform(run, decide())
+            self._perform(active, decide())
         except Exception as fault:
-            self._fault(run, fault)
+            self._fault(active, fault)
 
-    def _fault(self, run: ActiveRequest, fault: Exception) -> None:
-        _log.exception("the router failed at a request", extra=_about(run, story=run.flight.story))
-        error = BatonError(f"the router failed at this request: {fault}")
-        if not run.flight.is_over:
-            self._perform(run, run.flight.handle(GiveUp(error)))
-        run.queue.end(error)
+    def _fault(self, active: ActiveRequest, fault: Exception) -> None:
+        _log.exception(
+            "handling a request raised; it is ended",
+            extra=_log_fields(active, history=active.flight.history),
+        )
+        error = BatonError(f"the router failed while it handled this request: {fault}")
+        if not active.flight.is_over:
+            self._perform(active, active.flight.handle(GiveUp(error)))
+        active.queue.end(error)
 
-    def _perform(self, run: ActiveRequest, effects: Sequence[FlightEffect]) -> None:
-        """Carry out what the flight decided, and what follows from that, in order."""
+    def _perform(self, active: ActiveRequest, effects: Sequence[FlightEffect]) -> None:
+        """Carry out the effects of a flight, and the further effects that follow from them, in order."""
         pending = deque(effects)
         while pending:
             match pending.popleft():
                 case Place() as place:
-                    pending.extend(self._place(run, place))
+                    pending.extend(self._place(active, place))
                 case SubmitLeg(incarnation, submit):
-                    if run.span is not None:
-                        submit = replace(submit, traceparent=run.span.traceparent)
+                    if active.span is not None:
+                        submit = replace(submit, traceparent=active.span.traceparent)
                     self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
                     if not self._nodes.send(incarnation, submit):
-                        pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
+                        pending.extend(active.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AdoptLeg(incarnation, adopt, num_sequences):
                     self._view.dispatched(incarnation, adopt.attempt, num_sequences)
-                    # A node whose link is cut again is asked again when it is back.
-                    if not self._nodes.send(incarnation, adopt) and incarnation not in self._cut:
-                        pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
+                    # A node whose link is cut again is asked again when it is attached.
+                    if not self._nodes.send(incarnation, adopt) and incarnation not in self._aborts_at_cut_nodes:
+                        pending.extend(active.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AbortLeg(incarnation, abort):
-                    if not self._nodes.send(incarnation, abort) and incarnation in self._cut:
-                        self._cut[incarnation].append(abort)
+                    if not self._nodes.send(incarnation, abort) and incarnation in self._aborts_at_cut_nodes:
+                        self._aborts_at_cut_nodes[incarnation].append(abort)
                 case LegEnded(incarnation, attempt):
                     self._view.released(incarnation, attempt)
-                    self._room_came = True
+                    self._has_new_room = True
                 case EmitTokens() as tokens:
-                    pending.extend(self._emit(run, tokens))
+                    pending.extend(self._emit(active, tokens))
                 case SequenceEnded() as ended:
-                    run.queue.put_all(run.answer.end_sequence(ended))
+                    active.queue.put_all(active.answer.end_sequence(ended))
                 case Finish() as finish:
-                    self._finish(run, finish)
+                    self._finish(active, finish)
                 case Fail(error):
                     is_cancelled = isinstance(error, Cancelled)
                     self.counters.failed += not is_cancelled
                     self.counters.errors[type(error).__name__] += 1
                     level = logging.DEBUG if is_cancelled else logging.INFO
-                    _log.log(level, "request failed: %s", error, extra=_about(run, error=type(error).__name__))
-                    if run.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
+                    _log.log(level, "request failed: %s", error, extra=_log_fields(active, error=type(error).__name__))
+                    if active.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
                         self.counters.rejections[type(error).__name__] += 1
-                    self._end(run, error)
+                    self._end(active, error)
                 case MovedAway(error):
                     self.counters.moved += 1
-                    run.is_noted = False
-                    self._end(run, error)
-                    # Its client may come back before it has read that: then the request is adopted anew.
-                    self._forget(run)
+                    active.has_record = False
+                    self._end(active, error)
+                    # Its client may come back before it has read the error: then the request is adopted again.
+                    self._forget(active)
 
-    def _place(self, run: ActiveRequest, place: Place) -> Sequence[FlightEffect]:
-        """Find nodes for an attempt, or let the request wait for some."""
-        if not run.request.prompt_token_ids:
+    def _place(self, active: ActiveRequest, place: Place) -> Sequence[FlightEffect]:
+        """Find nodes for an attempt, or let the request wait for nodes."""
+        if not active.request.prompt_token_ids:
             why = "was lost with the nodes that another router had chosen, and no other process has its prompt"
-            name = unscoped(run.request.request_id)
-            return run.flight.handle(GiveUp(RequestNotFound(f"request {name!r} {why}: ask for it again")))
-        choice = self._waiting.seat(run, place)
+            name = unscoped(active.request.request_id)
+            return active.flight.handle(GiveUp(RequestNotFound(f"request {name!r} {why}: ask for it again")))
+        choice = self._waiting.seat(active, place)
         if choice is None:
             return ()
         if isinstance(choice, GiveUp):
-            return run.flight.handle(choice)
+            return active.flight.handle(choice)
         self.counters.attempts[place.cause] += 1
         if place.attempt > 1:
-            _log.info("another attempt", extra=_about(run, cause=place.cause.value, story=run.flight.story))
-            self.on_retry(run.request.request_id, place.attempt, place.cause.value)
-        run.placed_last_at = now = self._timers.monotonic()
-        if run.placed_at is None:
-            self._waiting.placed(run, now)
-            self.counters.queue_time.observe(now - run.started)
-        effects = run.flight.handle(Placed(choice.placement))
-        self._note(run, choice.placement)
+            _log.info(
+                "another attempt", extra=_log_fields(active, cause=place.cause.value, history=active.flight.history)
+            )
+            self.on_retry(active.request.request_id, place.attempt, place.cause.value)
+        active.placed_last_at = now = self._timers.monotonic()
+        if active.placed_at is None:
+            self._waiting.placed(active, now)
+            self.counters.queue_time.observe(now - active.started)
+        effects = active.flight.handle(Placed(choice.placement))
+        self._write_record(active, choice.placement)
         return effects
 
-    def _relay(self, run: ActiveRequest, delta: RequestDelta) -> None:
-        """Pass on to the client what the flight has taken already."""
+    def _relay_next(self, active: ActiveRequest, delta: RequestDelta) -> None:
+        """Give the client the tokens of a delta that the flight has taken by `take_if_next`."""
         try:
-            if run.logprobs:
-                run.logprobs[delta.sequence_index] += delta.logprobs
-            effects = self._give(run, run.answer.push_next(delta), delta.sequence_index)
+            if active.logprobs:
+                active.logprobs[delta.sequence_index] += delta.logprobs
+            effects = self._queue_events(active, active.answer.push_next(delta), delta.sequence_index)
         except Exception as fault:
-            self._fault(run, fault)
+            self._fault(active, fault)
         else:
             if effects:
-                self._guarded(run, lambda: effects)
+                self._guarded(active, lambda: effects)
 
-    def _emit(self, run: ActiveRequest, tokens: EmitTokens) -> Sequence[FlightEffect]:
+    def _emit(self, active: ActiveRequest, tokens: EmitTokens) -> Sequence[FlightEffect]:
         now = self._timers.monotonic()
-        self._heard(run, tokens.sequence_index, now)
-        self._heard_first(run, now)
-        if run.logprobs:
-            run.logprobs[tokens.sequence_index] += tokens.logprobs
-        return self._give(run, run.answer.push(tokens), tokens.sequence_index)
+        self._note_tokens(active, tokens.sequence_index, now)
+        self._note_first_token(active, now)
+        if active.logprobs:
+            active.logprobs[tokens.sequence_index] += tokens.logprobs
+        return self._queue_events(active, active.answer.push(tokens), tokens.sequence_index)
 
-    def _heard_first(self, run: ActiveRequest, now: float) -> None:
-        """Note when the first of what the client waits for came."""
-        if run.first_token_at is None:
-            run.first_token_at = now
-            run.first = (run.placed_last_at, run.flight.measured())
+    def _note_first_token(self, active: ActiveRequest, now: float) -> None:
+        """Note when the first token (or the embedding) came."""
+        if active.first_token_at is None:
+            active.first_token_at = now
+            active.first_token_timings = (active.placed_last_at, active.flight.attempt_timings())
 
-    def _heard(self, run: ActiveRequest, sequence_index: int, now: float) -> None:
-        """Note that tokens of this sequence came."""
-        told_at, run.told_at[sequence_index] = run.told_at[sequence_index], now
-        if told_at:
-            self.counters.served.gaps.observe(now - told_at)
+    def _note_tokens(self, active: ActiveRequest, sequence_index: int, now: float) -> None:
+        """Note when tokens of this sequence came."""
+        before, active.last_tokens_at[sequence_index] = active.last_tokens_at[sequence_index], now
+        if before:
+            self.counters.served.gaps.observe(now - before)
 
-    def _give(self, run: ActiveRequest, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
-        run.queue.put_all(events)
-        if run.stall is not None:
-            self.ease_stall(run)
-        elif run.queue.backlog > self._limits.max_backlog_tokens:
+    def _queue_events(
+        self, active: ActiveRequest, events: Sequence[GenerateEvent], sequence_index: int
+    ) -> Sequence[FlightEffect]:
+        active.queue.put_all(events)
+        if active.stall_timer is not None:
+            self.stop_stall_timer_if_read(active)
+        elif active.queue.backlog > self._limits.max_backlog_tokens:
             until = self._timers.monotonic() + self._limits.stall_s
-            run.stall = self._timers.call_at(until, lambda: self._on_stall(run))
-        found = run.answer.found(sequence_index) if run.answer.may_be_cut else None
-        return () if found is None else run.flight.handle(StopStringFound(found, sequence_index))
+            active.stall_timer = self._timers.call_at(until, lambda: self._on_stall(active))
+        found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
+        return () if found is None else active.flight.handle(StopStringFound(found, sequence_index))
 
-    def ease_stall(self, run: ActiveRequest) -> None:
-        """Stop the timer of a slow reader that has caught up."""
-        if run.stall is not None and run.queue.backlog <= self._limits.max_backlog_tokens:
-            run.stall.cancel()
-            run.stall = None
+    def stop_stall_timer_if_read(self, active: ActiveRequest) -> None:
+        """Stop the timer of a slow reader if the reader has caught up."""
+        if active.stall_timer is not None and active.queue.backlog <= self._limits.max_backlog_tokens:
+            active.stall_timer.cancel()
+            active.stall_timer = None
 
-    def _on_stall(self, run: ActiveRequest) -> None:
-        self.ease_stall(run)
-        if run.stall is not None:
-            unread = run.queue.backlog
+    def _on_stall(self, active: ActiveRequest) -> None:
+        self.stop_stall_timer_if_read(active)
+        if active.stall_timer is not None:
+            unread = active.queue.backlog
             error = SlowReader(f"{unread} tokens were left unread for {self._limits.stall_s:g} s")
-            self.feed(run, GiveUp(error))
+            self.feed(active, GiveUp(error))
 
-    def _finish(self, run: ActiveRequest, finish: Finish) -> None:
-        run.queue.put_all(run.answer.finish(finish))
+    def _finish(self, active: ActiveRequest, finish: Finish) -> None:
+        active.queue.put_all(active.answer.finish(finish))
         now = self._timers.monotonic()
         if finish.embedding:
-            self._heard_first(run, now)
-        first = now if run.first_token_at is None else run.first_token_at
+            self._note_first_token(active, now)
+        first = now if active.first_token_at is None else active.first_token_at
         timings = finish.timings
         finished = Finished(
-            finish_reason=run.answer.finish_reason,
-            stop_reason=run.answer.stop_reason,
-            prompt_tokens=run.request.num_prompt_tokens,
-            completion_tokens=run.answer.num_tokens,
+            finish_reason=active.answer.finish_reason,
+            stop_reason=active.answer.stop_reason,
+            prompt_tokens=active.request.num_prompt_tokens,
+            completion_tokens=active.answer.num_tokens,
             cached_tokens=timings.cached_tokens,
-            queue_ms=timings.queue_ms + ((run.placed_at or run.started) - run.started) * 1e3,
+            queue_ms=timings.queue_ms + ((active.placed_at or active.started) - active.started) * 1e3,
             prefill_ms=timings.prefill_ms,
             transfer_ms=timings.transfer_ms,
-            ttft_ms=(first - run.started) * 1e3,
-            total_ms=(now - run.started) * 1e3,
+            ttft_ms=(first - active.started) * 1e3,
+            total_ms=(now - active.started) * 1e3,
             kv_bytes=timings.kv_bytes,
             path=finish.path,
             embedding=finish.embedding,
         )
         if _log.isEnabledFor(logging.DEBUG):
             first_ms, total_ms = round(finished.ttft_ms, 3), round(finished.total_ms, 3)
-            _log.debug("request finished", extra=_about(run, ttft_ms=first_ms, total_ms=total_ms))
-        run.finish = (finish, finished)
-        run.queue.put(finished)
+            _log.debug("request finished", extra=_log_fields(active, ttft_ms=first_ms, total_ms=total_ms))
+        active.finish = (finish, finished)
+        active.queue.put(finished)
         self.counters.finished += 1
         self.counters.served.ended(finished)
-        self.placer.finished(run.request.request_id, timings, finished.ttft_ms, now)
-        self._waiting.ended(run, first)
-        self._end(run, None, now)
+        self.placer.finished(active.request.request_id, timings, finished.ttft_ms, now)
+        self._waiting.ended(active, first)
+        self._end(active, None, now)
 
-    def _end(self, run: ActiveRequest, error: BatonError | None, at: float | None = None) -> None:
-        """The flight is over: its timers are cancelled, though its client may still read."""
+    def _end(self, active: ActiveRequest, error: BatonError | None, at: float | None = None) -> None:
+        """Clean up after a flight that has ended: its timers are cancelled, but its client may still read."""
         ended_at = self._timers.monotonic() if at is None else at
-        traced = run.traced(ended_at, error)
-        self.timelines.record(traced)
-        if self._spans is not None and run.span is not None:
-            self._spans.end(run.span, traced)
-        run.wanted = None
-        self._waiting.leave(run)
-        self.placer.over(run.request.request_id)
-        run.cancel_timers()
-        run.queue.end(error)
-        if run.is_noted and self._journal is not None:
-            self._journal.ended(run.request.request_id, run.flight.flight_id)
+        ended = active.ended_request(ended_at, error)
+        self.timelines.add(ended)
+        if self._spans is not None and active.span is not None:
+            self._spans.end(active.span, ended)
+        active.wanted = None
+        self._waiting.leave(active)
+        self.placer.over(active.request.request_id)
+        active.cancel_timers()
+        active.queue.end(error)
+        if active.has_record and self._journal is not None:
+            self._journal.delete(active.request.request_id, active.flight.flight_id)

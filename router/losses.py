@@ -34,12 +34,12 @@ class NodeLosses:
 
     def __init__(
         self,
-        runs: Callable[[], Iterable[ActiveRequest]],
+        active_requests: Callable[[], Iterable[ActiveRequest]],
         tell: Callable[[ActiveRequest, NodeGone | LinkBack], None],
         timers: Timers,
     ) -> None:
         """`runs` gives those that may be on lost nodes; `tell` must not raise."""
-        self._runs = runs
+        self._active = active_requests
         self._tell = tell
         self._new: dict[str, str] = {}
         """Lost in this turn, and why."""
@@ -48,7 +48,7 @@ class NodeLosses:
         self._untold: deque[tuple[ActiveRequest, AttemptKey, NodeGone | LinkBack]] = deque()
         self._goes_on = False
         """The next turn continues to tell flights."""
-        self._runs_of_turn: defaultdict[str, list[ActiveRequest]] | None = None
+        self._active_by_node: defaultdict[str, list[ActiveRequest]] | None = None
         """By node, from when they were asked for to the end of that turn."""
         self._timers = timers
 
@@ -68,26 +68,28 @@ class NodeLosses:
     def back(self, incarnation: str) -> None:
         """The node whose link was cut is there again. Its flights hear of it soon."""
         self._recent.pop(incarnation, None)
-        for run in self.runs_on(incarnation):
-            self._untold.append((run, run.flight.key, LinkBack(incarnation)))
+        for active in self.active_on(incarnation):
+            self._untold.append((active, active.flight.key, LinkBack(incarnation)))
         self._go_on_next_turn()
 
-    def runs_on(self, incarnation: str) -> Sequence[ActiveRequest]:
+    def active_on(self, incarnation: str) -> Sequence[ActiveRequest]:
         """The flights on a node whose link is cut.
 
         Hundreds of links may be opened again in one turn: all flights are looked at once. None comes to such a node
         meanwhile, since nothing is placed there.
         """
-        if self._runs_of_turn is None:
-            self._runs_of_turn = defaultdict(list)
-            for run in self._runs():
-                for node in run.flight.incarnations:
-                    self._runs_of_turn[node].append(run)
-            self._timers.call_soon(self._forget_runs_of_turn, "lost-nodes")
-        return [run for run in self._runs_of_turn.get(incarnation, ()) if incarnation in run.flight.incarnations]
+        if self._active_by_node is None:
+            self._active_by_node = defaultdict(list)
+            for active in self._active():
+                for node in active.flight.incarnations:
+                    self._active_by_node[node].append(active)
+            self._timers.call_soon(self._forget_active_by_node, "lost-nodes")
+        return [
+            active for active in self._active_by_node.get(incarnation, ()) if incarnation in active.flight.incarnations
+        ]
 
-    def _forget_runs_of_turn(self) -> None:
-        self._runs_of_turn = None
+    def _forget_active_by_node(self) -> None:
+        self._active_by_node = None
 
     def settle(self) -> None:
         """Note now whom the losses so far concern, as one of these nodes is about to be there again."""
@@ -95,10 +97,10 @@ class NodeLosses:
             return
         lost, self._new = self._new, {}
         together = frozenset(self._recent)
-        for run in self._runs():
-            for incarnation in run.flight.incarnations & lost.keys():
+        for active in self._active():
+            for incarnation in active.flight.incarnations & lost.keys():
                 gone = NodeGone(incarnation, lost[incarnation], together)
-                self._untold.append((run, run.flight.key, gone))
+                self._untold.append((active, active.flight.key, gone))
 
     def _go_on_next_turn(self) -> None:
         if not self._goes_on:
@@ -109,9 +111,9 @@ class NodeLosses:
         self._goes_on = False
         self.settle()
         for _ in range(min(FLIGHTS_PER_TURN, len(self._untold))):
-            run, attempt, news = self._untold.popleft()
+            active, attempt, news = self._untold.popleft()
             # Its other node may have been told of first: the next attempt may even be on the same node, come back.
-            if run.flight.key == attempt:
-                self._tell(run, news)
+            if active.flight.key == attempt:
+                self._tell(active, news)
         if self._untold or self._new:
             self._go_on_next_turn()

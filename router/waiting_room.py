@@ -83,43 +83,43 @@ class WaitingRoom:
         if line.queue:
             line.queue.check_room(priority, line.num_placed)
 
-    def seat(self, run: ActiveRequest, place: Place) -> Choice | GiveUp | None:
+    def seat(self, active: ActiveRequest, place: Place) -> Choice | GiveUp | None:
         """Nodes for an attempt, which goes there. None: it is over, or waits now, and `wanted` stays set meanwhile."""
-        if run.flight.is_over:
+        if active.flight.is_over:
             return None
-        run.wanted = place
+        active.wanted = place
         try:
-            self._check_anybody_embeds(run, place)
-            choice = self._find_nodes(run, place)
+            self._check_anybody_embeds(active, place)
+            choice = self._find_nodes(active, place)
         except (InvalidRequest, Overloaded) as error:
             return GiveUp(error)
         if choice is not None:
-            run.wanted = None
+            active.wanted = None
             self._placer.placed(choice, self._timers.monotonic())
         return choice
 
-    def _check_anybody_embeds(self, run: ActiveRequest, place: Place) -> None:
+    def _check_anybody_embeds(self, active: ActiveRequest, place: Place) -> None:
         """Raises NoCapacity for an embedding where nodes are up and none gives any: that won't change soon.
 
         One whose node was lost waits for that as everybody does.
         """
-        if not run.request.embeds or place.attempt > 1:
+        if not active.request.embeds or place.attempt > 1:
             return
-        model = run.request.model
+        model = active.request.model
         sizes = [one.node.embedding_size for one in self._view.candidates() if one.node.model == model]
         if sizes and not any(sizes):
             raise NoCapacity(f"no node that embeds with {model} is up", self._embeddings.retry_after_s)
 
-    def _line(self, run: ActiveRequest) -> _Line:
-        return self._embeddings if run.request.embeds else self._text
+    def _line(self, active: ActiveRequest) -> _Line:
+        return self._embeddings if active.request.embeds else self._text
 
-    def _find_nodes(self, run: ActiveRequest, place: Place) -> Choice | None:
+    def _find_nodes(self, active: ActiveRequest, place: Place) -> Choice | None:
         """None: it waits now.
 
         Raises InvalidRequest when no node was large enough for long, NoCapacity when one was a moment ago and the
         request is new, WouldBeLate when its time is too short, QueueFull.
         """
-        ticket = run.ticket or self._new_ticket(run, place)
+        ticket = active.ticket or self._new_ticket(active, place)
         try:
             choice = self._nodes_for(ticket, place)
         except WouldBeLate:
@@ -130,24 +130,24 @@ class WaitingRoom:
         except Overloaded as error:
             self._wait(ticket, error)
             return None
-        self.leave(run)
+        self.leave(active)
         return choice
 
     def _on_too_large(self, ticket: Ticket[ActiveRequest], error: InvalidRequest) -> None:
         """No node that is there is large enough. What was placed before waits for one; raises for a new request."""
-        run, now = ticket.item, self._timers.monotonic()
+        active, now = ticket.item, self._timers.monotonic()
         if not ticket.is_retry:
-            if self._view.could_hold(demand_of(run.request), now):
+            if self._view.could_hold(demand_of(active.request), now):
                 story = f"{error}; one that was large enough was lost a short time ago"
-                raise NoCapacity(story, self._line(run).retry_after_s)
+                raise NoCapacity(story, self._line(active).retry_after_s)
             raise error
-        run.why_waiting = NoCapacity(f"no node that is up is large enough: {error}")
-        self._too_large[run] = None
-        if run.ticket is None:
-            run.ticket, run.waiting_since = ticket, now
-            self._await_patience(run)
+        active.why_waiting = NoCapacity(f"no node that is up is large enough: {error}")
+        self._too_large[active] = None
+        if active.ticket is None:
+            active.ticket, active.waiting_since = ticket, now
+            self._await_patience(active)
         else:
-            self._line(run).queue.leave(ticket)
+            self._line(active).queue.leave(ticket)
 
     def _let_in_fitting(self) -> None:
         """Nodes came or went: whoever may fit on one now waits with the others again."""
@@ -155,39 +155,39 @@ class WaitingRoom:
         if nodes is self._looked_at:
             return
         self._looked_at, sizes = nodes, set(map(size_of, nodes))
-        for run in list(self._too_large):
-            demand = demand_of(run.request)
-            if run.ticket is not None and any(size.holds(demand) for size in sizes):
-                del self._too_large[run]
-                self._line(run).queue.offer(run.ticket, self._timers.monotonic(), self._line(run).num_placed)
+        for active in list(self._too_large):
+            demand = demand_of(active.request)
+            if active.ticket is not None and any(size.holds(demand) for size in sizes):
+                del self._too_large[active]
+                self._line(active).queue.offer(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
 
-    def placed(self, run: ActiveRequest, at: float) -> None:
+    def placed(self, active: ActiveRequest, at: float) -> None:
         """It has nodes, for the first time."""
-        run.placed_at = at
-        self._line(run).num_placed += 1
+        active.placed_at = at
+        self._line(active).num_placed += 1
 
-    def gone(self, run: ActiveRequest) -> None:
+    def gone(self, active: ActiveRequest) -> None:
         """Its client is served, or went away."""
-        self.leave(run)
-        self._line(run).num_placed -= run.placed_at is not None
+        self.leave(active)
+        self._line(active).num_placed -= active.placed_at is not None
 
-    def ended(self, run: ActiveRequest, first_token_at: float) -> None:
+    def ended(self, active: ActiveRequest, first_token_at: float) -> None:
         """It ended well, now: what it took says what others will take."""
-        if run.placed_at is not None:
-            service_s = self._timers.monotonic() - run.placed_at
-            times = self._line(run).queue.times
-            num_tokens = run.flight.num_output_tokens
-            times.ended(first_token_at - run.placed_at, service_s, num_tokens, self._timers.monotonic())
+        if active.placed_at is not None:
+            service_s = self._timers.monotonic() - active.placed_at
+            times = self._line(active).queue.times
+            num_tokens = active.flight.num_output_tokens
+            times.ended(first_token_at - active.placed_at, service_s, num_tokens, self._timers.monotonic())
 
-    def leave(self, run: ActiveRequest) -> None:
+    def leave(self, active: ActiveRequest) -> None:
         """It does not wait any more. Idempotent."""
-        if run.ticket is not None:
-            self._line(run).queue.leave(run.ticket)
-            self._too_large.pop(run, None)
-            run.ticket = None
-        if run.patience is not None:
-            run.patience.cancel()
-            run.patience = None
+        if active.ticket is not None:
+            self._line(active).queue.leave(active.ticket)
+            self._too_large.pop(active, None)
+            active.ticket = None
+        if active.wait_timer is not None:
+            active.wait_timer.cancel()
+            active.wait_timer = None
 
     def serve(self) -> bool:
         """There may be room: let whoever can be placed be, in their order. True: there was no time for all of them."""
@@ -198,9 +198,9 @@ class WaitingRoom:
             if len(tried) >= SEATED_PER_TURN:
                 return True
             tried.add(ticket)
-            run = ticket.item
-            if run.wanted is not None:
-                self._place(run, run.wanted)
+            active = ticket.item
+            if active.wanted is not None:
+                self._place(active, active.wanted)
         return False
 
     def _next(self, tried: Set[Ticket[ActiveRequest]]) -> Ticket[ActiveRequest] | None:
@@ -211,19 +211,19 @@ class WaitingRoom:
 
     def _nodes_for(self, ticket: Ticket[ActiveRequest], place: Place) -> Choice:
         """Raises Overloaded, too, when there is no node or all are full."""
-        run, candidates = ticket.item, self._view.candidates()
+        active, candidates = ticket.item, self._view.candidates()
         if ticket.is_retry:
             # Its client is in mid-stream: whatever a node has to do, this comes first.
-            return self._choose(candidates, run, place)
-        queue = self._line(run).queue
+            return self._choose(candidates, active, place)
+        queue = self._line(active).queue
         if (first := queue.first()) is not None and not queue.is_next(ticket):
             raise _again(first.item.why_waiting)
         if self.num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
         try:
-            choice = self._choose(candidates, run, place, with_room=True)
+            choice = self._choose(candidates, active, place, with_room=True)
         except (InvalidRequest, NoCapacity):
-            choice = self._choose(candidates, run, place)
+            choice = self._choose(candidates, active, place)
         placement = choice.placement
         for node in (placement.prefill, placement.decode):
             if node is not None and self._view.is_full(node.incarnation):
@@ -258,46 +258,48 @@ class WaitingRoom:
         return any(one.load > 0.0 for one in self._view.candidates() if one.node.incarnation in chosen)
 
     def _choose(
-        self, candidates: Sequence[Candidate], run: ActiveRequest, place: Place, *, with_room: bool = False
+        self, candidates: Sequence[Candidate], active: ActiveRequest, place: Place, *, with_room: bool = False
     ) -> Choice:
-        now, request = self._timers.monotonic(), run.request
-        waited_s = now - run.started
+        now, request = self._timers.monotonic(), active.request
+        waited_s = now - active.started
         return self._placer.choose(
             candidates, request, place.exclude, place.attempt, waited_s, now, with_room=with_room
         )
 
-    def _new_ticket(self, run: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
+    def _new_ticket(self, active: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
         is_retry = place.attempt > 1
-        return self._line(run).queue.ticket(run, run.started, run.request.priority, run.targets(), is_retry=is_retry)
+        return self._line(active).queue.ticket(
+            active, active.started, active.request.priority, active.targets(), is_retry=is_retry
+        )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:
         """Raises QueueFull or WouldBeLate when it can't."""
-        run, now = ticket.item, self._timers.monotonic()
-        run.why_waiting = why
-        if run.ticket is not None:
+        active, now = ticket.item, self._timers.monotonic()
+        active.why_waiting = why
+        if active.ticket is not None:
             return
-        line = self._line(run)
+        line = self._line(active)
         displaced = line.queue.offer(ticket, now, line.num_placed)
-        run.ticket, run.waiting_since = ticket, now
-        self._await_patience(run)
+        active.ticket, active.waiting_since = ticket, now
+        self._await_patience(active)
         if displaced is not None:
             story = "the queue is full, and a more urgent request came"
             self._give_up(displaced.item, QueueFull(story, line.retry_after_s))
 
-    def _await_patience(self, run: ActiveRequest) -> None:
+    def _await_patience(self, active: ActiveRequest) -> None:
         """Give it up when it has waited long enough for what it waits for by then."""
         limits = self._limits
-        if run.ticket is not None and run.ticket.is_retry:
+        if active.ticket is not None and active.ticket.is_retry:
             patience_s = limits.recovery_wait_s
         else:
-            patience_s = limits.capacity_wait_s if isinstance(run.why_waiting, NoCapacity) else limits.queue_wait_s
-        until = run.waiting_since + patience_s
-        if (slo := run.request.ttft_slo_ms) is not None and run.first_token_at is None:
-            until = min(until, run.started + slo / 1e3)
+            patience_s = limits.capacity_wait_s if isinstance(active.why_waiting, NoCapacity) else limits.queue_wait_s
+        until = active.waiting_since + patience_s
+        if (slo := active.request.ttft_slo_ms) is not None and active.first_token_at is None:
+            until = min(until, active.started + slo / 1e3)
         if self._timers.monotonic() < until:
-            run.patience = self._timers.call_at(until, lambda: self._await_patience(run))
+            active.wait_timer = self._timers.call_at(until, lambda: self._await_patience(active))
             return
-        self._give_up(run, _again(run.why_waiting, self._line(run).retry_after_s))
+        self._give_up(active, _again(active.why_waiting, self._line(active).retry_after_s))
 
 
 def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:

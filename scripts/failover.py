@@ -197,7 +197,7 @@ async def takeover(num_flights: int, num_prompt_tokens: int) -> Round:
     pair = Placement(nodes[0].fake.description, nodes[1].fake.description, "")
     for number in range(num_flights):
         request = ValidRequest(f"r{number}", MODEL, prompt, SamplingParams(max_tokens=100, seed=1))
-        dead.placed(request, AttemptKey(request.request_id, 1, number + 1), pair)
+        dead.write(request, AttemptKey(request.request_id, 1, number + 1), pair)
         await asyncio.sleep(0)
     began = time.perf_counter()
     clients = []

@@ -1,1 +1,1 @@
-"""A request from its acceptance to its one end: attempts, merged outputs, the text that is sent, its record."""
+"""A request from its acceptance to its end: its attempts, the merged output, the text for its client, its record."""

@@ -1,4 +1,4 @@
-"""A request that a router serves: its flight, its client's queue, and its timers."""
+"""A request that a router serves: its flight, the queue of its client's events, and its timers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
 from router.flight.flight import Flight
-from router.flight.flight_leg import Measured
+from router.flight.flight_leg import AttemptTimings
 from router.flight.flight_table import Finish, FlightEffect, Place
-from router.flight.timeline import Moments, Traced
+from router.flight.timeline import EndedRequest, Moments
 from router.timers import TimerHandle
 
 
@@ -40,47 +40,49 @@ class ActiveRequest:
         self.queue = queue
         self.started = started
         self.admitted_at = started
-        """When it had passed every check."""
+        """When the request had passed every check; this and all other moments: seconds on the router's clock."""
         self.first_token_at: float | None = None
         self.placed_at: float | None = None
-        """When nodes were found for the first time..."""
+        """When nodes were found for the first attempt."""
         self.placed_last_at: float | None = None
-        """... and for the attempt that runs."""
+        """When nodes were found for the running attempt."""
         self.span: Span | None = None
-        """None: it is not traced."""
+        """None: the request is not traced."""
         self.traceparent = ""
-        """Whose children spans of it are, at whatever router: those of its own span, or of its caller's."""
-        self.told_at = [0.0] * request.sampling_params.n
-        """When tokens of each sequence came last; 0: none have."""
-        self.first: tuple[float | None, Measured] = (None, Measured())
-        """When the attempt that brought the first token had its nodes, and what those had said by then."""
+        """The W3C traceparent of its own span, or of its caller's: the parent of all further spans of the request."""
+        self.last_tokens_at = [0.0] * request.sampling_params.n
+        """For each sequence, when tokens of it came last; 0: none have come."""
+        self.first_token_timings: tuple[float | None, AttemptTimings] = (None, AttemptTimings())
+        """When the attempt that brought the first token was placed, and its nodes' timings at that token."""
         self.wanted: Place | None = None
-        """Waits for nodes."""
+        """The attempt for which the request waits for nodes; None: it does not wait."""
         self.ticket: Ticket[ActiveRequest] | None = None
-        """Its place in the queue while it does."""
+        """Its place in the queue while it waits."""
         self.why_waiting: Overloaded = NoCapacity("no node is up")
         self.waiting_since = 0.0
         self.deadline_at: float | None = None
-        self.deadline: TimerHandle | None = None
-        self.patience: TimerHandle | None = None
-        self.stall: TimerHandle | None = None
-        self.begin: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
-        """What is to be done first; None once it is."""
+        self.deadline_timer: TimerHandle | None = None
+        self.wait_timer: TimerHandle | None = None
+        """Ends the request when it has waited for nodes for too long."""
+        self.stall_timer: TimerHandle | None = None
+        """Ends the request if its client reads too slowly for too long."""
+        self.start_flight: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
+        """Returns the flight's first effects; None once it was called."""
         self.logprobs: list[list[TokenLogprobs]] = []
-        """Of each sequence, where there are any: for a client that comes back."""
+        """The log-probabilities of each sequence, kept for a client that comes back; empty if none are wanted."""
         if request.sampling_params.logprobs is not None:
             self.logprobs = [[] for _ in range(request.sampling_params.n)]
         self.finish: tuple[Finish, Finished] | None = None
-        """How it ended, if it ended well."""
-        self.is_noted = False
-        """There is a record of it."""
-        self.settles_at = ""
-        """The node that has yet to tell what it brought for another router; empty: none."""
+        """How the request ended, if it ended well."""
+        self.has_record = False
+        """Whether the journal has a record of it, with which another router could continue it."""
+        self.adopting_node = ""
+        """The incarnation that may still replay what it computed for another router; empty: none."""
         self.is_adopted = False
-        """Another router began its first attempt here."""
+        """Whether its first attempt here was begun by another router."""
 
     def targets(self) -> LatencyTargets:
-        """What it must be in time for."""
+        """The latency targets of the request, by which a queue says early that they can't be met."""
         slo_ms, each_ms, params = self.request.ttft_slo_ms, self.request.tpot_slo_ms, self.request.sampling_params
         may_stop = not params.ignore_eos or params.stop_token_ids or self.request.stop
         return LatencyTargets(
@@ -90,9 +92,9 @@ class ActiveRequest:
             token_s=None if each_ms is None or self.request.embeds or params.max_tokens < 2 else each_ms / 1e3,
         )
 
-    def traced(self, ended: float, error: BatonError | None) -> Traced:
-        """What is kept of it when it is over."""
-        placed_for_first, first = self.first
+    def ended_request(self, ended_at: float, error: BatonError | None) -> EndedRequest:
+        """The facts about this request that are kept when it has ended, with this error or well."""
+        placed_for_first, at_first_token = self.first_token_timings
         moments = Moments(
             received=self.started,
             admitted=self.admitted_at,
@@ -101,23 +103,23 @@ class ActiveRequest:
             placed_for_first=placed_for_first,
             first_token=self.first_token_at,
         )
-        return Traced(
+        return EndedRequest(
             request_id=self.request.request_id,
             moments=moments,
-            ended=ended,
+            ended_at=ended_at,
             state=self.flight.state.value,
             detail=self.answer.finish_reason if error is None else str(error),
             attempts=self.flight.key.attempt,
             is_adopted=self.is_adopted,
-            first=first,
-            last=self.flight.measured(),
+            at_first_token=at_first_token,
+            at_end=self.flight.attempt_timings(),
             prompt_tokens=self.request.num_prompt_tokens,
             completion_tokens=self.answer.num_tokens,
             trace_id=self.span.trace_id if self.span is not None else "",
         )
 
     def cancel_timers(self) -> None:
-        """Nothing of it fires any more."""
-        for timer in (self.deadline, self.patience, self.stall):
+        """Cancel all timers of the request. Idempotent."""
+        for timer in (self.deadline_timer, self.wait_timer, self.stall_timer):
             if timer is not None:
                 timer.cancel()

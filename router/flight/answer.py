@@ -1,4 +1,4 @@
-"""From a request's tokens to its client's events: a text for each sequence and, with best-of, the choice among them."""
+"""The events of an answer, made from tokens: a text for each sequence and, with best-of, the choice among them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.flight.text_stream import TextCodec, TextStream
 
 
 class _Sequence:
-    """One sequence's text, how it ended, and (while nothing may be given out) its chunks."""
+    """One sequence: its text, how it ended, and with best-of its chunks, which are kept until the choice."""
 
     __slots__ = ("finish_reason", "kept", "stop_reason", "text")
 
@@ -25,7 +25,7 @@ class _Sequence:
         self.kept: list[Chunk] = []
 
     def end(self, finish_reason: str, stop_reason: int | str | None) -> str:
-        """It ended; returns the text that was held back, which may yet complete a stop string."""
+        """End the sequence; returns the text that was held back, which may still complete a stop string."""
         rest = self.text.finish()
         found = self.text.found
         self.finish_reason = finish_reason if found is None else "stop"
@@ -38,36 +38,36 @@ class _Sequence:
 
 
 class Answer:
-    """What one client gets. Events are to be sent in the order in which the methods return them."""
+    """The answer to one client. Events are to be sent in the order in which the methods return them."""
 
-    __slots__ = ("_is_choice", "_keeps_logprobs", "_num_returned", "_ranked", "_sequences", "may_be_cut")
+    __slots__ = ("_is_best_of", "_keeps_logprobs", "_num_returned", "_ranked", "_sequences", "has_stop_strings")
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest) -> None:
         params = request.sampling_params
         self._num_returned = request.num_returned
         self._keeps_logprobs = request.wants_logprobs
-        self._is_choice = request.num_returned < params.n
-        self.may_be_cut = bool(request.stop)
-        """There are stop strings: `found` may have one."""
+        self._is_best_of = request.num_returned < params.n
+        self.has_stop_strings = bool(request.stop)
+        """Whether `stop_string_found` may return one."""
         self._sequences = [_Sequence(TextStream(codec, request.stop, params.min_tokens)) for _ in range(params.n)]
         self._ranked: Sequence[_Sequence] = self._sequences
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences, each up to its end or its stop string."""
+        """Number of tokens of all sequences, each up to its end or its stop string."""
         return sum(sequence.text.num_tokens for sequence in self._sequences)
 
     @property
     def finish_reason(self) -> str:
-        """How the first sequence of the answer ended; known after `finish`."""
+        """The finish reason of the first sequence of the answer; known after `finish`."""
         return self._ranked[0].finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
         return self._ranked[0].stop_reason
 
-    def found(self, sequence_index: int) -> str | None:
-        """The stop string that ended a sequence's text."""
+    def stop_string_found(self, sequence_index: int) -> str | None:
+        """The stop string that ended a sequence's text, if one did."""
         return self._sequences[sequence_index].text.found
 
     def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
@@ -79,24 +79,24 @@ class Answer:
         return self._give(index, chunk)
 
     def push_next(self, delta: RequestDelta) -> Sequence[GenerateEvent]:
-        """The events for tokens that come as they are, none of them the end of the text."""
+        """The events for a delta whose tokens continue the output; none of them is a stop token."""
         index = delta.sequence_index
         return self._give(index, self._sequences[index].text.push(delta.first_index, delta.token_ids, delta.logprobs))
 
     def end_sequence(self, ended: SequenceEnded) -> Sequence[GenerateEvent]:
-        """One of several sequences is over."""
+        """The events for the end of one of several sequences."""
         index = ended.sequence_index
         events = self._end(index, ended.finish_reason, ended.stop_reason)
-        return events if self._is_choice else [*events, self._finished(index, index)]
+        return events if self._is_best_of else [*events, self._finished(index, index)]
 
     def finish(self, finish: Finish) -> Sequence[GenerateEvent]:
-        """The request is over."""
+        """The events for the end of the request."""
         if len(self._sequences) == 1:
             return self._end(0, finish.finish_reason, finish.stop_reason)
-        return self._choose() if self._is_choice else ()
+        return self._choose() if self._is_best_of else ()
 
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
-        if self._is_choice:
+        if self._is_best_of:
             self._sequences[index].kept.append(chunk)
             return ()
         return (replace(chunk, sequence_index=index),) if index else (chunk,)
@@ -111,7 +111,7 @@ class Answer:
         return SequenceFinished(place, sequence.finish_reason, sequence.stop_reason, sequence.text.num_tokens)
 
     def _choose(self) -> Sequence[GenerateEvent]:
-        """The most likely sequences, best first; of equals the one with the smaller index."""
+        """The events of the most likely sequences, best first; among equals the smaller index comes first."""
         order = sorted(range(len(self._sequences)), key=lambda index: -self._sequences[index].cumulative_logprob)
         self._ranked = [self._sequences[index] for index in order]
         events: list[GenerateEvent] = []
@@ -122,7 +122,7 @@ class Answer:
         return events
 
     def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
-        """All tokens as one chunk. Text that came without tokens stays by itself: it is a position of its own."""
+        """All tokens as one chunk. Text that came without tokens stays a chunk, as it has its own position."""
         rest = [replace(chunk, sequence_index=place) for chunk in chunks if not chunk.token_ids and chunk.text]
         chunks = [chunk for chunk in chunks if chunk.token_ids]
         if not chunks:

@@ -1,4 +1,4 @@
-"""What waits for one client: its events in order, then the end."""
+"""The queue of events that wait for one client, in order, and then their end."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ MAX_JOINED_TOKENS = 256
 
 
 class EventQueue:
-    """Never blocks the writer; `backlog` says how far the reader is behind.
+    """A queue that never blocks its writer; `backlog` says how far its one reader is behind.
 
-    Chunks that wait are taken as one: a reader that falls behind gets fewer and larger ones, so it costs less the more
-    there is to do. Chunks without tokens (text that was held back until the end) stay by themselves.
+    Chunks that wait are joined to one: a reader that falls behind gets fewer and larger ones, so it costs less the more
+    there is to do. Chunks without tokens (text that was held back until the end) are not joined.
 
-    Waking a reader that is a chain of generators costs several times what its message does. So while it waits in `get`
-    it may be spared that: chunks go to its `take`, until that can't take one, or something else comes.
+    Waking a reader that is a chain of generators costs several times what its message does. So while the reader waits
+    in `get`, chunks are passed to its `take` function, until that refuses one or another event comes.
     """
 
     __slots__ = ("_error", "_events", "_is_due", "_is_over", "_take", "_turns", "_waiter", "backlog")
 
     def __init__(self, turns: FairQueue | None = None) -> None:
-        """`turns` are those of all queues of a router."""
+        """`turns`: the fair queue that all clients of a router share."""
         self._take: TakeChunk | None = None
         self._turns = turns or FairQueue()
         self._events: list[GenerateEvent] = []
-        """Few, since chunks are taken together; a deque would be 700 bytes for each stream."""
+        """Few, since chunks are joined; a deque would be 700 bytes for each stream."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_due = False
-        """Our turn will come."""
+        """Whether the fair queue will call `_go`."""
         self._is_over = False
         self._error: BatonError | None = None
         self.backlog = 0
-        """Tokens that the reader has not taken."""
+        """Number of tokens that the reader has not taken."""
 
     def put(self, event: GenerateEvent) -> None:
+        """Append an event, and wake the reader if it waits."""
         if isinstance(event, Chunk):
             self.backlog += len(event.token_ids)
         self._events.append(event)
@@ -51,7 +52,7 @@ class EventQueue:
             self.put(event)
 
     def end(self, error: BatonError | None = None) -> None:
-        """Nothing follows; with an error, `get` raises it once all events are taken. Only the first end counts."""
+        """End the queue; with an error, `get` raises it once all events are taken. Only the first end counts."""
         if not self._is_over:
             self._is_over = True
             self._error = error
@@ -59,11 +60,11 @@ class EventQueue:
 
     @property
     def error(self) -> BatonError | None:
-        """What it ends with, if that is an error."""
+        """The error with which the queue ends, if it does."""
         return self._error
 
-    def hand_to(self, take: TakeChunk | None) -> None:
-        """The reader's way to take chunks while it waits in `get`; called on the event loop, and must not wait."""
+    def pass_chunks_to(self, take: TakeChunk | None) -> None:
+        """Set the function to which chunks are passed while the reader waits in `get`. It must not wait."""
         self._take = take
 
     async def get(self) -> GenerateEvent | None:
@@ -86,7 +87,7 @@ class EventQueue:
         return event
 
     def _joined(self, first: Chunk) -> Chunk:
-        """The first event with the chunks of its sequence that follow it at once; in their place from now on."""
+        """The first event, joined with the chunks of its sequence directly behind it; it replaces them in the queue."""
         if len(self._events) == 1 or not first.token_ids:
             return first
         chunks, num_tokens = [first], len(first.token_ids)
@@ -110,7 +111,7 @@ class EventQueue:
         return whole
 
     async def _turn(self) -> None:
-        """Return when there is something, or nothing more will come, and it is our turn."""
+        """Return when there is an event or the end, and it is this reader's turn."""
         waiter = self._waiter = self._turns.future()
         if self._events or self._is_over:
             self._wake()
@@ -125,21 +126,21 @@ class EventQueue:
             self._turns.serve(self._go)
 
     def _go(self) -> bool:
-        """It is our turn. False: the reader has given up, or was woken already, or has already taken what there was."""
+        """Use this reader's turn. False: it has gone, was woken already, or has taken all events."""
         self._is_due = False
         waiter = self._waiter
         if waiter is None or waiter.done() or not (self._events or self._is_over):
             return False
         try:
             is_done = self._take is not None and self._hand_over(self._take)
-        except Exception:  # the reader meets it too, and can say so
+        except Exception:  # the reader is woken, meets the same fault, and can report it
             self._take, is_done = None, False
         if not is_done:
             waiter.set_result(None)
         return True
 
     def _hand_over(self, take: TakeChunk) -> bool:
-        """Whether the reader has all there is without being woken."""
+        """Pass waiting chunks to `take`; returns whether the reader need not be woken, since it has everything."""
         events = self._events
         while events:
             event = events[0]

@@ -42,7 +42,7 @@ class FairQueue:
         return True
 
     def serve(self, go: Callable[[], bool]) -> None:
-        """Call it when it is its turn, perhaps at once. It returns whether it had any use for it."""
+        """Call `go` when it is the reader's turn, perhaps at once. `go` returns whether the reader used its turn."""
         if not self._left or self._waiting:
             self._waiting.append(go)
         elif self._goes(go):
@@ -77,9 +77,9 @@ class FairQueue:
                 self._take_one()
 
     def _goes(self, go: Callable[[], bool]) -> bool:
-        """Whether the reader had any use for its turn. Its fault is its own: the others wait behind it."""
+        """Whether the reader used its turn. If it raises, that is logged, and the next reader has its turn."""
         try:
             return go()
         except Exception:
-            _log.exception("a reader failed in its turn")
+            _log.exception("a client's reader raised in its turn")
             return True

@@ -1,30 +1,32 @@
-"""One client request as the router sees it. Pure: events in, effects out, no clock and no I/O.
+"""The flight: one client request as its router sees it, from admission to its end, over all attempts to compute it.
 
-The rules:
+Pure: events in, effects out, no clock and no I/O (`router.live_requests` carries the effects out). The rules:
 
 1. Both legs of an attempt are sent at the same time. The first token comes from the prefill leg, the others from the
-   decode leg; which stream is faster does not matter, tokens leave in the order of their indices.
-2. Tokens are a function of the request alone. So whatever dies, at whatever time: a new attempt goes on with the prompt
-   and what the client already has, on other nodes. Where that can't be given to nodes (several sequences, beams) they
-   run the request again: what the client has is dropped, and compared. A difference ends the flight with an error.
+   decode leg. Whichever stream is faster, tokens leave in the order of their indices.
+2. Tokens are a function of the request alone. So whatever dies, at whatever time: a new attempt on other nodes gets the
+   prompt with the tokens that the client already has, and continues behind them. Where nodes can't be given those
+   (several sequences, beams) they run the whole request again: tokens that the client has are compared and dropped. A
+   difference ends the flight with an error.
 3. Messages of an earlier attempt, and all that come after the end, change nothing; they are counted.
-4. Whoever still works on an attempt that is over is told so in the same breath.
-5. The budget of attempts ends a request that breaks its nodes. An attempt that a node refuses, or that is lost with a
-   node which never said that it had it, costs a refusal and not an attempt. An attempt that is lost together with
-   several nodes which this flight never used costs neither: no request can do that, so the network or the router was
-   at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the client got
-   `REFILL_TOKENS` new tokens since the last failure, counting starts anew. A request that kills each of its nodes after
-   fewer tokens than that still ends. An error inside the engine is final, because it would come back.
-6. An attempt that another router began is adopted from its nodes, which tell all that it brought; those that don't know
-   it cost none of the budget. Whoever serves the client's latest call owns an attempt: each flight has that call's
-   number, which its messages carry. An attempt that another router adopted is no longer ours: nothing is retried or
-   aborted. But where that router's number is smaller than ours, the attempt is taken back.
-7. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
-   of it, and the node that still works on it is told.
-8. An embedding takes one leg on one node. It is a function of the prompt alone, so another attempt is the same again.
+4. When an attempt is over, the nodes that still work on it are sent aborts by the same event.
+5. The budget of attempts (`attempt_budget.py`) ends a request that breaks its nodes. An attempt that a node refuses, or
+   that is lost with a node which never acknowledged it, costs a refusal and not a failure. An attempt that is lost
+   together with several nodes which this flight never used costs neither: no request can do that, so the network or the
+   router was at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the
+   client got `REFILL_TOKENS` new tokens since the last failure, counting starts anew. A request that kills each of its
+   nodes after fewer tokens than that still ends. An error inside the engine is final, because it would come back.
+6. An attempt that another router began is adopted from its nodes, which replay all that they computed; nodes that don't
+   know it cost nothing but a refusal. The router that serves the client's latest call owns an attempt: each flight has
+   that call's number (`takeover`), and its messages carry it. An attempt that another router adopted is no longer ours:
+   nothing is retried or aborted. But where that router's number is smaller than ours, the attempt is taken back.
+7. A request of several sequences ends when all of them have ended. A sequence that has ended stays so, whatever a later
+   attempt says of it, and the node that still works on it is sent an abort for it.
+8. An embedding takes one leg on one node. It is a function of the prompt alone, so another attempt gives the same.
 9. A link that was cut costs nothing while both of its ends live: its node goes on, and once it is reached again each
-   leg that has not ended is adopted there, from the tokens on that the client does not have. A node that does not have
-   it (what was on its way may be lost, an old version ends what ran) says so, and the flight goes on by rule 6.
+   leg that has not ended is adopted there, from the first token on that the client does not have. A node that does not
+   have the leg (the submission may have been lost, an old version ends its legs) says so, and the flight goes on by
+   rule 6.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ from baton.messages.node import (
     Submit,
 )
 from router.admission.request import ValidRequest
-from router.flight.flight_leg import FlightLeg, Measured
+from router.flight.attempt_budget import AttemptBudget
+from router.flight.flight_leg import AttemptTimings, FlightLeg
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import (
     FLIGHT_TABLE,
@@ -76,8 +79,8 @@ from router.flight.flight_table import (
     FlightState,
     FlightStep,
     GiveUp,
+    LeaveToOtherRouter,
     LegEnded,
-    LetGo,
     LinkBack,
     MovedAway,
     NodeGone,
@@ -89,55 +92,42 @@ from router.flight.flight_table import (
 )
 from router.placement.placement import Placement
 
-MAX_ATTEMPTS = 3
-MAX_REFUSALS = 8
-MAX_SPARED = 64
-"""Attempts that are lost together with nodes which this flight never used."""
-REFILL_TOKENS = 256
-"""New tokens at the client since the last failure after which the earlier failures are forgotten. A request whose
-every attempt kills its node ends if the attempts bring fewer than that; a stream that outlives nodes hours apart brings
-thousands."""
-UNRELATED_LOSSES = 3
-"""Lost nodes that a flight never used and that prove that the flight is not the cause: more than the two nodes that
-one other request of the same kind may have broken."""
+MIN_UNRELATED_NODES = 3
+"""So many lost nodes that a flight never used prove that the flight is not the cause: more than the two nodes that one
+other request of the same kind may have broken."""
 
 
 class Flight:
-    """The state of one request; see the rules above."""
+    """The state of one request; the rules are in the module's docstring."""
 
     def __init__(self, request: ValidRequest, flight_id: int = 0, takeover: int = 0) -> None:
-        """`flight_id` (64 bits) tells its attempts from those of any other flight of the same request id; `takeover` is
-        the number of the client's call that it serves, see `baton.messages.node.Adopt`.
+        """`flight_id` (64 bits) tells this flight's attempts from those of any other flight of the same request id;
+        `takeover` is the number of the client's call that it serves, see `baton.messages.node.Adopt`.
         """
         self.request = request
         self.takeover = takeover
         self.flight_id = flight_id
-        self.stale_events = 0
-        """Messages of earlier attempts or after the end."""
+        self.num_stale_events = 0
+        """Events about earlier attempts, and events after the end."""
         self._machine = Machine(f"flight {request.request_id}", FlightState.PLACING, FLIGHT_TABLE)
         self._sequences = [FlightSequence(index) for index in range(request.sampling_params.n)]
         self._attempt = 0
         self._key = AttemptKey(request.request_id, 0, flight_id)
-        """Of the running attempt."""
-        self._failures = 0
-        self._refusals = 0
-        self._spared = 0
-        self._tokens_at_failure = 0
-        """How many tokens the client had when an attempt failed last."""
-        self._exclude: set[str] = set()
+        """The running attempt."""
+        self._budget = AttemptBudget()
         self._placement: Placement | None = None
         self._legs: dict[str, FlightLeg] = {}
-        self._flow: tuple[str, AttemptKey] | None = None
-        """Who brings tokens that simply follow, and as whose; None: that is to be looked at again."""
+        self._checked_source: tuple[str, AttemptKey] | None = None
+        """The node and attempt whose next tokens need no further check; None: a source is to be checked first."""
         self._max_tokens = request.sampling_params.max_tokens
-        self._decode_flows = False
+        self._decode_has_sent_tokens = False
         self._given: Sequence[int] = ()
-        """Tokens that the running attempt is given with the prompt."""
+        """Output tokens that the running attempt is given with the prompt."""
         self._num_given = 0
         self._is_adopting = False
-        """Not all has been told of the attempt that another router began."""
-        self._unless_it_flows = ""
-        """Why that attempt is lost if its decode leg has no token yet."""
+        """Whether the attempt was begun by another router, and its nodes may still replay what they computed."""
+        self._why_prefill_unknown = ""
+        """Why the prefill leg could not be adopted: the attempt is lost if its decode leg has no token yet."""
         self._embedding = b""
 
     @property
@@ -149,28 +139,28 @@ class Flight:
         return self._machine.state in TERMINAL
 
     @property
-    def story(self) -> str:
-        """Every state so far."""
-        return self._machine.story
+    def history(self) -> str:
+        """Every state so far, and the event that led to each."""
+        return self._machine.history
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens given out so far, of all sequences."""
+        """Number of tokens given to the client so far, of all sequences."""
         return sum(sequence.num_tokens for sequence in self._sequences)
 
     @property
     def sequences(self) -> Sequence[FlightSequence]:
-        """What came of each of its sequences so far."""
+        """The output so far, by sequence."""
         return self._sequences
 
     @property
     def num_given(self) -> int:
-        """How many of its tokens the nodes of the running attempt were given."""
+        """Number of output tokens that the nodes of the running attempt were given with the prompt."""
         return self._num_given
 
     @property
     def key(self) -> AttemptKey:
-        """The running attempt's name."""
+        """The key of the running attempt."""
         return self._key
 
     @property
@@ -178,28 +168,28 @@ class Flight:
         """The incarnations of the running attempt's nodes."""
         return self._legs.keys()
 
-    def measured(self) -> Measured:
-        """What the nodes of the running attempt have said of it so far."""
-        found = Measured()
+    def attempt_timings(self) -> AttemptTimings:
+        """The timings of the running attempt that its nodes have reported so far."""
+        found = AttemptTimings()
         for leg in self._legs.values():
             name, has_ended = leg.node.node_id, leg.outcome is not None
-            if leg.leg is Leg.DECODE:
+            if leg.kind is Leg.DECODE:
                 found = found._replace(decode_node=name, decode=leg.timings, is_complete=has_ended)
             else:
-                is_all = leg.leg is not Leg.PREFILL
+                is_all = leg.kind is not Leg.PREFILL
                 found = found._replace(prompt_node=name, prompt=leg.timings, is_complete=is_all and has_ended)
         return found
 
-    def start(self, attempts: int = 0) -> list[FlightEffect]:
-        """The first effect, after so many attempts of other flights. Call once."""
-        self._attempt = attempts
-        return [self._place(AttemptCause.RESUMED if attempts else AttemptCause.FIRST)]
+    def start(self, num_earlier_attempts: int = 0) -> list[FlightEffect]:
+        """The first effect of a new flight, after so many attempts of other flights of this request. Call once."""
+        self._attempt = num_earlier_attempts
+        return [self._place(AttemptCause.RESUMED if num_earlier_attempts else AttemptCause.FIRST)]
 
     def adopt(self, key: AttemptKey, placement: Placement, num_given: int = 0) -> list[FlightEffect]:
         """The first effects of a flight that another router began, in place of `start`.
 
-        `key` is the attempt that runs on these nodes, which tell it from its first token on, and were given so many of
-        its tokens. Later attempts are this flight's own.
+        `key` is the attempt that runs on the nodes of `placement`. They were given `num_given` output tokens with the
+        prompt, and replay those that they computed. Later attempts are this flight's own.
         """
         self._attempt, self._key = key.attempt, key
         legs = self._begin_attempt(placement)
@@ -213,28 +203,28 @@ class Flight:
 
     @property
     def is_adopting(self) -> bool:
-        """Whether `settle` is wanted: until the decode leg has told a token."""
-        return self._is_adopting and not self.is_over and not self._has_all_of_prefill
+        """Whether `end_adoption` may still decide something: until the decode leg has sent a token."""
+        return self._is_adopting and not self.is_over and not self._is_prefill_done
 
-    def settle(self, incarnation: str) -> list[FlightEffect]:
-        """The node spoke of other things: if it took an adoption, it has told all that it had.
+    def end_adoption(self, incarnation: str) -> list[FlightEffect]:
+        """The node has reported on other requests: if it adopted the leg, it has replayed all that it had of it.
 
-        A decode node that has no token may wait for a prefill node that never heard of the request.
+        A decode node that has no token may be waiting for a prefill node that has never received the request.
         """
-        self._flow = None
+        self._checked_source = None
         leg = self._legs.get(incarnation)
-        if not self.is_adopting or leg is None or not leg.taken or leg.leg is Leg.PREFILL:
+        if not self.is_adopting or leg is None or not leg.is_acknowledged or leg.kind is Leg.PREFILL:
             return []
         self._is_adopting = False
-        if not self._unless_it_flows or self._has_all_of_prefill:
+        if not self._why_prefill_unknown or self._is_prefill_done:
             return []
-        return self._not_kept(self._unless_it_flows)
+        return self._on_not_adopted(self._why_prefill_unknown)
 
     def handle(self, event: FlightEvent) -> list[FlightEffect]:
-        """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen now."""
-        self._flow = None
+        """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen in this state."""
+        self._checked_source = None
         if self.is_over:
-            self.stale_events += 1
+            self.num_stale_events += 1
             return []
         match event:
             case Placed(placement):
@@ -252,50 +242,48 @@ class Flight:
                 return [*self._abort_all(reason), Fail(Cancelled(reason))]
             case GiveUp(error):
                 return self._give_up(error)
-            case LetGo(error):
-                return self._leave(error)
+            case LeaveToOtherRouter(error):
+                return self._leave_to_other_router(error)
 
-    def takes_next(self, incarnation: str, delta: RequestDelta) -> bool:
-        """Take a delta that brings the tokens which follow and nothing else, as nearly all do: they are for the client.
+    def take_if_next(self, incarnation: str, delta: RequestDelta) -> bool:
+        """Take a delta that has the next tokens of a sequence and nothing else, as nearly all deltas have.
 
-        False, and nothing taken, for any other one: it is an event for `handle`, whose only effect would be an
-        EmitTokens for those that are taken here.
+        True: its tokens are for the client now. False: nothing was taken, and the delta is an event for `handle`. For a
+        delta that is taken here, the only effect of `handle` would have been EmitTokens.
         """
         if delta.outcome is not None or delta.timings is not None or not delta.token_ids:
             return False
         # A flight's objects are many, and have left the processor's cache since its last token: look at few of them.
-        flow = self._flow
-        flows = flow is not None and delta.attempt is flow[1] and incarnation == flow[0]
-        if not flows and not self._begin_flow(incarnation, delta.attempt):
+        source = self._checked_source
+        is_checked = source is not None and delta.attempt is source[1] and incarnation == source[0]
+        if not is_checked and not self._check_source(incarnation, delta.attempt):
             return False
         index = delta.sequence_index
         if index >= len(self._sequences) or delta.first_index + len(delta.token_ids) > self._max_tokens:
             return False
-        return self._sequences[index].takes_next(delta)
+        return self._sequences[index].take_if_next(delta)
 
-    def _begin_flow(self, incarnation: str, key: AttemptKey) -> bool:
-        """From now on, until the next event, tokens of this node and attempt are for the client as they come. False:
-        they are not.
-        """
+    def _check_source(self, incarnation: str, key: AttemptKey) -> bool:
+        """Whether tokens of this node and attempt are for the client; if so, they are until the next event."""
         leg = self._legs.get(incarnation)
         if leg is None or not leg.is_running or key != self._key or self.state is not FlightState.STREAMING:
             return False
-        leg.taken = True
-        self._decode_flows = self._decode_flows or leg.leg is Leg.DECODE
-        self._flow = incarnation, key
+        leg.is_acknowledged = True
+        self._decode_has_sent_tokens = self._decode_has_sent_tokens or leg.kind is Leg.DECODE
+        self._checked_source = incarnation, key
         return True
 
     def _place(self, cause: AttemptCause) -> Place:
         self._attempt += 1
         self._key = AttemptKey(self.request.request_id, self._attempt, self.flight_id)
-        return Place(self._attempt, frozenset(self._exclude), cause)
+        return Place(self._attempt, frozenset(self._budget.excluded), cause)
 
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
         legs = self._begin_attempt(placement, self._known_tokens())
-        return [SubmitLeg(leg.node.incarnation, self._submit(leg.leg)) for leg in legs]
+        return [SubmitLeg(leg.node.incarnation, self._submit(leg.kind)) for leg in legs]
 
     def _known_tokens(self) -> Sequence[int]:
-        """What the nodes are given with the prompt. They take it for one sequence that needs no other state."""
+        """The output tokens that nodes are given with the prompt: only a single sequence without beams is continued."""
         params = self.request.sampling_params
         if params.n > 1 or params.beam_width:
             return ()
@@ -306,7 +294,7 @@ class Flight:
         self._placement = placement
         for sequence in self._sequences:
             sequence.begin_attempt(len(given))
-        self._decode_flows = False
+        self._decode_has_sent_tokens = False
         self._given, self._num_given = given, len(given)
         self._is_adopting = False
         prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
@@ -332,25 +320,25 @@ class Flight:
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
         leg = self._legs.get(incarnation) if delta.attempt == self._key else None
         if leg is None or not leg.is_running:
-            self.stale_events += 1
+            self.num_stale_events += 1
             return []
-        leg.taken = True
+        leg.is_acknowledged = True
         if delta.timings is not None:
             leg.timings = delta.timings
         if self.request.embeds and (delta.token_ids or (delta.outcome in FINISH_REASONS and not delta.embedding)):
-            return self._give_up(EngineFault(f"node {leg.node.node_id} did not embed what it was to embed"))
+            return self._give_up(EngineFault(f"node {leg.node.node_id} did not embed the prompt"))
         self._embedding = delta.embedding
         if delta.sequence_index >= len(self._sequences):
             return self._give_up(EngineFault(f"node {leg.node.node_id} sent a sequence that nobody asked for"))
         sequence = self._sequences[delta.sequence_index]
-        self._decode_flows = self._decode_flows or (leg.leg is Leg.DECODE and bool(delta.token_ids))
+        self._decode_has_sent_tokens |= leg.kind is Leg.DECODE and bool(delta.token_ids)
         effects: list[FlightEffect] = []
         if sequence.is_closed:
-            effects += self._tell_over(leg, sequence) if delta.outcome is None else []
+            effects += self._abort_sequence(leg, sequence) if delta.outcome is None else []
         else:
-            last = delta.first_index + len(delta.token_ids)
-            if delta.token_ids and last > self._max_tokens:
-                return self._give_up(EngineFault(f"node {leg.node.node_id} sent a token {last - 1} nobody asked for"))
+            end = delta.first_index + len(delta.token_ids)
+            if delta.token_ids and end > self._max_tokens:
+                return self._give_up(EngineFault(f"node {leg.node.node_id} sent a token {end - 1} nobody asked for"))
             try:
                 tokens = sequence.take(delta)
             except StreamDiverged as error:
@@ -372,14 +360,14 @@ class Flight:
         match delta.outcome:
             case Outcome.ABORTED:
                 why = f"node {node.node_id} gave it up: {delta.error or 'no reason'}"
-                return self._retry(node.incarnation, why, AttemptCause.GIVEN_UP)
+                return self._retry_failed(node.incarnation, why, AttemptCause.GIVEN_UP)
             case Outcome.KV_LOST:
                 source = self._placement.prefill if self._placement and self._placement.prefill else node
                 why = f"KV of {source.node_id} was lost: {delta.error}"
                 lost = self._legs.get(source.incarnation, leg)
-                return self._lose(lost, why, AttemptCause.KV_LOST, delta.transfer_cause)
+                return self._on_leg_lost(lost, why, AttemptCause.KV_LOST, delta.transfer_cause)
             case Outcome.REFUSED:
-                return self._refused(node, delta.error)
+                return self._on_refused(node, delta.error)
             case Outcome.IGNORED:
                 return self._give_up(
                     InvalidRequest("prompt", delta.error or f"is too long for the KV cache of node {node.node_id}")
@@ -392,28 +380,31 @@ class Flight:
             case Outcome.UNKNOWN:
                 return self._on_unknown(leg)
             case Outcome.ERROR:
-                return self._give_up(_fault(node, delta))
+                return self._give_up(_final_error(node, delta))
             case _:
                 return []
 
     def _on_unknown(self, leg: FlightLeg) -> list[FlightEffect]:
-        """There was nothing to adopt. A prefill leg that ended long ago is not missed when its decode leg flows."""
+        """The node has nothing to adopt. A prefill leg that ended long ago is not needed once its decode leg sends."""
         why = f"node {leg.node.node_id} has nothing of the attempt"
-        if leg.leg is Leg.PREFILL and self._has_all_of_prefill:
+        if leg.kind is Leg.PREFILL and self._is_prefill_done:
             return []
-        if leg.leg is Leg.PREFILL and self._is_adopting:
-            self._unless_it_flows = why
+        if leg.kind is Leg.PREFILL and self._is_adopting:
+            self._why_prefill_unknown = why
             return []
-        return self._not_kept(why)
+        return self._on_not_adopted(why)
 
     def _on_moved(self, leg: FlightLeg, takeover: int) -> list[FlightEffect]:
-        """Whoever has it now speaks for it: an abort of ours could only do harm. Unless we serve the later call."""
+        """Another router has adopted the leg. It is taken back if this flight serves the client's later call.
+
+        Otherwise nothing is aborted: the attempt serves the client through the other router.
+        """
         if 0 < takeover < self.takeover:
             return [self._adopt_leg(leg)]
-        return self._leave(ContinuedElsewhere("continued at another router"))
+        return self._leave_to_other_router(ContinuedElsewhere("continued at another router"))
 
-    def _leave(self, error: BatonError) -> list[FlightEffect]:
-        """Nothing is aborted: the attempt is another router's, or will be."""
+    def _leave_to_other_router(self, error: BatonError) -> list[FlightEffect]:
+        """End here without aborts: the attempt is another router's, or will be."""
         self._machine.feed(FlightStep.CANCEL)
         effects: list[FlightEffect] = []
         for leg in self._legs.values():
@@ -422,59 +413,61 @@ class Flight:
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._legs.get(incarnation)
-        if leg is None or leg.lost or self.state not in (FlightState.PREFILLING, FlightState.STREAMING):
+        if leg is None or leg.is_lost or self.state not in (FlightState.PREFILLING, FlightState.STREAMING):
             return []
-        leg.lost = True
-        if leg.leg is Leg.PREFILL and self._is_done_with_prefill(leg):
+        leg.is_lost = True
+        if leg.kind is Leg.PREFILL and self._can_go_on_without(leg):
             return self._release(leg)
-        if self._num_unrelated(lost_together) >= UNRELATED_LOSSES:
-            return self._spare(incarnation, reason)
-        return self._lose(leg, reason, AttemptCause.NODE_LOST)
+        if self._num_unrelated(lost_together) >= MIN_UNRELATED_NODES:
+            return self._retry_after_unrelated_loss(incarnation, reason)
+        return self._on_leg_lost(leg, reason, AttemptCause.NODE_LOST)
 
     def _on_link_back(self, incarnation: str) -> list[FlightEffect]:
         leg = self._legs.get(incarnation)
         if leg is None or not leg.is_running:
             return []
-        # Whatever was on its way when the link was cut may be lost: nothing is known of it until the node answers.
-        leg.taken = False
-        leg.told_sequences.clear()
+        # Messages that were on their way when the link was cut may be lost: the node's answer says what it has.
+        leg.is_acknowledged = False
+        leg.aborted_sequences.clear()
         return [self._adopt_leg(leg)]
 
     def _num_unrelated(self, lost: Set[str]) -> int:
         """How many of these nodes no attempt of this flight was on."""
-        used = self._exclude | self._legs.keys()
+        used = self._budget.excluded | self._legs.keys()
         return len(lost) - sum(incarnation in lost for incarnation in used)
 
-    def _is_done_with_prefill(self, leg: FlightLeg) -> bool:
-        """Whether the attempt can go on without its prefill node.
+    def _can_go_on_without(self, leg: FlightLeg) -> bool:
+        """Whether the attempt can go on without its prefill leg, whose node is gone.
 
-        Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does
-        something else without the blocks knows best as soon as the prefill node has the leg: if that was lost on its
-        way the decode node waits, over a link that lives, for a prompt of which the prefill node has never heard.
+        Once the prompt is handed off, the decode node decides: either it has the blocks, or it reports KV_LOST. A
+        decode node that does not reroute (`on_transfer_failure`) decides as soon as the prefill node has acknowledged
+        the leg. Before that it might wait, over a link that lives, for a prompt that the prefill node never received.
         """
-        if leg.outcome is Outcome.HANDED_OFF or self._has_all_of_prefill:
+        if leg.outcome is Outcome.HANDED_OFF or self._is_prefill_done:
             return True
-        return leg.taken and self._placement is not None and self._placement.decode.on_transfer_failure != "reroute"
+        reroutes = self._placement is None or self._placement.decode.on_transfer_failure == "reroute"
+        return leg.is_acknowledged and not reroutes
 
     @property
-    def _has_all_of_prefill(self) -> bool:
-        return self._decode_flows and self._sequences[0].num_tokens > self._num_given
+    def _is_prefill_done(self) -> bool:
+        """Whether the decode leg has sent tokens and none before them is missing: the prefill leg has done its part."""
+        return self._decode_has_sent_tokens and self._sequences[0].num_tokens > self._num_given
 
-    def _lose(
+    def _on_leg_lost(
         self, leg: FlightLeg, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
     ) -> list[FlightEffect]:
-        if leg.taken:
-            return self._retry(leg.node.incarnation, why, cause, kv_cause)
-        return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, why, cause, kv_cause)
+        if leg.is_acknowledged:
+            return self._retry_failed(leg.node.incarnation, why, cause, kv_cause)
+        return self._retry_unacknowledged(leg.node.incarnation, FlightStep.LEG_LOST, why, cause, kv_cause)
 
-    def _refused(self, node: NodeDescription, error: str) -> list[FlightEffect]:
+    def _on_refused(self, node: NodeDescription, error: str) -> list[FlightEffect]:
         why = f"node {node.node_id} refused: {error}"
-        return self._not_taken(node.incarnation, FlightStep.REFUSED, why, AttemptCause.REFUSED)
+        return self._retry_unacknowledged(node.incarnation, FlightStep.REFUSED, why, AttemptCause.REFUSED)
 
-    def _not_kept(self, why: str) -> list[FlightEffect]:
-        return self._not_taken(None, FlightStep.LEG_LOST, why, AttemptCause.NOT_KEPT)
+    def _on_not_adopted(self, why: str) -> list[FlightEffect]:
+        return self._retry_unacknowledged(None, FlightStep.LEG_LOST, why, AttemptCause.NOT_KEPT)
 
-    def _not_taken(
+    def _retry_unacknowledged(
         self,
         exclude: str | None,
         step: FlightStep,
@@ -482,46 +475,33 @@ class Flight:
         cause: AttemptCause,
         kv_cause: TransferCause | None = None,
     ) -> list[FlightEffect]:
-        self._refill_budget()
-        self._refusals += 1
-        if self._refusals > MAX_REFUSALS:
-            return self._give_up(_exhausted(f"taken by none of {self._refusals} nodes; the last: {why}", kv_cause))
+        """Begin another attempt in place of one that its node refused or never acknowledged."""
+        if spent := self._budget.charge_refusal(self.num_output_tokens):
+            return self._give_up(_attempts_exhausted(f"{spent}; the last: {why}", kv_cause))
         self._machine.feed(step)
         return self._next_attempt(exclude, why, cause)
 
-    def _retry(
-        self, failed: str, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
+    def _retry_failed(
+        self, exclude: str, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
     ) -> list[FlightEffect]:
-        self._refill_budget()
-        self._failures += 1
-        if self._failures >= MAX_ATTEMPTS:
-            return self._give_up(_exhausted(f"{self._failures} attempts failed; the last: {why}", kv_cause))
+        """Begin another attempt in place of one that failed on the node `exclude`."""
+        if spent := self._budget.charge_failure(self.num_output_tokens):
+            return self._give_up(_attempts_exhausted(f"{spent}; the last: {why}", kv_cause))
         self._machine.feed(FlightStep.LEG_LOST)
-        return self._next_attempt(failed, why, cause)
+        return self._next_attempt(exclude, why, cause)
 
-    def _spare(self, failed: str, why: str) -> list[FlightEffect]:
-        """The attempt was lost through no fault of its own."""
-        self._refill_budget()
-        self._spared += 1
-        if self._spared > MAX_SPARED:
-            story = f"{self._spared} attempts were lost with many nodes; the last: {why}"
-            return self._give_up(AttemptsExhausted(story))
+    def _retry_after_unrelated_loss(self, exclude: str, why: str) -> list[FlightEffect]:
+        """Begin another attempt in place of one that was lost together with nodes that this flight never used."""
+        if spent := self._budget.charge_unrelated_loss(self.num_output_tokens):
+            return self._give_up(AttemptsExhausted(f"{spent}; the last: {why}"))
         self._machine.feed(FlightStep.LEG_LOST)
-        return self._next_attempt(failed, why, AttemptCause.NODE_LOST)
-
-    def _refill_budget(self) -> None:
-        """An attempt failed: forget the failures before it if the client got enough since the last one."""
-        num_tokens = self.num_output_tokens
-        if num_tokens - self._tokens_at_failure >= REFILL_TOKENS:
-            self._failures = self._refusals = self._spared = 0
-            self._exclude.clear()
-        self._tokens_at_failure = num_tokens
+        return self._next_attempt(exclude, why, AttemptCause.NODE_LOST)
 
     def _next_attempt(self, exclude: str | None, why: str, cause: AttemptCause) -> list[FlightEffect]:
         aborts = self._abort_all(why)
         self._legs = {}
         if exclude is not None:
-            self._exclude.add(exclude)
+            self._budget.excluded.add(exclude)
         return [*aborts, self._place(cause)]
 
     def _finish_if_complete(self, sequence: FlightSequence) -> list[FlightEffect]:
@@ -538,7 +518,7 @@ class Flight:
         if not self.is_over:
             for leg in self._legs.values():
                 if leg.is_running and sequence.index not in leg.ended_sequences:
-                    effects += self._tell_over(leg, sequence)
+                    effects += self._abort_sequence(leg, sequence)
         return effects
 
     def _close(
@@ -553,49 +533,51 @@ class Flight:
             effects.append(SequenceEnded(sequence.index, finish_reason, stop_reason))
         return effects + self._finish() if is_last else effects
 
-    def _tell_over(self, leg: FlightLeg, sequence: FlightSequence) -> list[FlightEffect]:
-        if leg.leg is Leg.PREFILL or sequence.index in leg.told_sequences:
+    def _abort_sequence(self, leg: FlightLeg, sequence: FlightSequence) -> list[FlightEffect]:
+        if leg.kind is Leg.PREFILL or sequence.index in leg.aborted_sequences:
             return []
-        leg.told_sequences.add(sequence.index)
+        leg.aborted_sequences.add(sequence.index)
         abort = Abort(self._key, "its text is over", sequence.index, self.takeover)
         return [AbortLeg(leg.node.incarnation, abort)]
 
     def _finish(self) -> list[FlightEffect]:
-        handed_over = self._decode_flows
-        effects = self._end_legs(ENDED_WELL, spare_handed_off=handed_over)
+        effects = self._end_legs(ENDED_WELL, keep_handed_off=self._decode_has_sent_tokens)
         first = self._sequences[0]
-        how = first.finish_reason, first.stop_reason
-        return [*effects, Finish(*how, self._timings(), self._path(), self._embedding)]
+        finish = Finish(first.finish_reason, first.stop_reason, self._timings(), self._path(), self._embedding)
+        return [*effects, finish]
 
     def _give_up(self, error: BatonError) -> list[FlightEffect]:
         self._machine.feed(FlightStep.GAVE_UP)
         return [*self._abort_all(str(error)), Fail(error)]
 
     def _abort_all(self, reason: str) -> list[FlightEffect]:
-        return self._end_legs(reason, spare_handed_off=False)
+        return self._end_legs(reason, keep_handed_off=False)
 
-    def _end_legs(self, reason: str, *, spare_handed_off: bool) -> list[FlightEffect]:
-        told = [
+    def _end_legs(self, reason: str, *, keep_handed_off: bool) -> list[FlightEffect]:
+        """Abort the legs that may still hold blocks, and release all. `keep_handed_off`: prefill legs that were handed
+        off are not aborted, since the decode node has read their blocks.
+        """
+        to_abort = [
             leg
             for leg in self._legs.values()
-            if leg.may_hold_blocks and not (spare_handed_off and leg.outcome is Outcome.HANDED_OFF)
+            if leg.may_hold_blocks and not (keep_handed_off and leg.outcome is Outcome.HANDED_OFF)
         ]
         abort = Abort(self._key, reason, takeover=self.takeover)
-        effects: list[FlightEffect] = [AbortLeg(leg.node.incarnation, abort) for leg in told]
+        effects: list[FlightEffect] = [AbortLeg(leg.node.incarnation, abort) for leg in to_abort]
         for leg in self._legs.values():
             effects += self._release(leg)
         return effects
 
     def _release(self, leg: FlightLeg) -> list[FlightEffect]:
-        if leg.released:
+        if leg.is_released:
             return []
-        leg.released = True
+        leg.is_released = True
         return [LegEnded(leg.node.incarnation, self._key)]
 
     def _timings(self) -> StageTimings:
-        """Prefill's figures from the node that computed the prompt, the transfer's from the one that pulled it."""
+        """The prompt's timings from the node that computed it, the transfer's from the node that read the blocks."""
         nothing = StageTimings()
-        by_leg = {leg.leg: leg.timings or nothing for leg in self._legs.values()}
+        by_leg = {leg.kind: leg.timings or nothing for leg in self._legs.values()}
         prompt = by_leg.get(Leg.PREFILL) or by_leg.get(Leg.WHOLE) or by_leg.get(Leg.EMBED, nothing)
         pulled = by_leg.get(Leg.DECODE, nothing)
         return StageTimings(
@@ -615,12 +597,12 @@ class Flight:
         return Path(prefill, placement.decode.node_id, self._attempt, placement.reason)
 
 
-def _fault(node: NodeDescription, delta: RequestDelta) -> BatonError:
-    """The error of a node that wants no other attempt."""
+def _final_error(node: NodeDescription, delta: RequestDelta) -> BatonError:
+    """The error of a node after which no other attempt is made."""
     why = delta.error or f"node {node.node_id} failed the request"
     return EngineFault(why) if delta.transfer_cause is None else TransferFailed(delta.transfer_cause, why)
 
 
-def _exhausted(story: str, kv_cause: TransferCause | None) -> BatonError:
-    """Why nothing more is tried; `kv_cause`: the last attempt failed because KV did not come."""
-    return AttemptsExhausted(story) if kv_cause is None else TransferFailed(kv_cause, story)
+def _attempts_exhausted(message: str, kv_cause: TransferCause | None) -> BatonError:
+    """The error of a flight whose budget is spent; `kv_cause`: why KV was lost in the last attempt, if it was."""
+    return AttemptsExhausted(message) if kv_cause is None else TransferFailed(kv_cause, message)

@@ -1,4 +1,4 @@
-"""Where a router leaves what another one needs to go on with its flights, and finds what others left."""
+"""The journal of flights: the records with which another router can continue a flight, written and read."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_reco
 from router.placement.placement import Placement
 
 READS_PER_TURN = 16
-"""Each takes a fraction of a millisecond to read, and about as long to adopt."""
+"""Records that are parsed in one turn of the event loop; each takes a fraction of a millisecond, as adopting does."""
 
 
 class FlightJournal:
-    """One record a flight, rewritten with each attempt; nothing is written for a token."""
+    """Writes one record for each flight, again with each attempt; nothing is written for a token."""
 
     def __init__(self, records: FlightRecords, router: str, wall: Callable[[], float]) -> None:
-        """`router` is this router's incarnation, `wall` the time of the day in seconds."""
+        """`router`: this router's incarnation; `wall`: returns the wall-clock time in seconds."""
         self._records = records
         self._turns = FairQueue(READS_PER_TURN)
         self._router = router
         self._wall = wall
 
-    def placed(
+    def write(
         self,
         request: ValidRequest,
         key: AttemptKey,
@@ -36,9 +36,10 @@ class FlightJournal:
         takeover: int = 1,
         owner: int = 0,
     ) -> None:
-        """An attempt begins on these nodes, which were given so many tokens of the output, or is adopted there.
+        """Record that an attempt begins on these nodes, or is adopted there.
 
-        `owner`: the flight that has it now; `takeover`: that one's number (see `baton.messages.node.Adopt`).
+        `num_given`: how many output tokens the nodes were given with the prompt. `owner`: the id of the flight that has
+        the attempt now; `takeover`: that flight's number (see `baton.messages.node.Adopt`).
         """
         record = FlightRecord(
             request=request.without_prompt(),
@@ -49,21 +50,24 @@ class FlightJournal:
             num_given=num_given,
             router=self._router,
             written_at=self._wall(),
-            # One that is longer is none.
+            # A longer one is not valid.
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
             takeover=takeover,
         )
         self._records.put(request.request_id, record.to_json(), owner)
 
-    def ended(self, request_id: str, owner: int = 0) -> None:
-        """The flight is over here, and at no other router. What another flight left of the request is not touched."""
+    def delete(self, request_id: str, owner: int = 0) -> None:
+        """Delete the record of a flight that has ended here, and runs at no other router.
+
+        A record that another flight of the request has written is not touched.
+        """
         self._records.end(request_id, owner)
 
     async def find(self, request_id: str, card: ModelCard) -> FlightRecord | None:
-        """What some router left of the request; None where nobody knows it, or can be asked.
+        """The record of a request, whichever router wrote it; None if there is none, or Redis does not answer.
 
-        A thousand clients of a dead router come at once: only so many records are read in one turn of the loop. What
-        the caller does with its own before it waits belongs to the same turn.
+        A thousand clients of a dead router may come at once, so READS_PER_TURN records are parsed in one turn of the
+        event loop. What the caller does with its record before it waits again belongs to the same turn.
         """
         data = await self._records.get(request_id)
         if data is None:

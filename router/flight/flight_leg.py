@@ -1,4 +1,4 @@
-"""What a flight knows of one node's part of its running attempt."""
+"""A leg: one node's part of a flight's running attempt, and what the node has said of it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import NamedTuple
 from baton.messages.node import Leg, NodeDescription, Outcome, StageTimings
 
 
-class Measured(NamedTuple):
-    """What the nodes of an attempt have said of it."""
+class AttemptTimings(NamedTuple):
+    """The timings of one attempt that its nodes have reported."""
 
     prompt_node: str = ""
-    """Where the prompt is computed."""
+    """The name of the node that computes the prompt."""
     prompt: StageTimings | None = None
-    """None where it has said nothing; so is the next one."""
+    """None: that node has not reported any yet."""
     decode_node: str = ""
-    """Empty where the same node decodes."""
+    """The name of the node that decodes; empty: the same node does."""
     decode: StageTimings | None = None
+    """None: that node has not reported any yet, or the same node decodes."""
     is_complete: bool = False
-    """Whether the node that decodes has said how it ended there."""
+    """Whether the node that decodes has reported the end of its leg."""
 
 
 @dataclass(slots=True)
@@ -27,26 +28,29 @@ class FlightLeg:
     """One node's part of the running attempt."""
 
     node: NodeDescription
-    leg: Leg
+    kind: Leg
     num_sequences: int
-    """How many of the request's sequences it runs."""
+    """How many of the request's sequences the node runs."""
     ended_sequences: set[int] = field(default_factory=set)
-    told_sequences: set[int] = field(default_factory=set)
-    """Those that the node knows to be over."""
+    """Indices of the sequences whose end the node has reported."""
+    aborted_sequences: set[int] = field(default_factory=set)
+    """Indices of the sequences for which the node was sent an abort."""
     outcome: Outcome | None = None
-    taken: bool = False
-    """The node has said something of it, if only that it is there."""
-    lost: bool = False
-    released: bool = False
-    """Was said to be ended: it counts no more towards its node's load."""
+    """How the whole leg ended; None: it has not ended."""
+    is_acknowledged: bool = False
+    """Whether the node has reported anything about the leg, so that it surely has it."""
+    is_lost: bool = False
+    """Whether its node is gone."""
+    is_released: bool = False
+    """Whether LegEnded was returned for it: it does not count towards its node's load any more."""
     timings: StageTimings | None = None
 
     @property
     def is_running(self) -> bool:
-        return self.outcome is None and not self.lost
+        return self.outcome is None and not self.is_lost
 
     def note_outcome(self, sequence_index: int, outcome: Outcome) -> bool:
-        """One of its sequences ended, or all of them did with it; whether nothing runs there any more."""
+        """Note the end of one sequence, or of all if the outcome says so; returns whether the whole leg has ended."""
         self.ended_sequences.add(sequence_index)
         if not outcome.ends_one_sequence or len(self.ended_sequences) == self.num_sequences:
             self.outcome = outcome
@@ -54,7 +58,10 @@ class FlightLeg:
 
     @property
     def may_hold_blocks(self) -> bool:
-        """A computed prompt stays on offer until a decode node has it, also when its first token was the last one."""
-        if self.lost or self.outcome is None:
-            return not self.lost
-        return self.leg is Leg.PREFILL and self.outcome in (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)
+        """Whether its node may still hold blocks for it, so that an abort is useful.
+
+        A computed prompt stays on offer until a decode node has read it, also when its first token was the last one.
+        """
+        if self.is_lost or self.outcome is None:
+            return not self.is_lost
+        return self.kind is Leg.PREFILL and self.outcome in (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)

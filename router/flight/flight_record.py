@@ -1,8 +1,8 @@
-"""What another router has to know of a flight to go on with it: the request but for its prompt, and where its running
-attempt is.
+"""The record of a flight, with which another router can continue it: the request without its prompt, and the nodes of
+its running attempt.
 
 Nothing in it changes with a token or grows with the prompt, which the nodes have. It is JSON with a version; a record
-that is not as it should be is as good as none.
+that is not valid counts as missing.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _VERSION: Literal[2] = 2
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """One flight's latest attempt."""
+    """The latest attempt of one flight."""
 
     request: ValidRequest
-    """Without its prompt, which its nodes have: a record is small, and read in no time, however long that is."""
+    """Without its prompt, which its nodes have, so that a record is small however long the prompt is."""
     flight_id: Annotated[int, Field(ge=0, lt=2**64)]
     attempt: Annotated[int, Field(ge=1, lt=2**31)]
     prefill: str
-    """Incarnation of the node that computes the prompt; empty: the next one does it all."""
+    """Incarnation of the node that computes the prompt; empty: the decode node does."""
     decode: str
     num_given: Annotated[int, Field(ge=0)]
-    """Tokens that its nodes were given with the prompt: they know no log-probabilities of those."""
+    """Number of output tokens that its nodes were given with the prompt, whose log-probabilities they do not know."""
     router: str
     """Incarnation of the router that wrote it."""
     written_at: float
-    """Wall clock, seconds; for people."""
+    """Wall-clock time in seconds, for people who read the record."""
     traceparent: Annotated[str, Field(max_length=MAX_TRACEPARENT)] = ""
-    """What spans of it are children of; empty: it is not traced."""
+    """The parent of all spans of the request; empty: the request is not traced."""
     takeover: Annotated[int, Field(ge=1, lt=2**32)] = 1
-    """The number of the router that wrote it; see `baton.messages.node.Adopt`."""
+    """The number of the client's call that the writing router serves; see `baton.messages.node.Adopt`."""
     version: Literal[2] = _VERSION
 
     @property
@@ -49,7 +49,7 @@ class FlightRecord:
         return AttemptKey(self.request.request_id, self.attempt, self.flight_id)
 
     def to_json(self) -> bytes:
-        """What is kept; `read_record` reads it back."""
+        """The record as it is stored; `read_record` reads it."""
         return _ADAPTER.dump_json(self)
 
 
@@ -57,13 +57,13 @@ _ADAPTER = TypeAdapter(FlightRecord)
 
 
 def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord | None:
-    """The record of this request, or None for anything that this cluster could not have written."""
+    """The record of this request, or None for data that a router of this version and this model can't have written."""
     try:
         record = _ADAPTER.validate_json(data)
     except ValidationError:
         return None
     if _keys(json.loads(data)) != _keys(json.loads(record.to_json())):
-        # Of another version of the router: what this one does not know may matter.
+        # Written by another version of the router: a field that this version does not know may matter.
         return None
     request = record.request
     params = request.sampling_params

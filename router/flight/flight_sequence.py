@@ -1,4 +1,4 @@
-"""One of a flight's sequences: its tokens from several legs and attempts, and how it ended."""
+"""One sequence of a flight: its tokens, merged from several legs and attempts, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.flight.output_merge import OutputMerge
 
 @value(frozen=True, slots=True)
 class SequenceEnd:
-    """What the node said of the output's end; it may be known before all tokens are."""
+    """The end of the output, as a node reported it; it may come before the last tokens do."""
 
     num_tokens: int
     outcome: Outcome
@@ -21,48 +21,52 @@ class SequenceEnd:
 
 
 class FlightSequence:
-    """What came of it in all attempts, and how far the running attempt is. Once closed it takes nothing any more."""
+    """Collects the tokens of one sequence over all attempts. A closed sequence takes no tokens any more."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.is_closed = False
-        """The client has all of it."""
+        """Whether the client has the whole sequence."""
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
         self._merge = OutputMerge()
         self._num_attempt_tokens = 0
+        """How long the output is as far as the running attempt has sent it, the tokens that it was given included."""
         self._end: SequenceEnd | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens given out so far."""
+        """Number of tokens given to the client so far."""
         return len(self._merge.token_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Those given out so far; a view that grows."""
+        """The tokens given to the client so far; a view that grows."""
         return self._merge.token_ids
 
     @property
     def is_complete(self) -> bool:
-        """All tokens up to the end that the running attempt named are out."""
+        """Whether all tokens up to the end that the running attempt reported were given to the client."""
         return self._end is not None and self.num_tokens >= self._end.num_tokens
 
     def begin_attempt(self, num_known: int = 0) -> None:
-        """Everything comes again, but for so many tokens that the nodes were given."""
+        """Expect all tokens again from a new attempt, without the first `num_known`, which its nodes were given."""
         self._merge.begin_attempt()
         self._num_attempt_tokens = num_known
         self._end = None
 
-    def takes_next(self, delta: RequestDelta) -> bool:
-        """Whether the delta's tokens simply follow: then they are out now. `take` is for all others."""
+    def take_if_next(self, delta: RequestDelta) -> bool:
+        """Take a delta whose tokens continue the output, and return True. False: nothing is taken; see `take`."""
         if self.is_closed or self._end is not None or not self._merge.append(delta.first_index, delta.token_ids):
             return False
         self._num_attempt_tokens = len(self._merge.token_ids)
         return True
 
     def take(self, delta: RequestDelta) -> EmitTokens | None:
-        """Take a delta of the running attempt; what became complete by it. Raises StreamDiverged."""
+        """Take a delta of the running attempt; returns the tokens that can be given to the client now.
+
+        Raises StreamDiverged when a token differs from one that an earlier attempt gave for its index.
+        """
         run = None
         if delta.token_ids:
             run = self._merge.add(delta.first_index, delta.token_ids, delta.logprobs)
@@ -76,17 +80,20 @@ class FlightSequence:
         return EmitTokens(run.first_index, run.token_ids, run.logprobs, ends, self.index)
 
     def end_if_complete(self) -> SequenceEnd | None:
-        """How its nodes say that it ended, once the client has all of it and does not know. Raises StreamDiverged when
-        it has more than they say there is.
+        """The reported end of the output, once the client has all tokens before it; None until then, and when closed.
+
+        Raises StreamDiverged when the client has more tokens than the running attempt has.
         """
         end = self._end
         if self.is_closed or end is None or not self.is_complete:
             return None
         if self.num_tokens > end.num_tokens:
-            raise StreamDiverged(f"a later attempt ended after {end.num_tokens} tokens, {self.num_tokens} are out")
+            raise StreamDiverged(
+                f"a later attempt ended after {end.num_tokens} tokens, the client has {self.num_tokens}"
+            )
         return end
 
     def close(self, finish_reason: str, stop_reason: int | str | None) -> None:
-        """It is over."""
+        """End the sequence for the client."""
         self.is_closed = True
         self.finish_reason, self.stop_reason = finish_reason, stop_reason

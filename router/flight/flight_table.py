@@ -1,11 +1,11 @@
-"""A flight's states and the table of its transitions; what comes in and what goes out, as values.
+"""A flight's states and the table of its transitions, its events, and the effects that it returns, as values.
 
 A flight is one client request from admission to its single terminal state:
 
-    PLACING     waits for its first pair of nodes
-    PREFILLING  its legs are sent; no token of this attempt has come
-    STREAMING   tokens of this attempt come
-    RETRYING    an attempt failed; waits for another pair
+    PLACING     waits for its first nodes
+    PREFILLING  its legs are sent; no token of this attempt has arrived
+    STREAMING   tokens of this attempt arrive
+    RETRYING    an attempt failed; the flight waits for other nodes
     FINISHED, FAILED, CANCELLED: final, and nothing that arrives later changes anything
 """
 
@@ -25,7 +25,7 @@ from router.placement.placement import Placement
 
 
 class FlightState(enum.Enum):
-    """Where a flight is."""
+    """The state of a flight."""
 
     PLACING = "placing"
     PREFILLING = "prefilling"
@@ -39,7 +39,7 @@ class FlightState(enum.Enum):
 
 
 class FlightStep(enum.Enum):
-    """What moves a flight on; the events below come down to these."""
+    """The steps of the table, to which the events below come down."""
 
     PLACED = enum.auto()
     TOKENS = enum.auto()
@@ -78,7 +78,7 @@ FLIGHT_TABLE: Final[dict[tuple[FlightState, FlightStep], FlightState]] = {
 
 @value(frozen=True, slots=True)
 class Placed:
-    """Nodes were chosen: the answer to `Place`."""
+    """Nodes were chosen for an attempt: the answer to `Place`."""
 
     placement: Placement
 
@@ -93,24 +93,24 @@ class Delta:
 
 @value(frozen=True, slots=True)
 class NodeGone:
-    """An incarnation died or fell silent."""
+    """A node's incarnation has ended, or does not answer any more."""
 
     incarnation: str
     reason: str
     lost_together: Set[str] = frozenset()
-    """The incarnations that the router lost within the same few seconds, this one among them."""
+    """The incarnations that the router lost within the same few seconds, this one included."""
 
 
 @value(frozen=True, slots=True)
 class LinkBack:
-    """The stream to an incarnation was cut and is open again: what runs there for this flight waits to be adopted."""
+    """The stream to an incarnation was cut and is open again: the leg that runs there waits to be adopted."""
 
     incarnation: str
 
 
 @value(frozen=True, slots=True)
 class StopStringFound:
-    """The text of a sequence's tokens given out so far contains a stop string."""
+    """The text of a sequence contains a stop string."""
 
     stop: str
     sequence_index: int = 0
@@ -118,46 +118,46 @@ class StopStringFound:
 
 @value(frozen=True, slots=True)
 class Cancel:
-    """The client went away or asked to stop."""
+    """The client closed its stream or cancelled the request."""
 
     reason: str
 
 
 @value(frozen=True, slots=True)
 class GiveUp:
-    """The router ends the flight: deadline, nobody to serve it, a reader that does not read, shutdown."""
+    """The router ends the flight: its deadline passed, no node can serve it, its client does not read, shutdown."""
 
     error: BatonError
 
 
 @value(frozen=True, slots=True)
-class LetGo:
-    """The router ends: another one is to go on with what the nodes run for it."""
+class LeaveToOtherRouter:
+    """This router shuts down: another one is to continue the attempt, which its nodes keep running."""
 
     error: BatonError
 
 
-FlightEvent: TypeAlias = Placed | Delta | NodeGone | LinkBack | StopStringFound | Cancel | GiveUp | LetGo
+FlightEvent: TypeAlias = Placed | Delta | NodeGone | LinkBack | StopStringFound | Cancel | GiveUp | LeaveToOtherRouter
 
 
 class AttemptCause(enum.Enum):
-    """Why there is an attempt; the value is what operators see."""
+    """Why an attempt was made; operators see the value."""
 
     FIRST = "first"
     NODE_LOST = "node_lost"
     KV_LOST = "kv_lost"
     REFUSED = "refused"
     GIVEN_UP = "given_up"
-    """Its node aborted the one before."""
+    """A node aborted the attempt before."""
     RESUMED = "resumed"
-    """Its client came back, and the nodes of the one before are not there any more..."""
+    """The client came back, and the nodes of the attempt before are gone."""
     NOT_KEPT = "not_kept"
-    """... or are, and have nothing of it."""
+    """The attempt before was to be adopted, but its node has nothing of it."""
 
 
 @value(frozen=True, slots=True)
 class Place:
-    """Choose nodes for this attempt, none of `exclude`."""
+    """Choose nodes for this attempt; avoid the incarnations in `exclude`."""
 
     attempt: int
     exclude: frozenset[str]
@@ -174,7 +174,7 @@ class SubmitLeg:
 
 @value(frozen=True, slots=True)
 class AdoptLeg:
-    """Tell a node that an attempt which another router began, or this one on an earlier stream, is ours from now on."""
+    """Tell a node that this flight continues an attempt that another router began, or this one on an earlier stream."""
 
     incarnation: str
     adopt: Adopt
@@ -183,7 +183,7 @@ class AdoptLeg:
 
 @value(frozen=True, slots=True)
 class AbortLeg:
-    """Tell a node that the attempt is over."""
+    """Tell a node that the attempt, or one sequence of it, is over."""
 
     incarnation: str
     abort: Abort
@@ -191,7 +191,7 @@ class AbortLeg:
 
 @value(frozen=True, slots=True)
 class LegEnded:
-    """The node no longer has this leg: it counts no more towards the node's load."""
+    """The node does not have this leg any more: it does not count towards the node's load from now on."""
 
     incarnation: str
     attempt: AttemptKey
@@ -205,13 +205,13 @@ class EmitTokens:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     ends_with_stop_token: bool
-    """The last one is the token that ended the text; it is no part of the text."""
+    """Whether the last token is a stop token, which is not part of the text."""
     sequence_index: int = 0
 
 
 @value(frozen=True, slots=True)
 class SequenceEnded:
-    """One of several sequences ended well. A flight of one sequence only finishes."""
+    """One of several sequences ended well. A flight of one sequence returns only `Finish`."""
 
     sequence_index: int
     finish_reason: str
@@ -227,7 +227,7 @@ class Finish:
     timings: StageTimings
     path: Path
     embedding: bytes = b""
-    """Of a request that embeds."""
+    """The embedding of the prompt, for a request that wants one (float32, little-endian)."""
 
 
 @value(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class Fail:
 
 @value(frozen=True, slots=True)
 class MovedAway:
-    """The flight goes on at another router; here it ended with this error."""
+    """Another router continues the flight; here it ends with this error."""
 
     error: BatonError
 

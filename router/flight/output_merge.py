@@ -1,4 +1,4 @@
-"""One flight's output, put together from several legs and attempts in the order of its indices."""
+"""The output of one sequence, merged from several legs and attempts in the order of the tokens' indices."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ class TokenRun:
 
 
 class OutputMerge:
-    """What is known of the output. Each index is given out once, in order; what comes again is compared.
+    """Merges the tokens of one sequence. Each index is given out once, in order; a token that comes again is compared.
 
-    A token is a function of the request alone, so a second attempt must repeat the first one's. One that does not is
-    never mixed in.
+    A token is a function of the request alone, so a later attempt must repeat the tokens of the earlier ones. One that
+    does not is an error, and its tokens are never mixed in.
     """
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        """The output so far, without a gap."""
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        """Tokens behind a gap, by index."""
 
     def begin_attempt(self) -> None:
-        """Forget what came too early: the next attempt sends it again."""
+        """Forget tokens behind a gap: the next attempt sends them again."""
         self._early.clear()
 
     def append(self, first_index: int, token_ids: Sequence[int]) -> bool:
-        """Take tokens that follow the output so far while nothing came too early; False, and nothing taken, for others.
+        """Take tokens that continue the output while it has no gap, and return True; False: nothing was taken.
 
-        They are complete at once. Nearly all tokens come so, and this costs a tenth of `add`.
+        Nearly all tokens come so, and this costs a tenth of `add`.
         """
         if first_index != len(self.token_ids) or self._early:
             return False
@@ -44,7 +46,10 @@ class OutputMerge:
         return True
 
     def add(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> TokenRun | None:
-        """Take tokens from a leg; the run that became complete, if any. Raises StreamDiverged."""
+        """Take any tokens of a leg; returns those that now continue the output without a gap, if any.
+
+        Raises StreamDiverged when a token differs from the known one of its index.
+        """
         for offset, token in enumerate(token_ids):
             index = first_index + offset
             known = self._known(index)

@@ -1,7 +1,7 @@
-"""An answer that goes on behind what its client already has, and what another router's record says of its flight.
+"""Resuming a stream: an answer that continues behind what its client already has, and the nodes of its flight's record.
 
 Text is made token by token, so a text that is cut at a token's index is exact: what lies before the cut is computed,
-since the rest depends on it, and left out. Positions are `Chunk.next_position`.
+since the rest depends on it, and then left out. Positions are `Chunk.next_position`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_positions(request: ValidRequest, positions: Sequence[int]) -> None:
 
 
 class ResumedAnswer(Answer):
-    """An answer from these positions on, for each sequence that the client gets; missing ones are 0."""
+    """An answer from a position on in each sequence that the client gets; positions that are missing are 0."""
 
     __slots__ = ("_begin",)
 
@@ -49,10 +49,10 @@ class ResumedAnswer(Answer):
         return self.push(EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, delta.sequence_index))
 
     def _cut(self, tokens: EmitTokens) -> Iterable[EmitTokens]:
-        """The same tokens in pieces, none of which lies on both sides of where the client goes on."""
+        """The same tokens in pieces, none of which lies on both sides of the client's position."""
         count = len(tokens.token_ids)
-        if self._is_choice:
-            # Which sequence becomes whose place in the answer is not known yet.
+        if self._is_best_of:
+            # Which sequence gets which place in the answer is not known yet.
             cuts = list(range(1, count))
         else:
             at = self._begin[tokens.sequence_index] - tokens.first_index
@@ -67,10 +67,10 @@ class ResumedAnswer(Answer):
             )
 
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
-        if not self._is_choice and chunk.next_position <= self._begin[index]:
+        if not self._is_best_of and chunk.next_position <= self._begin[index]:
             return ()
         if not chunk.token_ids and not chunk.text:
-            # A piece behind a stop string.
+            # A piece after a stop string.
             return ()
         return super()._give(index, chunk)
 
@@ -81,23 +81,23 @@ class ResumedAnswer(Answer):
 def replayed(
     answer: Answer, sequences: Sequence[FlightSequence], logprobs: Sequence[Sequence[TokenLogprobs]]
 ) -> Sequence[GenerateEvent]:
-    """The events of a new answer for all that a live flight has brought so far, but for its end."""
+    """The events of a new answer for all tokens of a live flight so far, without its end."""
     events: list[GenerateEvent] = []
     for sequence in sequences:
-        events += _told_tokens(answer, sequence, logprobs[sequence.index] if logprobs else ())
+        events += _replayed_sequence(answer, sequence, logprobs[sequence.index] if logprobs else ())
         if sequence.is_closed and len(sequences) > 1:
             ended = SequenceEnded(sequence.index, sequence.finish_reason, sequence.stop_reason)
             events += answer.end_sequence(ended)
     return events
 
 
-def _told_tokens(
+def _replayed_sequence(
     answer: Answer, sequence: FlightSequence, logprobs: Sequence[TokenLogprobs]
 ) -> Sequence[GenerateEvent]:
     tokens = tuple(sequence.token_ids)
     events: list[GenerateEvent] = []
     ends = sequence.is_closed and isinstance(sequence.stop_reason, int)
-    # Those of the first tokens may be missing: an attempt that was adopted did not know them.
+    # The first tokens may have none: an attempt that was adopted does not know them.
     at = len(tokens) - len(logprobs) if logprobs else 0
     if at:
         events += answer.push(EmitTokens(0, tokens[:at], (), False, sequence.index))
@@ -106,12 +106,12 @@ def _told_tokens(
     return events
 
 
-def where_it_runs(
+def placement_in_record(
     record: FlightRecord, positions: Sequence[int], attached: Mapping[str, NodeDescription]
 ) -> Placement | None:
-    """The nodes of the record's attempt, by incarnation; None where nobody can be asked for all that is missing.
+    """The nodes of the record's attempt; None if they can't give the client everything that it lacks.
 
-    Without its prefill node the decode node is asked alone: it knows whether it needs that any more.
+    If only the prefill node is gone, the decode node is asked alone: it knows whether it still needs the other one.
     """
     decode = attached.get(record.decode)
     if decode is None:

@@ -1,4 +1,4 @@
-"""From a request's tokens to what its client reads: text piece by piece, cut before the first stop string."""
+"""Makes text from the tokens of a sequence, piece by piece, and cuts it before the first stop string."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.text.stop_strings import StopStrings
 
 
 class TextCodec(Protocol):
-    """What the router asks of a tokenizer; `baton.text.tokenizer.Tokenizer` is one."""
+    """The tokenizer as the router uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -22,7 +22,7 @@ class TextCodec(Protocol):
 
 
 class TextStream:
-    """One request's text. Works token by token, so that the result does not depend on how tokens were grouped."""
+    """The text of one sequence. It is made token by token, so the result does not depend on how tokens were grouped."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_plain", "_search", "num_tokens")
 
@@ -30,10 +30,10 @@ class TextStream:
         self._detokenizer = codec.detokenizer() if codec is not None else None
         self._search = StopStrings(stop)
         self._plain = self._detokenizer if self._search.is_off else None
-        """Where text goes out as it comes."""
+        """The detokenizer, if there are no stop strings to search for: its text is given out as it is."""
         self._min_tokens = min_tokens
         self.num_tokens = 0
-        """Tokens up to now, or up to the one that completed a stop string."""
+        """Number of tokens so far, or up to the token that completed a stop string."""
 
     @property
     def found(self) -> str | None:
@@ -48,7 +48,7 @@ class TextStream:
         *,
         ends_with_stop_token: bool = False,
     ) -> Chunk:
-        """The chunk for these tokens; none of those behind a stop string, and no text of a stop token at the end."""
+        """The chunk for these tokens, without those after a stop string and without a stop token's text."""
         if self._plain is not None and not ends_with_stop_token:
             self.num_tokens += len(token_ids)
             push = self._plain.push
@@ -75,7 +75,7 @@ class TextStream:
         return Chunk(first_index, token_ids[:taken], "".join(text), logprobs[:taken])
 
     def finish(self) -> str:
-        """The text that was held back, when no token follows. May find a stop string."""
+        """The text that was held back, once no token follows. It may contain a stop string."""
         if self.found is not None or self._detokenizer is None:
             return ""
         return self._search.push(self._detokenizer.finish()) + self._search.finish()

@@ -1,15 +1,16 @@
-"""Where requests' time went: stages that sum up exactly to the time to the first token, and to the latency.
+"""Timelines: where a request's time went, in stages that add up exactly to its time to first token and its latency.
 
 The rules:
 
 1. Clocks of different processes are never compared. The router's clock says how long the whole took, in whole
    nanoseconds; a node says how long it had the request, by its own.
-2. Both legs of an attempt are sent at the same moment. So of what the decode node did with the request, what lies
-   within the time that the first token took has cost nothing, and is no stage: what is beyond it is.
-3. What nobody had it for was spent between two processes, on the wire or in front of a busy loop: `relay`.
-4. No stage is negative and none exceeds what is left of the whole: should measurements contradict each other, the later
-   stages are cut, so that the sum stays true.
-5. Attempts that failed are one stage, `lost`: what they did was for nothing.
+2. Both legs of an attempt are sent at the same moment. So the part of the decode node's work that lies within the time
+   to the first token has cost nothing and is no stage; the part after it is.
+3. Time in which no process had the request was spent between two processes, on the wire or in front of a busy event
+   loop: the stage `relay`.
+4. No stage is negative, and none is longer than the rest of the whole: if measurements contradict each other, the later
+   stages are cut, so that the sum stays right.
+5. All attempts that failed are one stage, `lost`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cachetools import FIFOCache
 
 from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
-from router.flight.flight_leg import Measured
+from router.flight.flight_leg import AttemptTimings
 
 _KEPT = 2048
 _NOTHING = StageTimings()
@@ -30,42 +31,45 @@ _NOTHING = StageTimings()
 
 @dataclass(slots=True)
 class Moments:
-    """When what happened to a request at its router, in seconds on the router's clock."""
+    """The moments of a request at its router, in seconds on the router's clock."""
 
     received: float
     admitted: float
     placed: float | None = None
-    """When nodes were found for the first time."""
+    """When nodes were found for the first attempt."""
     placed_last: float | None = None
-    """Likewise, for the attempt that ran last..."""
+    """When nodes were found for the last attempt."""
     placed_for_first: float | None = None
-    """... and for the one that brought the first token."""
+    """When nodes were found for the attempt that brought the first token."""
     first_token: float | None = None
 
 
 @dataclass(slots=True)
-class Traced:
-    """What is kept of a request that is over."""
+class EndedRequest:
+    """The facts about a request that are kept when it has ended."""
 
     request_id: str
     moments: Moments
-    ended: float
+    ended_at: float
+    """Seconds on the router's clock."""
     state: str
+    """The final state of its flight."""
     detail: str
+    """The finish reason, or the error's message."""
     attempts: int
     is_adopted: bool
-    """Its first attempt here was begun by another router."""
-    first: Measured
-    """What the nodes had said when the first token came."""
-    last: Measured
-    """What they had said at the end."""
+    """Whether its first attempt here was begun by another router."""
+    at_first_token: AttemptTimings
+    """The timings that the nodes had reported when the first token came."""
+    at_end: AttemptTimings
+    """The timings that the nodes had reported at the end."""
     prompt_tokens: int
     completion_tokens: int
     trace_id: str = ""
 
 
 class _Part(NamedTuple):
-    """What one process says it had the request for."""
+    """One stage of a node's work on a request, with the duration that the node reported."""
 
     name: str
     where: str
@@ -73,53 +77,53 @@ class _Part(NamedTuple):
 
 
 class TimelineLog:
-    """The latest requests of one router that are over. Bounded; timelines are made when somebody asks."""
+    """Keeps the latest ended requests of one router, a bounded number. Timelines are made when they are asked for."""
 
     def __init__(self, kept: int = _KEPT) -> None:
-        self._by_request: FIFOCache[str, Traced] = FIFOCache(kept)
+        self._by_request: FIFOCache[str, EndedRequest] = FIFOCache(kept)
 
-    def record(self, traced: Traced) -> None:
-        """One more; of two with one name the later one is kept."""
-        self._by_request.pop(traced.request_id, None)  # so that the latest is the last in the cache's order, too
-        self._by_request[traced.request_id] = traced
+    def add(self, request: EndedRequest) -> None:
+        """Keep a request; of two with the same id only the later one stays."""
+        self._by_request.pop(request.request_id, None)  # so that the latest is the last in the cache's order, too
+        self._by_request[request.request_id] = request
 
-    def latest(self) -> Iterator[Traced]:
-        """The latest first."""
+    def latest(self) -> Iterator[EndedRequest]:
+        """All kept requests, the latest first."""
         return reversed([*self._by_request.values()])
 
-    def of(self, request_id: str) -> Traced | None:
-        """What there is of a request; None if it is unknown, not over or long ago."""
+    def find(self, request_id: str) -> EndedRequest | None:
+        """The ended request; None if it is unknown, has not ended, or ended too long ago."""
         return self._by_request.get(request_id)
 
 
-def timeline(traced: Traced, router: str, now: float) -> Timeline:
-    """Where its time went; `router` is the name of the one that served it, `now` seconds on its clock."""
-    moments, last = traced.moments, traced.last
+def timeline(request: EndedRequest, router: str, now: float) -> Timeline:
+    """The timeline of a request. `router`: the name of the router that served it; `now`: seconds on its clock."""
+    moments, last = request.moments, request.at_end
     prompt, decode = last.prompt or _NOTHING, last.decode or _NOTHING
     first_at = None if moments.first_token is None else _ns(moments.first_token)
     return Timeline(
-        request_id=traced.request_id,
-        state=traced.state,
-        detail=traced.detail,
-        age_s=max(0.0, now - traced.ended),
-        attempts=traced.attempts,
+        request_id=request.request_id,
+        state=request.state,
+        detail=request.detail,
+        age_s=max(0.0, now - request.ended_at),
+        attempts=request.attempts,
         prefill_node=last.prompt_node if last.decode_node else "",
         decode_node=last.decode_node or last.prompt_node,
-        prompt_tokens=traced.prompt_tokens,
-        completion_tokens=traced.completion_tokens,
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.completion_tokens,
         cached_tokens=prompt.cached_tokens,
         kv_bytes=decode.kv_bytes,
         kv_read_ns=_of_ms(decode.transfer_ms),
         ttft_ns=None if first_at is None else first_at - _ns(moments.received),
-        total_ns=_ns(traced.ended) - _ns(moments.received),
-        stages=_joined(_stages(traced, router)),
-        trace_id=traced.trace_id,
+        total_ns=_ns(request.ended_at) - _ns(moments.received),
+        stages=_joined(_stages(request, router)),
+        trace_id=request.trace_id,
     )
 
 
-def _stages(traced: Traced, router: str) -> Iterator[TimelineStage]:
-    moments = traced.moments
-    ended, admitted = _ns(traced.ended), _ns(moments.admitted)
+def _stages(request: EndedRequest, router: str) -> Iterator[TimelineStage]:
+    moments = request.moments
+    ended, admitted = _ns(request.ended_at), _ns(moments.admitted)
     yield TimelineStage("admit", router, admitted - _ns(moments.received))
     if moments.placed is None:
         yield TimelineStage("queue", router, ended - admitted)
@@ -129,37 +133,37 @@ def _stages(traced: Traced, router: str) -> Iterator[TimelineStage]:
     if moments.first_token is None:
         last = _ns(moments.placed_last or moments.placed)
         yield TimelineStage("lost", router, last - placed)
-        yield TimelineStage("unfinished", _between(router, traced.last.prompt_node), ended - last)
+        yield TimelineStage("unfinished", _between(router, request.at_end.prompt_node), ended - last)
         return
     first_token, of_first = _ns(moments.first_token), _ns(moments.placed_for_first or moments.placed)
     yield TimelineStage("lost", router, of_first - placed)
-    yield from _until_first(traced, router, first_token - of_first)
-    yield from _until_end(traced, router, first_token, ended)
+    yield from _until_first(request, router, first_token - of_first)
+    yield from _until_end(request, router, first_token, ended)
 
 
-def _until_first(traced: Traced, router: str, window_ns: int) -> Iterable[TimelineStage]:
-    """From the placement of the attempt that brought the first token."""
-    first = traced.first
-    if _is_replayed(traced):
+def _until_first(request: EndedRequest, router: str, window_ns: int) -> Iterable[TimelineStage]:
+    """The stages from the placement of the attempt that brought the first token until that token."""
+    first = request.at_first_token
+    if _is_replayed(request):
         return [TimelineStage("adopt", _between(router, first.decode_node or first.prompt_node), window_ns)]
-    if first.prompt is None and _is_one_attempt(traced):
-        # The decode node was quicker to say it.
-        first = first._replace(prompt=traced.last.prompt)
+    if first.prompt is None and _is_one_attempt(request):
+        # The first token came from the decode node before the prefill node had reported its timings.
+        first = first._replace(prompt=request.at_end.prompt)
     parts = _prompt_chain(first)
     if first.decode is not None:
         parts += _beyond(_length(parts), _chain(first.decode_node, first.decode))
     return _cut(window_ns, parts, _Part("relay", _between(router, first.prompt_node), 0))
 
 
-def _until_end(traced: Traced, router: str, first_token: int, ended: int) -> Iterator[TimelineStage]:
-    """From the first token."""
-    last, begun = traced.last, first_token
+def _until_end(request: EndedRequest, router: str, first_token: int, ended: int) -> Iterator[TimelineStage]:
+    """The stages from the first token to the end."""
+    last, begun = request.at_end, first_token
     node = last.decode_node or last.prompt_node
     chain = _chain(node, (last.decode if last.decode_node else last.prompt) or _NOTHING)
-    if _is_one_attempt(traced):
-        parts = _beyond(_told_by_then(traced, first_token, chain), chain)
+    if _is_one_attempt(request):
+        parts = _beyond(_told_by_then(request, first_token, chain), chain)
     else:
-        begun = max(first_token, _ns(traced.moments.placed_last or 0.0))
+        begun = max(first_token, _ns(request.moments.placed_last or 0.0))
         yield TimelineStage("lost", router, begun - first_token, True)
         parts = _prompt_chain(last) if last.decode_node else []
         parts += _beyond(_length(parts), chain)
@@ -169,29 +173,29 @@ def _until_end(traced: Traced, router: str, first_token: int, ended: int) -> Ite
     yield from _cut(ended - begun, parts, rest, after_first_token=True)
 
 
-def _told_by_then(traced: Traced, first_token: int, chain: Sequence[_Part]) -> int:
-    """How much of what the node that decodes did lies before the first token."""
-    first = traced.first
+def _told_by_then(request: EndedRequest, first_token: int, chain: Sequence[_Part]) -> int:
+    """How much of the work of the node that decodes lies before the first token, in nanoseconds."""
+    first = request.at_first_token
     told = first.decode if first.decode_node else first.prompt
     if told is not None:
         return _length(_chain("", told))
-    if _is_replayed(traced):
+    if _is_replayed(request):
         return _length(chain[:-1])
-    return first_token - _ns(traced.moments.placed_for_first or 0.0)
+    return first_token - _ns(request.moments.placed_for_first or 0.0)
 
 
-def _is_one_attempt(traced: Traced) -> bool:
+def _is_one_attempt(request: EndedRequest) -> bool:
     """Whether the attempt that brought the first token also brought the last one."""
-    return traced.moments.placed_for_first == traced.moments.placed_last
+    return request.moments.placed_for_first == request.moments.placed_last
 
 
-def _is_replayed(traced: Traced) -> bool:
-    """Whether the first token is of an attempt that began at another router: its nodes say how long it took there."""
-    return traced.is_adopted and traced.moments.placed_for_first == traced.moments.placed
+def _is_replayed(request: EndedRequest) -> bool:
+    """Whether the first token is of an attempt that began at another router, so that its node replayed it."""
+    return request.is_adopted and request.moments.placed_for_first == request.moments.placed
 
 
 def _chain(node: str, timings: StageTimings) -> list[_Part]:
-    """What one node did with a request, one after the other, from the moment at which it came there."""
+    """The stages of one node's work on a request, in order, from the moment at which the node received it."""
     return [
         _Part("queue", node, _of_ms(timings.queue_ms)),
         _Part("transfer", node, _of_ms(timings.intake_ms)),
@@ -200,8 +204,8 @@ def _chain(node: str, timings: StageTimings) -> list[_Part]:
     ]
 
 
-def _prompt_chain(measured: Measured) -> list[_Part]:
-    """Up to the first token."""
+def _prompt_chain(measured: AttemptTimings) -> list[_Part]:
+    """The stages of the node that computes the prompt, up to the first token."""
     return _chain(measured.prompt_node, measured.prompt or _NOTHING)[:-1]
 
 
@@ -210,7 +214,7 @@ def _length(chain: Iterable[_Part]) -> int:
 
 
 def _beyond(begin_ns: int, chain: Iterable[_Part]) -> list[_Part]:
-    """What of it lies beyond a moment."""
+    """The parts of a chain that lie after its first `begin_ns` nanoseconds."""
     parts, at = list[_Part](), 0
     for part in chain:
         at += part.duration_ns
@@ -221,7 +225,7 @@ def _beyond(begin_ns: int, chain: Iterable[_Part]) -> list[_Part]:
 def _cut(
     window_ns: int, parts: Iterable[_Part], rest: _Part, *, after_first_token: bool = False
 ) -> Iterator[TimelineStage]:
-    """The parts in order as far as the window goes, and what is left of it."""
+    """The parts in order, cut to the window; `rest` names the stage that gets what is left of the window."""
     left_ns = window_ns
     for part in parts:
         duration_ns = min(left_ns, max(0, part.duration_ns))
@@ -231,7 +235,7 @@ def _cut(
 
 
 def _joined(stages: Iterable[TimelineStage]) -> Sequence[TimelineStage]:
-    """Without empty ones; what a process went on with is one stage."""
+    """The stages without empty ones; neighbours that differ only in their durations become one."""
     joined: list[TimelineStage] = []
     for stage in stages:
         if joined and replace(joined[-1], duration_ns=stage.duration_ns) == stage:

@@ -163,7 +163,7 @@ class Flaps(Schedule):
         await super()._ask(number)
 
     def _placed_again(self, dispatcher: Dispatcher, request_id: str, attempt: int, cause: str) -> None:
-        run = dispatcher.requests.run_of(request_id)
+        run = dispatcher.requests.find(request_id)
         assert run is not None
         self.had_when_placed_again.append(run.flight.num_output_tokens)
 

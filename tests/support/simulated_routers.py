@@ -69,7 +69,7 @@ class SimulatedRouter:
     async def stop(self) -> None:
         """As SIGTERM does once the time to drain is over."""
         self.dispatcher.drain()
-        self.dispatcher.let_go_of_all()
+        self.dispatcher.leave_all_to_other_routers()
         # Whoever reads hears of it before the connections are closed.
         await self.dispatcher.idle()
         await self.kill()

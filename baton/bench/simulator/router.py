@@ -250,7 +250,7 @@ class SimulatedRouter:
 
     def _submit(self, incarnation: str, submit: Submit) -> None:
         """A submit arrives; one that was aborted meanwhile is dropped."""
-        run, node = self._requests.run_of(submit.attempt.request_id), self._nodes.get(incarnation)
+        run, node = self._requests.find(submit.attempt.request_id), self._nodes.get(incarnation)
         if node is not None and run is not None and not run.flight.is_over and run.flight.key == submit.attempt:
             node.submit(submit)
 
@@ -263,7 +263,7 @@ class SimulatedRouter:
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
         client = SimulatedClient(request, request_id, planned_s, self._turns, self._read, self._end)
         self.num_open += 1
-        self._requests.begin(self._requests.open(valid, Answer(None, valid), client, self._timeline.now))
+        self._requests.start(self._requests.open(valid, Answer(None, valid), client, self._timeline.now))
 
     def _params_for(self, output_length: int) -> SamplingParams:
         length = max(1, output_length)
@@ -273,7 +273,7 @@ class SimulatedRouter:
         return params
 
     def _run_of(self, client: SimulatedClient) -> ActiveRequest:
-        run = self._requests.run_of(client.request_id)
+        run = self._requests.find(client.request_id)
         assert run is not None
         return run
 

@@ -32,10 +32,10 @@ def test_every_pair(state: NodeState, event: NodeEvent) -> None:
         life.feed(step)
     assert life.state is state
     assert NODE_TABLE.get((state, event)) is _LEGAL.get((state, event))
-    story = life.story
+    story = life.history
     check_pair(life.feed, lambda: life.state, event, row(_LEGAL, state), "node n")
     if (state, event) not in _LEGAL:
-        assert life.story == story
+        assert life.history == story
 
 
 async def test_a_second_drain_or_a_signal_after_a_drain_forces_nothing() -> None:

@@ -302,7 +302,7 @@ async def test_a_fault_of_the_router_ends_one_request_only() -> None:
             RequestDelta(first, 0, (97,), outcome=Outcome.LENGTH),
         )
         await good.finished()
-        with pytest.raises(Exception, match="the router failed at this request"):
+        with pytest.raises(Exception, match="the router failed while it handled this request"):
             await bad.finished()
 
 

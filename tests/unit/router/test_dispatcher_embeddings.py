@@ -55,7 +55,7 @@ async def test_a_prefill_node_alone_computes_it(policy: Policy) -> None:
         assert rig.nodes["d1"].inbox.empty()
         assert reader.chunks == []
         assert not rig.store.kept, "there is nothing to go on with"
-        traced = rig.dispatcher.requests.timelines.of("mine")
+        traced = rig.dispatcher.requests.timelines.find("mine")
         assert traced is not None
         spent = timeline(traced, "router-1", rig.timers.monotonic())
         assert sum(stage.duration_ns for stage in spent.stages) == spent.total_ns == spent.ttft_ns

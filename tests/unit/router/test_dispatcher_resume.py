@@ -46,7 +46,7 @@ def left_behind(
     takeover: int = 1,
 ) -> None:
     """Another router left word of its second attempt on these nodes."""
-    rig.journal(router).placed(request, THEIRS, Placement(first, second, "because"), takeover=takeover)
+    rig.journal(router).write(request, THEIRS, Placement(first, second, "because"), takeover=takeover)
 
 
 async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
@@ -280,7 +280,7 @@ async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
         for key in keys:
             request = replace(REQUEST, request_id=key.request_id)
-            rig.journal("router-0.a").placed(request, key, Placement(prefill(), decode(), "because"))
+            rig.journal("router-0.a").write(request, key, Placement(prefill(), decode(), "because"))
         readers = [rig.resume(key.request_id) for key in keys]
         for _ in keys:
             await rig.adopted("p1")
@@ -309,7 +309,7 @@ async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_l
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
         for key in keys:
             request = replace(REQUEST, request_id=key.request_id)
-            rig.journal("router-0.a").placed(request, key, Placement(None, decode(), "because"))
+            rig.journal("router-0.a").write(request, key, Placement(None, decode(), "because"))
         readers = [rig.resume(key.request_id) for key in keys]
         steps, counters = [0], rig.dispatcher.requests.counters
         while counters.adopted < count:

@@ -91,7 +91,7 @@ class Taker:
         self.is_broken = False
         self.num_woken = 0
         self._queue = queue
-        queue.hand_to(self._take)
+        queue.pass_chunks_to(self._take)
         self.task = asyncio.create_task(self._read())
 
     def _take(self, chunk: Chunk) -> bool:

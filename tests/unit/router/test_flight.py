@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Submit
-from router.flight.flight import MAX_SPARED, REFILL_TOKENS, UNRELATED_LOSSES, Flight
+from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
+from router.flight.flight import MIN_UNRELATED_NODES, Flight
 from router.flight.flight_table import (
     FLIGHT_TABLE,
     LIVE,
@@ -32,8 +33,8 @@ from router.flight.flight_table import (
     FlightState,
     FlightStep,
     GiveUp,
+    LeaveToOtherRouter,
     LegEnded,
-    LetGo,
     LinkBack,
     MovedAway,
     NodeGone,
@@ -94,7 +95,7 @@ def parse(line: str) -> FlightEvent:
         case "cancel":
             return Cancel("gone")
         case "let-go":
-            return LetGo(ContinuedElsewhere("this router ends"))
+            return LeaveToOtherRouter(ContinuedElsewhere("this router ends"))
     raise AssertionError(f"no such event: {line}")
 
 
@@ -133,7 +134,7 @@ def show(effect: FlightEffect) -> str:
 
 def tell(flight: Flight, event: FlightEvent, *, quick: bool) -> list[FlightEffect]:
     """The event's effects; `quick`: by the short way where the event may go it."""
-    if quick and isinstance(event, Delta) and flight.takes_next(event.incarnation, event.delta):
+    if quick and isinstance(event, Delta) and flight.take_if_next(event.incarnation, event.delta):
         delta = event.delta
         return [EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, delta.sequence_index)]
     return flight.handle(event)
@@ -148,7 +149,7 @@ def act(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect]:
         case "adopt":
             return flight.adopt(key(int(words[2])), placed(words[0], words[1]).placement, int(words[4]))
         case "settle":
-            return flight.settle(words[0])
+            return flight.end_adoption(words[0])
         case "takeover":
             flight.takeover = int(words[0])
             return []
@@ -169,7 +170,7 @@ def replay(conversation: str, *, quick: bool) -> str:
         elif line.startswith("= "):
             lines.append(f"= {flight.state.name}")
         elif line.startswith("stale "):
-            lines.append(f"stale {flight.stale_events}")
+            lines.append(f"stale {flight.num_stale_events}")
     return "\n".join(lines)
 
 
@@ -195,19 +196,19 @@ def test_tokens_that_flow_do_so_until_the_next_event(end: FlightEvent) -> None:
     flight.start()
     flight.handle(placed("p1", "d1"))
     flight.handle(Delta("d1.1", RequestDelta(first, 0, (10,))))
-    assert flight.takes_next("d1.1", RequestDelta(first, 1, (11,)))
-    assert flight.takes_next("d1.1", RequestDelta(first, 2, (12,)))
-    assert not flight.takes_next("d1.1", RequestDelta(first, 4, (14,))), "a gap"
+    assert flight.take_if_next("d1.1", RequestDelta(first, 1, (11,)))
+    assert flight.take_if_next("d1.1", RequestDelta(first, 2, (12,)))
+    assert not flight.take_if_next("d1.1", RequestDelta(first, 4, (14,))), "a gap"
     flight.handle(end)
     late = RequestDelta(first, 3, (13,))
-    assert not flight.takes_next("d1.1", late)
+    assert not flight.take_if_next("d1.1", late)
     assert flight.num_output_tokens == 3
     if not flight.is_over:
         flight.handle(placed("p2", "d2"))
-        assert not flight.takes_next("d1.1", late)
+        assert not flight.take_if_next("d1.1", late)
         flight.handle(Delta("p2.1", RequestDelta(key(2), 0, (10,))))
-        assert flight.takes_next("d2.1", RequestDelta(key(2), 3, (13,)))
-        assert not flight.takes_next("d1.1", RequestDelta(first, 4, (14,)))
+        assert flight.take_if_next("d2.1", RequestDelta(key(2), 3, (13,)))
+        assert not flight.take_if_next("d1.1", RequestDelta(first, 4, (14,)))
 
 
 EVENTS: dict[str, FlightEvent] = {
@@ -230,7 +231,7 @@ EVENTS: dict[str, FlightEvent] = {
     "stranger_back": LinkBack("d9.1"),
     "stop_string": StopStringFound("END"),
     "cancel": Cancel("gone"),
-    "let-go": LetGo(ContinuedElsewhere("this router ends")),
+    "let-go": LeaveToOtherRouter(ContinuedElsewhere("this router ends")),
     "deadline": GiveUp(DeadlineExceeded("late")),
 }
 F = FlightState
@@ -281,11 +282,11 @@ def flight_in(state: FlightState) -> Flight:
 @pytest.mark.parametrize("name", EVENTS)
 def test_every_state_and_event(state: FlightState, name: str) -> None:
     flight = flight_in(state)
-    story, tokens = flight.story, flight.num_output_tokens
+    story, tokens = flight.history, flight.num_output_tokens
     if (name, state) in ILLEGAL:
         with pytest.raises(IllegalEvent, match="so far"):
             flight.handle(EVENTS[name])
-        assert (flight.state, flight.story, flight.num_output_tokens) == (state, story, tokens)
+        assert (flight.state, flight.history, flight.num_output_tokens) == (state, story, tokens)
         return
     effects = flight.handle(EVENTS[name])
     assert flight.state is EXPECTED.get(name, {}).get(state, state)
@@ -354,8 +355,8 @@ def test_progress_refills_the_budget_and_a_request_that_kills_its_nodes_ends(
 
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_loss_together_with_nodes_that_it_never_used_is_not_charged_but_bounded(taken: bool) -> None:
-    assert lost_until_it_ends(0, unrelated=UNRELATED_LOSSES, taken=taken)[1] == MAX_SPARED + 1
-    assert lost_until_it_ends(0, unrelated=UNRELATED_LOSSES - 1, taken=taken)[1] == (3 if taken else 9)
+    assert lost_until_it_ends(0, unrelated=MIN_UNRELATED_NODES, taken=taken)[1] == MAX_UNRELATED_LOSSES + 1
+    assert lost_until_it_ends(0, unrelated=MIN_UNRELATED_NODES - 1, taken=taken)[1] == (3 if taken else 9)
 
 
 def test_losses_of_its_own_nodes_are_charged_however_many_they_are() -> None:

@@ -110,7 +110,7 @@ def test_a_record_is_as_small_for_a_prompt_of_131072_tokens_as_for_a_short_one()
         store = FakeFlightStore()
         journal = FlightJournal(FakeFlightRecords(store, "c"), "r.1", lambda: 0.0)
         request = ValidRequest("r", "m", prompt, SamplingParams(seed=1, max_tokens=100))
-        journal.placed(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), "because"))
+        journal.write(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), "because"))
         return len(store.kept["c", "r"].record)
 
     assert size(131_072) - size(1) < 8

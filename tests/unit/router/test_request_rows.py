@@ -18,7 +18,7 @@ from tests.support.router_rig import RouterRig, router_rig
 def rows(rig: RouterRig) -> list[RequestRow]:
     now = rig.timers.monotonic()
     requests = rig.dispatcher.requests
-    return [*running_rows(requests.runs(), "r0", now), *ended_rows(requests.timelines.latest(), "r0", now)]
+    return [*running_rows(requests.active_requests(), "r0", now), *ended_rows(requests.timelines.latest(), "r0", now)]
 
 
 async def test_a_request_passes_the_baton() -> None:

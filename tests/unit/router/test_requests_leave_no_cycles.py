@@ -89,7 +89,7 @@ async def test_a_request_that_is_over_is_freed(end: str, left: Callable[[], Coun
                 elif end == "fault":
                     rig.tell("d1", attempt, 2, "", Outcome.ERROR)
                 else:
-                    rig.dispatcher.let_go_of_all()
+                    rig.dispatcher.leave_all_to_other_routers()
                 with pytest.raises(grpc.aio.AioRpcError):
                     await read_to_its_end(stream)
             while not rig.nodes["d1"].inbox.empty():

@@ -20,7 +20,7 @@ from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
-from router.flight.resumption import ResumedAnswer, check_positions, replayed, where_it_runs
+from router.flight.resumption import ResumedAnswer, check_positions, placement_in_record, replayed
 from tests.support.router_parts import decode, key, prefill
 
 
@@ -103,9 +103,10 @@ class Script:
             push = EmitTokens(at[index], tokens, logprobs, is_end and self._stop_token, index)
             events += answer.push(push)
             at[index] = last
-            if is_end or answer.found(index) is not None:
+            if is_end or answer.stop_string_found(index) is not None:
                 live.remove(index)
-                end = ("stop", answer.found(index)) if answer.found(index) else ("length", None)
+                found = answer.stop_string_found(index)
+                end = ("stop", found) if found else ("length", None)
                 if len(self._outputs) > 1:
                     events += answer.end_sequence(SequenceEnded(index, *end))
         return [*events, *answer.finish(Finish(*end, StageTimings(), Path("", "", 1, "")))]
@@ -182,7 +183,7 @@ def test_a_live_flight_is_replayed_as_it_was(seed: int, stops: list[str]) -> Non
     sequence.take(RequestDelta(key(), 0, tuple(output[:cut])))
     answer = ResumedAnswer(PairCodec(), request, [position])
     events = list(replayed(answer, [sequence], ()))
-    if cut < 8 and answer.found(0) is None:
+    if cut < 8 and answer.stop_string_found(0) is None:
         events += answer.push(EmitTokens(cut, tuple(output[cut:]), (), False))
     events += answer.finish(Finish("length", None, StageTimings(), Path("", "", 1, "")))
     whole = Script(request, [output], stop_token=False, logprobs=False).play(Answer(PairCodec(), request), rng, 1)
@@ -223,14 +224,14 @@ def test_only_who_has_its_decode_node_can_ask_for_an_attempt() -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1))
     record = FlightRecord(request, 7, 1, "p1.1", "d1.1", 0, "router-0.a", 0.0)
     both = {node.incarnation: node for node in (prefill("p1"), decode("d1"))}
-    found = where_it_runs(record, [], both)
+    found = placement_in_record(record, [], both)
     assert found is not None
     assert (found.prefill, found.decode) == (prefill("p1"), decode("d1"))
-    alone = where_it_runs(record, [], {"d1.1": decode("d1")})
+    alone = placement_in_record(record, [], {"d1.1": decode("d1")})
     assert alone is not None
     assert alone.prefill is None
-    assert where_it_runs(record, [], {"p1.1": prefill("p1")}) is None
-    assert where_it_runs(record, [], {"d1.2": decode("d1", run=2)}) is None
+    assert placement_in_record(record, [], {"p1.1": prefill("p1")}) is None
+    assert placement_in_record(record, [], {"d1.2": decode("d1", run=2)}) is None
 
 
 @pytest.mark.parametrize(
@@ -241,4 +242,4 @@ def test_nodes_know_no_logprobs_of_tokens_that_they_were_given(
 ) -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, logprobs=logprobs))
     record = FlightRecord(request, 7, 2, "", "d1.1", 5, "router-0.a", 0.0)
-    assert (where_it_runs(record, [position], {"d1.1": decode("d1")}) is not None) is may_be_asked
+    assert (placement_in_record(record, [position], {"d1.1": decode("d1")}) is not None) is may_be_asked

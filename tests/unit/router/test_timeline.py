@@ -16,23 +16,23 @@ from baton.messages.ids import new_request_id
 from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
 from baton.wire.codec.operator import TIMELINE
-from router.flight.flight_leg import Measured
-from router.flight.timeline import Moments, TimelineLog, Traced, timeline
+from router.flight.flight_leg import AttemptTimings
+from router.flight.timeline import EndedRequest, Moments, TimelineLog, timeline
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
 
 NUM_REQUESTS = 1000
 
-PAIR = Traced(
+PAIR = EndedRequest(
     request_id="r",
     moments=Moments(10.0, 10.001, 10.003, 10.003, 10.003, 10.05),
-    ended=10.1,
+    ended_at=10.1,
     state="finished",
     detail="length",
     attempts=1,
     is_adopted=False,
-    first=Measured("p", StageTimings(queue_ms=4.0, prefill_ms=40.0, cached_tokens=16), "d"),
-    last=Measured(
+    at_first_token=AttemptTimings("p", StageTimings(queue_ms=4.0, prefill_ms=40.0, cached_tokens=16), "d"),
+    at_end=AttemptTimings(
         "p",
         StageTimings(queue_ms=4.0, prefill_ms=40.0, cached_tokens=16),
         "d",
@@ -53,9 +53,9 @@ def check(found: Timeline) -> None:
     assert [stage.after_first_token for stage in found.stages] == sorted(s.after_first_token for s in found.stages)
 
 
-def stages(traced: Traced) -> list[tuple[str, str, float, bool]]:
+def stages(request: EndedRequest) -> list[tuple[str, str, float, bool]]:
     """Names, places and milliseconds."""
-    found = timeline(traced, "router", 11.0)
+    found = timeline(request, "router", 11.0)
     check(found)
     return [(s.name, s.where, s.duration_ns / 1e6, s.after_first_token) for s in found.stages]
 
@@ -81,7 +81,9 @@ def test_a_pair() -> None:
 def test_one_node_does_it_all() -> None:
     told = StageTimings(queue_ms=4.0, prefill_ms=40.0, decode_ms=1.0)
     alone = replace(
-        PAIR, first=Measured("d", told), last=Measured("d", replace(told, decode_ms=46.0), is_complete=True)
+        PAIR,
+        at_first_token=AttemptTimings("d", told),
+        at_end=AttemptTimings("d", replace(told, decode_ms=46.0), is_complete=True),
     )
     assert [stage[:3] for stage in stages(alone)[5:]] == [("decode", "d", 45.0), ("relay", "d > router", 5.0)]
     found = timeline(alone, "router", 11.0)
@@ -89,18 +91,18 @@ def test_one_node_does_it_all() -> None:
 
 
 def test_a_node_that_was_not_asked_how_it_ended_decoded_to_the_end() -> None:
-    assert PAIR.last.decode is not None
-    told = PAIR.last._replace(decode=replace(PAIR.last.decode, decode_ms=8.0), is_complete=False)
-    assert [stage[:3] for stage in stages(replace(PAIR, last=told))[5:]] == [
+    assert PAIR.at_end.decode is not None
+    told = PAIR.at_end._replace(decode=replace(PAIR.at_end.decode, decode_ms=8.0), is_complete=False)
+    assert [stage[:3] for stage in stages(replace(PAIR, at_end=told))[5:]] == [
         ("transfer", "d", 2.0),
         ("decode", "d", 48.0),
     ]
 
 
 def test_what_overlaps_is_cut() -> None:
-    assert PAIR.last.decode is not None
-    longer = PAIR.last._replace(decode=replace(PAIR.last.decode, intake_ms=53.0))
-    assert [stage[:3] for stage in stages(replace(PAIR, last=longer))[5:]] == [
+    assert PAIR.at_end.decode is not None
+    longer = PAIR.at_end._replace(decode=replace(PAIR.at_end.decode, intake_ms=53.0))
+    assert [stage[:3] for stage in stages(replace(PAIR, at_end=longer))[5:]] == [
         ("transfer", "d", 7.0),
         ("decode", "d", 43.0),
     ]
@@ -108,7 +110,7 @@ def test_what_overlaps_is_cut() -> None:
 
 def test_a_decode_node_that_brings_the_first_token() -> None:
     """As a beam search's does, all at once."""
-    quicker = replace(PAIR, moments=replace(PAIR.moments, first_token=10.1), first=PAIR.last)
+    quicker = replace(PAIR, moments=replace(PAIR.moments, first_token=10.1), at_first_token=PAIR.at_end)
     assert [stage[:3] for stage in stages(quicker)[2:]] == [
         ("queue", "p", 4.0),
         ("prefill", "p", 40.0),
@@ -119,8 +121,8 @@ def test_a_decode_node_that_brings_the_first_token() -> None:
 
 
 def test_attempts_that_failed_are_lost_time() -> None:
-    others = PAIR.last._replace(prompt=None, decode=StageTimings(1.0, intake_ms=2.0, decode_ms=45.0))
-    again = replace(PAIR, moments=replace(PAIR.moments, placed_last=10.07), last=others, attempts=2)
+    others = PAIR.at_end._replace(prompt=None, decode=StageTimings(1.0, intake_ms=2.0, decode_ms=45.0))
+    again = replace(PAIR, moments=replace(PAIR.moments, placed_last=10.07), at_end=others, attempts=2)
     assert stages(again)[5:] == [
         ("lost", "router", 20.0, True),
         ("queue", "d", 1.0, True),
@@ -132,7 +134,9 @@ def test_attempts_that_failed_are_lost_time() -> None:
 
 
 def test_requests_that_did_not_get_that_far() -> None:
-    nobody = replace(PAIR, moments=Moments(10.0, 10.001), first=Measured(), last=Measured(), state="failed")
+    nobody = replace(
+        PAIR, moments=Moments(10.0, 10.001), at_first_token=AttemptTimings(), at_end=AttemptTimings(), state="failed"
+    )
     assert stages(nobody) == [("admit", "router", 1.0, False), ("queue", "router", 99.0, False)]
     no_token = replace(PAIR, moments=replace(PAIR.moments, first_token=None, placed_last=10.02), state="cancelled")
     assert [stage[:3] for stage in stages(no_token)[2:]] == [
@@ -141,7 +145,9 @@ def test_requests_that_did_not_get_that_far() -> None:
     ]
     adopted = replace(PAIR, is_adopted=True)
     assert [stage[:3] for stage in stages(adopted)[2:3]] == [("adopt", "router > d", 47.0)]
-    nodes_gone = replace(PAIR, moments=replace(PAIR.moments, placed_last=10.07), last=Measured(), state="failed")
+    nodes_gone = replace(
+        PAIR, moments=replace(PAIR.moments, placed_last=10.07), at_end=AttemptTimings(), state="failed"
+    )
     assert [stage[:3] for stage in stages(nodes_gone)[5:]] == [("lost", "router", 20.0), ("unfinished", "router", 30.0)]
 
 
@@ -153,30 +159,34 @@ timings = st.none() | st.builds(
     intake_ms=milliseconds,
     decode_ms=milliseconds,
 )
-measured = st.builds(Measured, st.sampled_from(["", "p"]), timings, st.sampled_from(["", "d"]), timings, st.booleans())
+measured = st.builds(
+    AttemptTimings, st.sampled_from(["", "p"]), timings, st.sampled_from(["", "d"]), timings, st.booleans()
+)
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=7, max_size=7).map(sorted), measured, measured, st.booleans())
-def test_it_sums_up_whatever_is_said(moments: list[float], first: Measured, last: Measured, is_adopted: bool) -> None:
+def test_it_sums_up_whatever_is_said(
+    moments: list[float], first: AttemptTimings, last: AttemptTimings, is_adopted: bool
+) -> None:
     received, admitted, placed, for_first, first_token, placed_last, ended = moments
-    traced = replace(
+    request = replace(
         PAIR,
         moments=Moments(received, admitted, placed, placed_last, for_first, first_token),
-        ended=ended,
-        first=first,
-        last=last,
+        ended_at=ended,
+        at_first_token=first,
+        at_end=last,
         is_adopted=is_adopted,
     )
-    check(timeline(traced, "router", ended))
-    same = replace(traced.moments, placed_last=for_first)
-    check(timeline(replace(traced, moments=same), "router", ended))
+    check(timeline(request, "router", ended))
+    same = replace(request.moments, placed_last=for_first)
+    check(timeline(replace(request, moments=same), "router", ended))
 
 
 def test_the_latest_are_kept() -> None:
     log = TimelineLog(kept=2)
     for name in ("a", "b", "a", "c"):
-        log.record(replace(PAIR, request_id=name))
-    assert [log.of(name) is not None for name in ("a", "b", "c")] == [True, False, True]
+        log.add(replace(PAIR, request_id=name))
+    assert [log.find(name) is not None for name in ("a", "b", "c")] == [True, False, True]
 
 
 async def ask(cluster: SimulatedCluster, rng: Random) -> Timeline:
@@ -186,9 +196,9 @@ async def ask(cluster: SimulatedCluster, rng: Random) -> Timeline:
     request = GenerateRequest(prompt, request_id, max_tokens=rng.randrange(1, 7), seed=1, **fields)
     answer = await cluster.generate(request)
     assert answer.finished is not None, answer.error
-    traced = cluster.dispatcher.requests.timelines.of(request_id)
-    assert traced is not None
-    found = timeline(traced, "router-0", 0.0)
+    request = cluster.dispatcher.requests.timelines.find(request_id)
+    assert request is not None
+    found = timeline(request, "router-0", 0.0)
     assert found.ttft_ns == pytest.approx(answer.finished.ttft_ms * 1e6, abs=2)
     assert found.total_ns == pytest.approx(answer.finished.total_ms * 1e6, abs=2)
     return found
@@ -217,7 +227,11 @@ def test_a_thousand_requests() -> None:
 
 
 def test_a_stage_that_nobody_measured_is_not_invented() -> None:
-    found = timeline(replace(PAIR, first=Measured("p", None, "d"), last=Measured("p", None, "d")), "router", 11.0)
+    found = timeline(
+        replace(PAIR, at_first_token=AttemptTimings("p", None, "d"), at_end=AttemptTimings("p", None, "d")),
+        "router",
+        11.0,
+    )
     assert [stage for stage in found.stages if stage.name == "relay"] == [
         TimelineStage("relay", "router > p", 47_000_000)
     ]

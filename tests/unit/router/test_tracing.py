@@ -131,7 +131,7 @@ async def test_a_router_gives_its_span_to_every_attempt() -> None:
     assert root.ended - root.begun >= 0.5
     assert root.attributes["baton.attempts"] == 2
     assert (root.attributes["gen_ai.usage.output_tokens"], root.error) == (1, "")
-    traced = rig.dispatcher.requests.timelines.of("r")
+    traced = rig.dispatcher.requests.timelines.find("r")
     assert traced is not None
     assert traced.trace_id == root.trace_id
 
@@ -151,7 +151,7 @@ async def test_what_another_router_goes_on_with_is_part_of_the_same_trace() -> N
         # Left behind by another one, whose nodes are here.
         theirs = replace(noted.request, request_id="s")
         nodes = Placement(prefill("p1"), decode("d1"), "because")
-        rig.journal("router-0.a").placed(theirs, AttemptKey("s", 1, 9), nodes, 0, noted.traceparent)
+        rig.journal("router-0.a").write(theirs, AttemptKey("s", 1, 9), nodes, 0, noted.traceparent)
         resumed = rig.resume("s")
         await rig.adopted("p1")
         rig.dispatcher.cancel("s")

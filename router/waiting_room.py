@@ -147,7 +147,7 @@ class WaitingRoom:
             active.ticket, active.waiting_since = ticket, now
             self._await_patience(active)
         else:
-            self._line(active).queue.leave(ticket)
+            self._line(active).queue.remove(ticket)
 
     def _let_in_fitting(self) -> None:
         """Nodes came or went: whoever may fit on one now waits with the others again."""
@@ -159,7 +159,7 @@ class WaitingRoom:
             demand = demand_of(active.request)
             if active.ticket is not None and any(size.holds(demand) for size in sizes):
                 del self._too_large[active]
-                self._line(active).queue.offer(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
+                self._line(active).queue.add(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
 
     def placed(self, active: ActiveRequest, at: float) -> None:
         """It has nodes, for the first time."""
@@ -177,12 +177,12 @@ class WaitingRoom:
             service_s = self._timers.monotonic() - active.placed_at
             times = self._line(active).queue.times
             num_tokens = active.flight.num_output_tokens
-            times.ended(first_token_at - active.placed_at, service_s, num_tokens, self._timers.monotonic())
+            times.add(first_token_at - active.placed_at, service_s, num_tokens, self._timers.monotonic())
 
     def leave(self, active: ActiveRequest) -> None:
         """It does not wait any more. Idempotent."""
         if active.ticket is not None:
-            self._line(active).queue.leave(active.ticket)
+            self._line(active).queue.remove(active.ticket)
             self._too_large.pop(active, None)
             active.ticket = None
         if active.wait_timer is not None:
@@ -279,7 +279,7 @@ class WaitingRoom:
         if active.ticket is not None:
             return
         line = self._line(active)
-        displaced = line.queue.offer(ticket, now, line.num_placed)
+        displaced = line.queue.add(ticket, now, line.num_placed)
         active.ticket, active.waiting_since = ticket, now
         self._await_patience(active)
         if displaced is not None:

@@ -1,20 +1,22 @@
-"""The queue in front of placement: who waits, in which order, and who is turned away. Pure: the clock is an argument.
+"""The queue in front of placement: which requests wait, in which order, and which are turned away.
 
-Nodes have queues of their own, and what waits there can neither be overtaken nor moved any more, and is lost with its
-node. So the router hands a node little more than it can run and keeps the rest here. The rules:
+Pure: the clock is an argument. Nodes have queues of their own, but a request that waits there can neither be overtaken
+nor moved any more, and is lost with its node. So the router gives a node little more than it can run and keeps the rest
+here. The rules:
 
-1. A full node gets no newcomer. Full is a node that has a headroom beyond what it runs at once, so that it never falls
-   idle between two reports. Nodes that don't say how much they run are never full.
-2. Whoever finds no node, or full ones only, waits; there is one queue for both (but one of text, and one of embeddings,
-   see `waiting_room`). First come those who have been placed before and lost their nodes: their clients are in
-   mid-stream. Then priority classes, in which waiting makes up for priority as on the nodes, so that nobody starves.
-3. The queue is bounded. When it is full the lowest class gives way to a better one, the newest of it first.
-4. A request that would be too late for its deadline, or for the first token that it hopes for, or whose tokens would
-   come more slowly than it hopes, is refused at once: the client has its time for something else. Only what is measured
-   of this very router counts, and of that the best. An idle node is worth a try: a pace that it can't keep is held
-   against it only while requests show it, so that a bad measurement does not keep away what would correct it.
-5. Who is turned away is told to come again when the queue is predicted to be empty; each a little differently, so that
-   they don't all come at once.
+1. A full node gets no new request. A node is full when it has some headroom beyond what it runs at once, so that it
+   never falls idle between two reports. Nodes that don't say how much they run are never full.
+2. A request that finds no node, or only full ones, waits; there is one queue for both (and another one for embeddings,
+   see `waiting_room`). First come requests that were placed before and lost their nodes: their clients are in
+   mid-stream. The others are ordered by priority, and waiting makes up for priority as on the nodes, so that no request
+   starves.
+3. The queue is bounded. When it is full, the newest request of the lowest priority gives way to one of a higher one.
+4. A request that is predicted to miss its deadline, its time to first token or its time per token is refused at once,
+   so that its client can go elsewhere. Only times that this router has measured count, and of those the best ones. An
+   idle node is always worth a try: a slow pace counts only while requests show it, so that a bad measurement does not
+   turn away the requests that would correct it.
+5. A request that is turned away is told to come again when the queue is predicted to be empty, each at a slightly
+   different time.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from baton.messages.node import NodeDescription
 from baton.values import value
 
 _QUEUED_STEPS = 16
-"""So many steps' worth of uncomputed prompts fill a node, however few its sequences are."""
+"""A node with uncomputed prompt tokens for so many steps is full, however few sequences it has."""
 _RECENT = 64
-"""Requests whose times are remembered."""
+"""The number of latest requests whose times are kept."""
 _OF_LATE_S = 60.0
-"""So long does the pace of a request that has ended say what an idle node can do."""
+"""For so long the pace of an ended request counts as a prediction for an idle node."""
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
@@ -42,10 +44,10 @@ T = TypeVar("T")
 
 
 def is_full(node: NodeDescription, sequences: float, waiting: int, uncomputed_tokens: int) -> bool:
-    """Whether what it has would only queue there with one more.
+    """Whether a further request would only wait in the node's own queue.
 
-    `sequences` are all that it has, our own that it has not reported yet included; `waiting` those that wait for room
-    there, as reported; `uncomputed_tokens` those of prompts that wait or are being computed.
+    `sequences`: all that the node has, including our own that it has not reported yet; `waiting`: those that wait for
+    room there, as it reported; `uncomputed_tokens`: those of prompts that wait or are being computed there.
     """
     if node.max_num_seqs:
         headroom = max(2, node.max_num_seqs // 8)
@@ -73,7 +75,7 @@ NO_TARGETS = LatencyTargets()
 
 
 class Ticket(Generic[T]):
-    """A place in the queue, or the wish for one."""
+    """A request's place in the queue; made by `AdmissionQueue.ticket`, and in the queue once it was added."""
 
     __slots__ = ("arrived", "class_key", "is_retry", "item", "order_key", "priority", "targets")
 
@@ -93,13 +95,13 @@ class Ticket(Generic[T]):
         self.priority = priority
         self.targets = targets
         self.is_retry = is_retry
-        """It was placed before."""
+        """Whether the request was placed before, and lost its nodes."""
         self.order_key = (not is_retry, rank, arrived, number)
         self.class_key = (priority, number)
 
 
 class ServiceTimes:
-    """What requests took of late, from their placement on. Seconds."""
+    """The times that the latest requests took from their placement on, in seconds."""
 
     def __init__(self) -> None:
         self._service: deque[float] = deque(maxlen=_RECENT)
@@ -107,8 +109,8 @@ class ServiceTimes:
         self._per_token: deque[float] = deque(maxlen=_RECENT)
         self._paced_at = -math.inf
 
-    def ended(self, first_token_s: float, service_s: float, num_tokens: int, now: float = 0.0) -> None:
-        """A request ended well, at `now`."""
+    def add(self, first_token_s: float, service_s: float, num_tokens: int, now: float = 0.0) -> None:
+        """Note the times of a request that ended well at `now`."""
         self._service.append(service_s)
         self._first_token.append(first_token_s)
         if num_tokens > 1:
@@ -116,26 +118,26 @@ class ServiceTimes:
             self._per_token.append((service_s - first_token_s) / (num_tokens - 1))
 
     def wait_s(self, num_ahead: int, num_running: int) -> float:
-        """Until so many have been placed, and one more; 0 while nothing is known. By Little's law."""
+        """The time until so many requests and one more have been placed, by Little's law; 0 while nothing is known."""
         if not self._service or not num_running:
             return 0.0
         return (num_ahead + 1) * sum(self._service) / len(self._service) / num_running
 
     def first_token_s(self) -> float:
-        """The quickest of late; 0 while nothing is known."""
+        """The shortest time to first token of the latest requests; 0 while nothing is known."""
         return min(self._first_token, default=0.0)
 
     def token_s(self) -> float:
-        """The quickest pace of late; 0 while nothing is known."""
+        """The shortest mean time per token of the latest requests; 0 while nothing is known."""
         return min(self._per_token, default=0.0)
 
     def pace_s(self, now: float) -> float:
-        """The same, 0 also when no request has shown it for a while."""
+        """The same; 0 also if no request has shown it for a while."""
         return self.token_s() if now - self._paced_at <= _OF_LATE_S else 0.0
 
 
 class AdmissionQueue(Generic[T]):
-    """Requests that wait for a node."""
+    """The requests that wait for nodes, in the order in which they are tried."""
 
     def __init__(self, max_waiting: int, ageing_s: float, rng: Random) -> None:
         """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do."""
@@ -145,7 +147,7 @@ class AdmissionQueue(Generic[T]):
         self._rng = rng
         self._order: list[Ticket[T]] = []
         self._by_class: list[Ticket[T]] = []
-        """Those that may have to give way, the first of them last."""
+        """Requests that may have to give way; the last one is the first to do so."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -154,28 +156,28 @@ class AdmissionQueue(Generic[T]):
     def ticket(
         self, item: T, arrived: float, priority: int, targets: LatencyTargets, *, is_retry: bool = False
     ) -> Ticket[T]:
-        """What `offer` takes; not in the queue yet."""
+        """Make a ticket, which `add` puts into the queue."""
         self._count += 1
-        # Everybody ages alike, so the order of two never changes while they wait.
+        # All requests age alike, so the order of two never changes while they wait.
         rank = arrived + self._ageing_s * priority if self._ageing_s else float(priority)
         return Ticket(item, self._count, arrived, priority, rank, targets, is_retry=is_retry)
 
     def first(self) -> Ticket[T] | None:
-        """Who is next."""
+        """The next request, if any waits."""
         return self._order[0] if self._order else None
 
     def is_next(self, ticket: Ticket[T]) -> bool:
-        """Whether nobody in the queue is ahead of it."""
+        """Whether no request in the queue is ahead of it."""
         return not self._order or ticket.order_key <= self._order[0].order_key
 
     def check_room(self, priority: int, num_running: int) -> None:
         """Raises QueueFull if a newcomer of this priority could not wait now."""
         if len(self._by_class) >= self._max_waiting and not self._gives_way(priority):
-            story = f"{len(self._by_class)} requests wait, as many as may, and none is less urgent"
-            raise QueueFull(story, self.retry_after_s(num_running))
+            why = f"{len(self._by_class)} requests wait, as many as may, and none is less urgent"
+            raise QueueFull(why, self.retry_after_s(num_running))
 
-    def offer(self, ticket: Ticket[T], now: float, num_running: int) -> Ticket[T] | None:
-        """Let it wait. Returns the one that had to leave for it, if any; raises QueueFull or WouldBeLate."""
+    def add(self, ticket: Ticket[T], now: float, num_running: int) -> Ticket[T] | None:
+        """Put a ticket into the queue. Returns the one that gave way to it, if any; raises QueueFull or WouldBeLate."""
         if ticket.is_retry:
             bisect.insort(self._order, ticket, key=_order_key)
             return None
@@ -186,39 +188,39 @@ class AdmissionQueue(Generic[T]):
         self.check_pace(ticket.targets, self.times.pace_s(now), num_running)
         displaced = self._by_class[-1] if len(self._by_class) >= self._max_waiting else None
         if displaced is not None:
-            self.leave(displaced)
+            self.remove(displaced)
         bisect.insort(self._order, ticket, key=_order_key)
         bisect.insort(self._by_class, ticket, key=_class_key)
         return displaced
 
-    def leave(self, ticket: Ticket[T]) -> None:
-        """It waits no more. Idempotent."""
-        _take_out(self._order, ticket, bisect.bisect_left(self._order, ticket.order_key, key=_order_key))
-        _take_out(self._by_class, ticket, bisect.bisect_left(self._by_class, ticket.class_key, key=_class_key))
+    def remove(self, ticket: Ticket[T]) -> None:
+        """Take a ticket out of the queue. Idempotent."""
+        _remove_at(self._order, ticket, bisect.bisect_left(self._order, ticket.order_key, key=_order_key))
+        _remove_at(self._by_class, ticket, bisect.bisect_left(self._by_class, ticket.class_key, key=_class_key))
 
     def retry_after_s(self, num_running: int) -> float:
-        """What to tell somebody who is turned away now."""
+        """After how many seconds a request that is turned away now should come again."""
         drained_s = self.times.wait_s(len(self._order), num_running)
         return min(max(drained_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S) * self._rng.uniform(0.75, 1.25)
 
     def check_in_time(
         self, targets: LatencyTargets, now: float, first_token_s: float, token_s: float, num_running: int
     ) -> None:
-        """Raises WouldBeLate if its tokens would come too late: the first after so long, then one each `token_s`."""
+        """Raises WouldBeLate if tokens come too late: the first after `first_token_s`, then one per `token_s`."""
         last_token_s = first_token_s + (targets.least_tokens - 1) * token_s
-        what = ""
+        why = ""
         if targets.first_token_by is not None and now + first_token_s > targets.first_token_by:
-            what = f"its first token is predicted in {first_token_s:.3f} s, after the time that it allows"
+            why = f"its first token is predicted in {first_token_s:.3f} s, after the time that it allows"
         elif targets.deadline is not None and now + last_token_s > targets.deadline:
-            what = f"its end is predicted in {last_token_s:.3f} s or later, after its deadline"
-        if what:
-            raise WouldBeLate(what, self.retry_after_s(num_running))
+            why = f"its end is predicted in {last_token_s:.3f} s or later, after its deadline"
+        if why:
+            raise WouldBeLate(why, self.retry_after_s(num_running))
 
     def check_pace(self, targets: LatencyTargets, token_s: float, num_running: int) -> None:
-        """Raises WouldBeLate if a token each `token_s` is slower than it hopes for."""
+        """Raises WouldBeLate if a token every `token_s` seconds is slower than the target."""
         if targets.token_s is not None and token_s > targets.token_s:
-            what = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {targets.token_s * 1e3:.3g} ms"
-            raise WouldBeLate(what, self.retry_after_s(num_running))
+            why = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {targets.token_s * 1e3:.3g} ms"
+            raise WouldBeLate(why, self.retry_after_s(num_running))
 
     def _gives_way(self, priority: int) -> bool:
         return bool(self._by_class) and self._by_class[-1].priority > priority
@@ -232,6 +234,6 @@ def _class_key(ticket: Ticket[T]) -> tuple[int, int]:
     return ticket.class_key
 
 
-def _take_out(tickets: list[Ticket[T]], ticket: Ticket[T], place: int) -> None:
+def _remove_at(tickets: list[Ticket[T]], ticket: Ticket[T], place: int) -> None:
     if place < len(tickets) and tickets[place] is ticket:
         del tickets[place]

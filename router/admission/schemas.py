@@ -1,4 +1,4 @@
-"""Checks JSON schemas before anything is allocated, without keeping the loop or another tenant from anything."""
+"""Checks JSON schemas before anything is allocated, without delaying the event loop or other tenants."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from baton.text.schema_sandbox import SchemaSandbox
 NUM_COMPILING = 4
 """Schemas that are compiled at once, each in a process of its own."""
 MAX_WAITING = 256
+"""Schemas that may wait to be compiled."""
 
 
 class Sandbox(Protocol):
-    """What can check a schema; `SchemaSandbox` is one. See there."""
+    """Checks one schema in another process; `baton.text.schema_sandbox.SchemaSandbox` is the real one."""
 
     def check_known(self, json_schema: str) -> bool: ...
 
@@ -24,20 +25,20 @@ class Sandbox(Protocol):
 
 
 class SchemaCheck:
-    """A few at a time, in processes of their own; those that are known at once."""
+    """Checks a few schemas at a time, each in a process of its own; the result of a known schema is there at once."""
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self._sandbox: Sandbox = sandbox or SchemaSandbox()
         self._threads = FairExecutor("router-schemas", NUM_COMPILING, MAX_WAITING)
 
     async def check(self, json_schema: str, tenant: str) -> None:
-        """Raises InvalidRequest, and Overloaded when too many wait for their turn."""
+        """Check a schema; raises InvalidRequest, or Overloaded if too many wait for their turn."""
         if self._sandbox.check_known(json_schema):
             return
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads.of(tenant), self._sandbox.check, json_schema)
 
     def close(self) -> None:
-        """End the processes; waits for the threads, which end at once then. Idempotent."""
+        """End the processes, and wait for the threads, which end then. Idempotent."""
         self._sandbox.close()
         self._threads.close()

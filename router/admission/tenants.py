@@ -1,4 +1,4 @@
-"""How much each tenant asks for, and when that is enough."""
+"""Counts the requests of each tenant, and refuses those beyond the number that a tenant may have at once."""
 
 from __future__ import annotations
 
@@ -12,46 +12,51 @@ from baton.observe.metrics import Figure
 from baton.security.callers import Caller
 
 MAX_LABELS = 50
-"""Tenants that have figures of their own; the others, in the order in which they came, share one."""
+"""The first so many tenants have metrics of their own; all later ones share the label `OTHERS`."""
 OTHERS = "other"
 
 
 class Tenants:
-    """Of one router. A name is an operator's choice and no secret; of keys nothing is known here."""
+    """The tenants of one router. Operators choose their names, which are no secret; keys are not known here."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
-        self._asked: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._labels: set[str] = set()
 
     def counted(
         self, caller: Caller, begin: Callable[[], AsyncGenerator[GenerateEvent, None]]
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """The events of one more request, which counts until they are closed; raises QuotaExceeded before it begins."""
+        """The events of a request, which counts as running until they are closed.
+
+        Raises QuotaExceeded, before the request begins, if the tenant has as many running as it may have.
+        """
         tenant, label = caller.tenant, self._label(caller.tenant)
         if caller.max_concurrent is not None and self._running[tenant] >= caller.max_concurrent:
             self._refused[label] += 1
-            raise QuotaExceeded(f"{caller.max_concurrent} requests of {tenant} run, and no more may at once")
+            raise QuotaExceeded(
+                f"{caller.max_concurrent} requests of {tenant} run, as many as may; wait for an end"
+            )
         events = begin()
-        self._asked[label] += 1
+        self._accepted[label] += 1
         self._running[tenant] += 1
-        return _Counted(events, lambda: self._leave(tenant))
+        return _Counted(events, lambda: self._request_closed(tenant))
 
     def figures(self) -> Iterator[Figure]:
-        """By tenant, as far as there are labels."""
+        """The metrics, by tenant."""
         running: Counter[str] = Counter()
         for tenant, count in self._running.items():
             running[self._label(tenant)] += count
         for name, text, counts in (
-            ("tenant_requests_total", "Requests by tenant.", self._asked),
+            ("tenant_requests_total", "Requests by tenant.", self._accepted),
             ("tenant_requests_running", "Requests that run now, by tenant.", running),
             ("tenant_requests_refused_total", "Requests beyond what the tenant may have at once.", self._refused),
         ):
             for label in sorted(self._labels):
                 yield Figure(name, text, counts[label], {"tenant": label})
 
-    def _leave(self, tenant: str) -> None:
+    def _request_closed(self, tenant: str) -> None:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
@@ -65,11 +70,11 @@ class Tenants:
 
 
 class _Counted(AsyncGenerator[GenerateEvent, None]):
-    """Another generator, and a word when it is closed. Adds no step of its own to any event."""
+    """Wraps a generator and calls `on_closed` when it is closed. Adds no step of its own to any event."""
 
-    def __init__(self, events: AsyncGenerator[GenerateEvent, None], leave: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[GenerateEvent, None], on_closed: Callable[[], None]) -> None:
         self._events = events
-        self._leave: Callable[[], None] | None = leave
+        self._on_closed: Callable[[], None] | None = on_closed
 
     def __anext__(self) -> Awaitable[GenerateEvent]:  # type: ignore[override]
         return self._events.__anext__()
@@ -86,7 +91,7 @@ class _Counted(AsyncGenerator[GenerateEvent, None]):
         return await self._events.athrow(kind, value, trace)  # type: ignore[arg-type]
 
     async def aclose(self) -> None:
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed()
         await self._events.aclose()

@@ -1,4 +1,4 @@
-"""Every bound of a request, checked before anything is allocated. Errors name the field."""
+"""Checks every bound of a request before anything is allocated. Errors name the field."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WITH_BEAMS = frozenset(
 )
 _NOT_WITH_BEAMS = ("best_of", "stop", *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS))
 _SEED_BITS = 53
-"""Of a drawn seed: few enough for every JSON reader to keep them."""
+"""The bits of a drawn seed: few enough for every JSON reader to keep them exactly."""
 
 
 def validate(
@@ -51,8 +51,8 @@ def validate(
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
-    Without `encode` only token ids are taken. May be run in a thread: tokenizing a long text takes a while. What is
-    left to check is the JSON schema, which takes longer (see schemas.py).
+    `encode` tokenizes; without it only token ids are accepted. May be run in a thread, as tokenizing a long text takes
+    a while. The JSON schema is checked elsewhere, since that takes longer (see schemas.py).
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
@@ -70,7 +70,7 @@ def validate(
     tpot_slo_ms = _milliseconds("tpot_slo_ms", raw.tpot_slo_ms)
     best_of = _integer("best_of", n if raw.best_of is None else raw.best_of, n, MAX_SEQUENCES)
     if best_of > n and sampling.logprobs is None:
-        sampling = replace(sampling, logprobs=0)  # they are compared by them
+        sampling = replace(sampling, logprobs=0)  # the sequences are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
     prompt = _prompt(raw.prompt, card, encode, card.max_model_len - 1)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
@@ -94,7 +94,7 @@ def validate(
 def _for_embedding(
     raw: GenerateRequest, card: ModelCard, encode: Callable[[str], list[int]] | None, request_id: str
 ) -> ValidRequest:
-    """What says how to generate is not looked at: nothing is."""
+    """The request for an embedding. Parameters of sampling are not looked at, since nothing is sampled."""
     return ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
@@ -113,8 +113,10 @@ def check_model(name: str, card: ModelCard) -> None:
 
 
 def check_text(field: str, text: str, max_bytes: int) -> None:
-    """Raises InvalidRequest for text that is no Unicode, or that is too long. A model may write NUL, and a client may
-    send back what a model wrote."""
+    """Raises InvalidRequest for text that is not valid Unicode, or that is too long.
+
+    NUL is accepted: a model may write it, and a client may send back what a model wrote.
+    """
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
@@ -124,15 +126,15 @@ def check_text(field: str, text: str, max_bytes: int) -> None:
 
 
 def _check_name(field: str, text: str, max_bytes: int) -> None:
-    """As `check_text`, of what no model has written: NUL is refused there."""
+    """As `check_text`, but NUL is refused, since no model has written this text."""
     check_text(field, text, max_bytes)
     if "\0" in text:
         raise InvalidRequest(field, "contains NUL")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first id that is none."""
-    # Without a step of Python for each: prompts have a hundred thousand.
+    """Raises InvalidRequest that names the first token id which is not in the vocabulary."""
+    # Without a step of Python for each id: prompts have a hundred thousand.
     if not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     for place, token in enumerate(token_ids):
@@ -207,7 +209,7 @@ def _repetition(rule: RepetitionDetection | None) -> RepetitionDetection | None:
 
 
 def _with_lengths(sampling: SamplingParams, raw: GenerateRequest, left: int) -> SamplingParams:
-    """`left` is how many tokens the model's length leaves after the prompt; at least 1."""
+    """The lengths, checked. `left`: how many tokens the model's length leaves after the prompt, at least 1."""
     max_tokens = raw.max_tokens
     if max_tokens is None:
         max_tokens = min(DEFAULT_MAX_TOKENS, left)
@@ -225,12 +227,12 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
     if raw.beam_width is None:
         for field in ("length_penalty", "early_stopping"):
             if getattr(raw, field) is not None:
-                raise InvalidRequest(field, "goes with beam_width alone")
+                raise InvalidRequest(field, "needs beam_width")
         return sampling
     width = _integer("beam_width", raw.beam_width, MIN_BEAMS, MAX_BEAMS)
     _integer("n", n, 1, width)
     for field in _NOT_WITH_BEAMS:
-        # What is greedy anyway changes nothing.
+        # A beam search is greedy anyway, so temperature 0 changes nothing.
         if getattr(raw, field) not in (None, (), [], {}) and not (field == "temperature" and raw.temperature == 0.0):
             raise InvalidRequest(field, "does not go with beam_width")
     return replace(
@@ -246,7 +248,7 @@ def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *
         raise InvalidRequest("json_schema", "this model is served without a tokenizer")
     if not card.has_end:
         raise InvalidRequest("json_schema", f"{card.name} has no end-of-sequence token, so its answers don't end")
-    # Where nothing but the end may follow, they would ask for what can't be.
+    # Where the schema allows only the end, these parameters would forbid it.
     for field in ("ignore_eos", "min_tokens"):
         if getattr(sampling, field):
             raise InvalidRequest(field, "does not go with json_schema")
@@ -255,7 +257,7 @@ def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *
 
 
 def _numbers(raw: GenerateRequest) -> dict[str, Any]:
-    """The parameters that the request gives and that need no more than to be in their range."""
+    """The parameters of the request for which only their range is checked."""
     given: dict[str, Any] = {}
     for name, allowed in NUMBER_RANGES.items():
         value: float | None = getattr(raw, name)

@@ -32,7 +32,7 @@ def put(
 ) -> str | None:
     """Who had to leave."""
     ticket = waiting.ticket(name, arrived, priority, targets, is_retry=is_retry)
-    displaced = waiting.offer(ticket, arrived, num_running)
+    displaced = waiting.add(ticket, arrived, num_running)
     return None if displaced is None else displaced.item
 
 
@@ -40,7 +40,7 @@ def drained(waiting: AdmissionQueue[str]) -> str:
     names = ""
     while (ticket := waiting.first()) is not None:
         names += ticket.item
-        waiting.leave(ticket)
+        waiting.remove(ticket)
     assert len(waiting) == 0
     return names
 
@@ -100,8 +100,8 @@ def test_a_newcomer_is_next_only_if_nobody_is_ahead_of_it() -> None:
 def test_too_late_is_refused_at_once_but_only_by_what_was_measured() -> None:
     waiting = queue()
     put(waiting, "first", targets=LatencyTargets(deadline=0.1, first_token_by=0.1))
-    waiting.times.ended(first_token_s=1.0, service_s=5.0, num_tokens=5)
-    waiting.times.ended(first_token_s=0.5, service_s=3.0, num_tokens=6)
+    waiting.times.add(first_token_s=1.0, service_s=5.0, num_tokens=5)
+    waiting.times.add(first_token_s=0.5, service_s=3.0, num_tokens=6)
     # One is ahead: two more departures at 2 running / 4 s, then half a second (the quickest) to the first token.
     put(waiting, "a", targets=LatencyTargets(first_token_by=4.5 + 1e-9), num_running=2)
     with pytest.raises(WouldBeLate, match=r"its first token is predicted in 6\.500 s"):
@@ -116,7 +116,7 @@ def test_too_late_is_refused_at_once_but_only_by_what_was_measured() -> None:
 def test_who_is_turned_away_comes_again_when_the_queue_is_gone_each_at_another_time() -> None:
     waiting = queue(max_waiting=100)
     assert 0.75 <= waiting.retry_after_s(0) <= 1.25, "nothing is known"
-    waiting.times.ended(1.0, 10.0, 10)
+    waiting.times.add(1.0, 10.0, 10)
     for number in range(9):
         put(waiting, str(number))
     said = [waiting.retry_after_s(5) for _ in range(50)]
@@ -154,9 +154,9 @@ class QueueMachine(RuleBasedStateMachine):
         ticket = self.waiting.ticket("", self.now, priority, NO_TARGETS, is_retry=is_retry)
         if is_crowded and worst is not None and worst.priority <= priority:
             with pytest.raises(QueueFull):
-                self.waiting.offer(ticket, self.now, 1)
+                self.waiting.add(ticket, self.now, 1)
             return
-        displaced = self.waiting.offer(ticket, self.now, 1)
+        displaced = self.waiting.add(ticket, self.now, 1)
         assert displaced is (worst if is_crowded else None)
         self.model = [other for other in self.model if other is not displaced] + [ticket]
 
@@ -164,8 +164,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         gone = data.draw(st.sampled_from(self.model))
-        self.waiting.leave(gone)
-        self.waiting.leave(gone)
+        self.waiting.remove(gone)
+        self.waiting.remove(gone)
         self.model.remove(gone)
 
     @invariant()

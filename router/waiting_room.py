@@ -237,7 +237,7 @@ class WaitingRoom:
         if targets == NO_TARGETS:
             return
         queue, num_placed, times = line.queue, line.num_placed, line.queue.times
-        found = choice.found
+        found = choice.way
         if found is None:
             # This policy predicts nothing: what requests took here is all there is.
             if self._is_busy(choice.placement):

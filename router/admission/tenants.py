@@ -35,9 +35,7 @@ class Tenants:
         tenant, label = caller.tenant, self._label(caller.tenant)
         if caller.max_concurrent is not None and self._running[tenant] >= caller.max_concurrent:
             self._refused[label] += 1
-            raise QuotaExceeded(
-                f"{caller.max_concurrent} requests of {tenant} run, as many as may; wait for an end"
-            )
+            raise QuotaExceeded(f"{caller.max_concurrent} requests of {tenant} run, as many as may; wait for an end")
         events = begin()
         self._accepted[label] += 1
         self._running[tenant] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
-from router.placement.cost_model import Terms
+from router.placement.cost_model import CostTerms
 from router.placement.decisions import Explanation
 
 
@@ -25,7 +25,7 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
 
 
 def _outcome(explanation: Explanation) -> PlacementOutcome | None:
-    actual = explanation.decision.actual
+    actual = explanation.decision.measured
     if actual is None:
         return None
     return PlacementOutcome(
@@ -40,7 +40,7 @@ def _outcome(explanation: Explanation) -> PlacementOutcome | None:
     )
 
 
-def _way(terms: Terms) -> PlacementWay:
+def _way(terms: CostTerms) -> PlacementWay:
     return PlacementWay(
         prefill_node=terms.prefill,
         decode_node=terms.decode,

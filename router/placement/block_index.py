@@ -1,16 +1,17 @@
-"""Which nodes have which KV blocks: tens of millions of keys, and a prompt's prefix found on all nodes at once.
+"""An index of which nodes have which KV blocks: tens of millions of keys, and a prompt's prefix found on all nodes at
+once.
 
-A key is known by its first eight bytes. Of a SHA-256: among 10 million a wrong hit has a chance of one in 10^12,
-and would cost a bad prediction, not a wrong token. A table is open-addressed and has a mask for each word, with a bit
-for each of 64 nodes; a prompt's keys are looked up together (numpy). Small changes go slot by slot through a
-memoryview, which is faster than numpy below some dozens.
+A key is represented by one word, the first eight bytes of its SHA-256: among 10 million keys a wrong hit has a chance
+of one in 10^12, and would cost a bad prediction, not a wrong token. A table is open-addressed and has a mask for each
+word, with a bit for each of 64 nodes. The keys of a prompt are looked up together (numpy). A small number of keys goes
+slot by slot through a memoryview, which is faster than numpy below some dozens.
 
-Nothing here stops the router for long. A table grows, and gets rid of what left it, by moving into another one, some
-slots with each change; meanwhile both are asked. Who dies or starts anew gives up its bit at once; what it had is left
-behind at the next move, before which nobody else gets the bit.
+No call takes long. A table grows, and drops the keys of nodes that have left, by moving into another one, some slots
+with each change; meanwhile lookups read both. A node that dies gives up its bit at once; its keys are dropped by the
+next move, and no other node gets the bit before that.
 
-Only blocks of a model's first group of layers are counted (`group_key`). Where that group has a window, a node may
-find a longer prefix than is told here; nobody is told to have one that it has not.
+Only blocks of a model's first group of layers are counted (`group_key`). If that group has a window, a node may have a
+longer prefix than the index says, but never a shorter one.
 """
 
 from __future__ import annotations
@@ -25,37 +26,38 @@ import numpy.typing as npt
 from baton.engine.kv_cache.block_hash import KEY_BYTES
 
 Words = npt.NDArray[np.uint64]
-Some = list[int] | Words
-"""Words: a few as a list, many as an array."""
+FewOrMany = list[int] | Words
+"""Words: up to _MAX_FEW as a list, more as an array."""
 Places = npt.NDArray[np.int64]
 
 NODES_PER_BANK = 64
 _MIN_CAPACITY = 1 << 10
-_MOST_FULL = 0.7
-"""Of a table's slots: beyond, many words are far from their bucket."""
-_FEW = 72
-"""Keys: so many are looked up one by one."""
+_MAX_FILL = 0.7
+"""The largest used share of a table's slots: beyond that, many words are far from their bucket."""
+_MAX_FEW = 72
+"""Up to so many keys are looked up one by one."""
 _MOVED_PER_CHANGE = 512
-"""Slots: tens of microseconds."""
+"""The slots that move with each change, which takes tens of microseconds."""
 _WORDS = 4
+"""Words in a bucket."""
 _BUCKET = 2 * _WORDS
 _FIRST_WORD = struct.Struct(f"<Q{KEY_BYTES - 8}x")
-"""Of a key."""
+"""Unpacks the first word of a key."""
 _OFFSETS = np.arange(_WORDS, _BUCKET)
-"""Of the masks in a bucket."""
+"""The places of the masks in a bucket."""
 
 
 class BlockIndex:
-    """The keys of any number of nodes, in banks of 64. One writer."""
+    """The keys of any number of nodes, in banks of 64. It has one writer."""
 
     def __init__(self, moved_per_change: int = _MOVED_PER_CHANGE) -> None:
-        """`moved_per_change`: slots at least, while a table moves; at least 8 for each key that is added."""
+        """`moved_per_change`: how many slots move with each change of a moving table (8 per added key, if more)."""
         self._moved_per_change = moved_per_change
         self._banks: list[_Bank] = []
         self._bank_of: dict[str, _Bank] = {}
 
     def __len__(self) -> int:
-        """Keys over all nodes: what two nodes have counts twice."""
+        """Number of keys over all nodes: a key of two nodes counts twice."""
         return sum(bank.num_keys for bank in self._banks)
 
     @property
@@ -63,31 +65,31 @@ class BlockIndex:
         return not any(bank.num_keys for bank in self._banks)
 
     def add(self, node: str, keys: Sequence[bytes]) -> None:
-        """The node has these now."""
+        """Add keys of a node."""
         words = _words(keys)
         if len(words):
             bank = self._bank_of.get(node) or self._join(node)
             bank.add(node, words)
 
     def remove(self, node: str, keys: Sequence[bytes]) -> None:
-        """The node has these no more. Unknown ones are ignored."""
+        """Remove keys of a node. Unknown ones are ignored."""
         bank = self._bank_of.get(node)
         if bank is not None:
             bank.remove(node, _words(keys))
 
     def forget(self, node: str) -> None:
-        """The node has nothing any more. Takes the same short time whatever it had. Idempotent."""
+        """Remove all keys of a node, in the same short time however many it has. Idempotent."""
         bank = self._bank_of.pop(node, None)
         if bank is not None:
             bank.leave(node)
 
     def count(self, node: str) -> int:
-        """How many keys the node has."""
+        """Number of keys of a node."""
         bank = self._bank_of.get(node)
         return bank.count(node) if bank is not None else 0
 
     def leading(self, keys: Sequence[bytes]) -> Mapping[str, int]:
-        """How many of the first keys each node has without a gap; nodes that lack the first are left out."""
+        """How many leading keys each node has without a gap; nodes that lack the first key are left out."""
         if not keys or self.is_empty:
             return {}
         words = _words(keys)
@@ -108,23 +110,23 @@ class BlockIndex:
 
 
 class _Bank:
-    """Up to 64 nodes: a bit each, and the tables that have it."""
+    """The keys of up to 64 nodes, each of which has one bit of the masks."""
 
     def __init__(self, moved_per_change: int) -> None:
         self._moved_per_change = moved_per_change
         self._table = _Table(_MIN_CAPACITY)
         self._old: _Table | None = None
-        """Moves into `_table`."""
+        """The table that is being moved into `_table`, if one is."""
         self._cursor = 0
         self._bits: dict[str, int] = {}
         self._nodes: list[str | None] = [None] * NODES_PER_BANK
-        """Whose each bit is."""
+        """The node of each bit."""
         self._counts: dict[str, int] = {}
         self._free = list(range(NODES_PER_BANK))
         self._retired: list[int] = []
-        """Bits whose nodes left; the tables may still have them."""
+        """Bits whose nodes have left; masks may still have them."""
         self._leaving: list[int] = []
-        """Those that nobody will have once the move that is under way ends."""
+        """Retired bits that no mask has any more once the current move ends."""
         self.num_keys = 0
 
     @property
@@ -150,18 +152,18 @@ class _Bank:
         if len(self._free) < NODES_PER_BANK // 4:
             self._begin_move()
 
-    def add(self, node: str, words: Some) -> None:
+    def add(self, node: str, words: FewOrMany) -> None:
         self._make_room(len(words))
         bit = 1 << self._bits[node]
         if self._old is not None:
-            # It must count once, and leave both at once.
+            # A key must be in one table only, so that it is counted once and removed at once.
             self._move(max(self._moved_per_change, 8 * len(words)))
         known = self._old.remove(words, bit) if self._old is not None else 0
         new = self._table.add(words, bit) - known
         self._counts[node] += new
         self.num_keys += new
 
-    def remove(self, node: str, words: Some) -> None:
+    def remove(self, node: str, words: FewOrMany) -> None:
         bit = 1 << self._bits[node]
         gone = self._table.remove(words, bit)
         if self._old is not None:
@@ -170,7 +172,7 @@ class _Bank:
         self._counts[node] -= gone
         self.num_keys -= gone
 
-    def leading(self, words: Some, found: dict[str, int]) -> None:
+    def leading(self, words: FewOrMany, found: dict[str, int]) -> None:
         if isinstance(words, list):
             self._leading_few(words, found)
         elif self._mask(int(words[0])):
@@ -188,25 +190,25 @@ class _Bank:
                 mask |= old.mask(word)
             mask &= before
             if mask != before and number:
-                self._note(before & ~mask, number, found)
+                self._note_length(before & ~mask, number, found)
             before = mask
             if not mask:
                 return
-        self._note(before, len(words), found)
+        self._note_length(before, len(words), found)
 
     def _leading_many(self, words: Words, found: dict[str, int]) -> None:
         masks = self._table.masks(words)
         if self._old is not None:
             masks |= self._old.masks(words)
-        # Who has all of the first keys: nodes drop out one after the other.
+        # Mask i has the nodes with all of the keys up to i: nodes drop out one after the other.
         np.bitwise_and.accumulate(masks, out=masks)
         last = masks.size
         ends = [*(np.flatnonzero(masks[1:] != masks[:-1]) + 1).tolist(), last]
         for end in ends:
-            self._note(int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0), end, found)
+            self._note_length(int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0), end, found)
 
-    def _note(self, mask: int, length: int, found: dict[str, int]) -> None:
-        """The nodes of this mask have so many."""
+    def _note_length(self, mask: int, length: int, found: dict[str, int]) -> None:
+        """Note for each node of the mask that it has so many leading keys."""
         while mask:
             lowest = mask & -mask
             mask ^= lowest
@@ -218,7 +220,7 @@ class _Bank:
         return np.uint64(sum(1 << bit for bit in self._bits.values()))
 
     def _make_room(self, count: int) -> None:
-        while self._table.num_used + count > _MOST_FULL * self._table.capacity:
+        while self._table.num_used + count > _MAX_FILL * self._table.capacity:
             if self._old is not None:
                 self._move(self._old.capacity)
             self._begin_move(count)
@@ -226,10 +228,10 @@ class _Bank:
     def _begin_move(self, more: int = 0) -> None:
         if self._old is not None:
             return
-        # What two nodes have counts twice: an upper bound. Nearly as many must fit again, or the next move comes soon.
+        # An upper bound: a key of two nodes counts twice. Nearly as many must fit again, or the next move comes soon.
         wanted = 1.8 * min(self.num_keys, self._table.num_used) + 2 * more
         capacity = _MIN_CAPACITY
-        while capacity * _MOST_FULL < wanted:
+        while capacity * _MAX_FILL < wanted:
             capacity *= 2
         self._old, self._table, self._cursor = self._table, _Table(capacity), 0
         self._leaving, self._retired = self._retired, []
@@ -250,10 +252,10 @@ class _Bank:
 
 
 class _Table:
-    """Buckets of four words and then their four masks: one line of the processor's cache. They fill in order.
+    """An open-addressed table of buckets, each with four words and then their masks: one line of the processor's cache.
 
-    A word is in its own bucket, or in one behind if that was full. It stays where it came, also with an empty
-    mask. A place is a mask's index in the flat array; behind all buckets is one that is always empty, for strangers.
+    Buckets fill in order. A word is in its own bucket, or in a later one if that was full, and stays there, also when
+    its mask is empty. A place is a mask's index in the flat array; the place after all buckets is for unknown words.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -265,8 +267,8 @@ class _Table:
         self._buckets = self._flat.reshape(-1, _BUCKET)
         self._view = memoryview(self._flat)  # type: ignore[arg-type]
 
-    def add(self, words: Some, bit: int) -> int:
-        """Set the bit of each word; returns of how many it was not set."""
+    def add(self, words: FewOrMany, bit: int) -> int:
+        """Set the bit of each word; returns for how many words it was not set before."""
         if isinstance(words, list):
             return self._add_few(words, bit)
         places, mask = self._claim(np.unique(words)), np.uint64(bit)
@@ -274,8 +276,8 @@ class _Table:
         self._flat[places] = masks | mask
         return int(np.count_nonzero((masks & mask) == 0))
 
-    def remove(self, words: Some, bit: int) -> int:
-        """Clear the bit of each word; returns of how many it was set."""
+    def remove(self, words: FewOrMany, bit: int) -> int:
+        """Clear the bit of each word; returns for how many words it was set before."""
         if isinstance(words, list):
             return self._remove_few(words, bit)
         places, mask = self._find(np.unique(words)), np.uint64(bit)
@@ -284,7 +286,7 @@ class _Table:
         return int(np.count_nonzero(masks & mask))
 
     def mask(self, word: int) -> int:
-        """The mask of a word; 0 for a stranger."""
+        """The mask of a word; 0 for an unknown one."""
         view, first = self._view, (word & self._last) * _BUCKET
         while True:
             for slot in range(first, first + _WORDS):
@@ -296,15 +298,15 @@ class _Table:
             first = (first + _BUCKET) % self._nowhere
 
     def masks(self, words: Words) -> Words:
-        """The mask of each word; 0 for a stranger."""
+        """The mask of each word; 0 for an unknown one."""
         return self._flat[self._find(words)]
 
     def merge(self, words: Words, masks: Words) -> None:
-        """Add whole masks. The words are all different."""
+        """Add the bits of each mask to that of its word. The words are all different."""
         self._flat[self._claim(words)] |= masks
 
     def take(self, first: int, end: int) -> tuple[Words, Words]:
-        """The words and masks in these slots, in whole buckets, whose masks are empty from now on."""
+        """Take the words and masks out of these slots (whole buckets), whose masks are empty from then on."""
         buckets = self._buckets[first // _WORDS : end // _WORDS]
         words, masks = buckets[:, :_WORDS].flatten(), buckets[:, _WORDS:].flatten()
         buckets[:, _WORDS:] = 0
@@ -358,14 +360,14 @@ class _Table:
         return places
 
     def _find_in(self, buckets: Places, words: Words) -> tuple[Places, Places]:
-        """The place of each word that is in its bucket, and which ones may be farther on."""
+        """The place of each word that is in its bucket, and the indices of words that may be in a later one."""
         rows = self._buckets.take(buckets, axis=0)
         offsets = (rows[:, :_WORDS] == words[:, np.newaxis]) @ _OFFSETS
         places = np.where(offsets, buckets * _BUCKET + offsets, self._nowhere)
         return places, np.flatnonzero((offsets == 0) & (rows[:, _WORDS - 1] != 0))
 
     def _claim(self, words: Words) -> Places:
-        """The place of each word, which has one from now on. The words are all different."""
+        """The place of each word, which is added if it is new. The words are all different."""
         buckets = (words & np.uint64(self._last)).view(np.int64)
         places = np.empty(words.size, dtype=np.int64)
         open_ = np.arange(words.size)
@@ -376,7 +378,7 @@ class _Table:
             num_full = np.count_nonzero(rows, axis=1)
             is_new = (offsets == 0) & (num_full < _WORDS)
             slots = here * _BUCKET + np.where(is_new, num_full, offsets - _WORDS)
-            # Of several that want one slot the last gets it, and the others look again.
+            # If several words want one slot, the last of them gets it, and the others look again.
             self._flat[slots[is_new]] = wanted[is_new]
             has_place = (offsets != 0) | (is_new & (self._flat[slots] == wanted))
             self.num_used += int(np.count_nonzero(is_new & has_place))
@@ -388,21 +390,21 @@ class _Table:
 
 
 def _zeros(count: int) -> Words:
-    """An array that gets its memory page by page, when it is first written.
+    """An array of zeros that gets its memory page by page, when it is first written.
 
-    numpy's own asks for huge pages, one of which can take the kernel a tenth of a second.
+    numpy's function asks for huge pages, one of which can take the kernel a tenth of a second.
     """
     memory = mmap.mmap(-1, count * 8)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint64)
 
 
-def _words(keys: Sequence[bytes]) -> Some:
-    """The first eight bytes of each key of the first group; 0, which marks an empty slot, is 1."""
-    if len(keys) <= _FEW:
+def _words(keys: Sequence[bytes]) -> FewOrMany:
+    """The word of each key of the first group; 0, which marks an empty slot, becomes 1."""
+    if len(keys) <= _MAX_FEW:
         joined = b"".join(keys)
         if len(joined) != KEY_BYTES * len(keys):
-            # Of other groups; theirs are longer.
+            # Keys of other groups are longer.
             joined = b"".join([key for key in keys if len(key) == KEY_BYTES])
         few = [word for (word,) in _FIRST_WORD.iter_unpack(joined)]
         return [word or 1 for word in few] if 0 in few else few

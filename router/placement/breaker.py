@@ -1,14 +1,14 @@
-"""Who failed of late is passed over for a while, then tried with one request. Pure.
+"""Circuit breakers: a node that failed is passed over for a while, then tried with one request. Pure.
 
-There is a breaker for each node, by its name, so that one that dies again and again is known, and one for each pair of
-a prefill and a decode node, between which KV was lost.
+There is a breaker for each node that failed, by its name, so that a node that dies again and again is known, and one
+for each pair of a prefill and a decode node between which KV was lost.
 
     CLOSED      takes requests
     OPEN        failed several times in a row: passed over until its back-off is over
     HALF_OPEN   may take one request, whose end decides
 
-Back-offs double with each failed probe, up to a bound. Who is passed over takes requests nevertheless when nobody else
-is left: this is advice.
+Back-offs double with each failed probe, up to a bound. A breaker is advice: a node that is passed over still gets
+requests if no other one is left.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import Final, Generic, TypeVar
 from baton.machine import Machine
 
 FAILURES = 3
-"""In a row open a node's breaker."""
+"""So many failures in a row open a node's breaker."""
 PAIR_FAILURES = 2
+"""So many failures in a row open a pair's breaker."""
 _FIRST_BACK_OFF_S = 1.0
 _LAST_BACK_OFF_S = 60.0
 _MOST_BREAKERS = 4096
-"""Names need not come back; the oldest is forgotten."""
+"""The most breakers that are kept; beyond that the oldest is dropped, since its node may never come back."""
 _PROBE_S = 30.0
-"""A probe that nobody has heard of for so long is over."""
+"""A probe without a result after so long counts no more."""
 
 
 class BreakerState(enum.Enum):
-    """What a breaker says."""
+    """The state of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -39,7 +40,7 @@ class BreakerState(enum.Enum):
 
 
 class BreakerStep(enum.Enum):
-    """What moves it."""
+    """The events of the table."""
 
     FAILED_OFTEN = enum.auto()
     BACK_OFF_OVER = enum.auto()
@@ -52,7 +53,7 @@ BREAKER_TABLE: Final[dict[tuple[BreakerState, BreakerStep], BreakerState]] = {
     (_S.CLOSED, _E.FAILED): _S.CLOSED,
     (_S.CLOSED, _E.FAILED_OFTEN): _S.OPEN,
     (_S.CLOSED, _E.SUCCEEDED): _S.CLOSED,
-    # What was sent before it opened ends now; it says nothing new.
+    # These requests were sent before it opened.
     (_S.OPEN, _E.FAILED): _S.OPEN,
     (_S.OPEN, _E.SUCCEEDED): _S.OPEN,
     (_S.OPEN, _E.BACK_OFF_OVER): _S.HALF_OPEN,
@@ -62,7 +63,7 @@ BREAKER_TABLE: Final[dict[tuple[BreakerState, BreakerStep], BreakerState]] = {
 
 
 class Breaker:
-    """One node's or one pair's. Seconds on the caller's clock."""
+    """The breaker of one node or one pair. Seconds on the caller's clock."""
 
     def __init__(self, name: str, failures: int) -> None:
         self._machine = Machine(f"breaker {name}", BreakerState.CLOSED, BREAKER_TABLE)
@@ -74,33 +75,33 @@ class Breaker:
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing is held against it."""
+        """Whether it is closed, with no failure since the last success."""
         return self._machine.state is BreakerState.CLOSED and self._in_a_row == 0
 
     def state(self, now: float) -> BreakerState:
-        """As of now."""
+        """The state at this time."""
         if self._machine.state is BreakerState.OPEN and now >= self._until:
             self._machine.feed(BreakerStep.BACK_OFF_OVER)
         return self._machine.state
 
     def allows(self, now: float) -> bool:
-        """Whether it may take a request."""
+        """Whether its node or pair may get a request."""
         state = self.state(now)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and now >= self._probe_until)
 
     def chosen(self, now: float) -> None:
-        """It gets a request: its probe, if it is to have one."""
+        """Its node or pair gets a request, which is the probe if it is half open."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self._probe_until = now + _PROBE_S
 
     def succeeded(self, now: float) -> None:
-        """A request ended well on it."""
+        """A request ended well there."""
         self.state(now)
         if self._machine.feed(BreakerStep.SUCCEEDED) is BreakerState.CLOSED:
             self._in_a_row, self._back_off_s = 0, _FIRST_BACK_OFF_S
 
     def failed(self, now: float) -> None:
-        """A request was lost or refused on it."""
+        """A request was lost or refused there."""
         was = self.state(now)
         self._in_a_row += 1
         often = was is BreakerState.CLOSED and self._in_a_row >= self._limit
@@ -115,7 +116,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Breakers(Generic[K]):
-    """Those of all nodes or pairs; who never failed has none."""
+    """The breakers of all nodes, or of all pairs; one that never failed has none."""
 
     def __init__(self, failures: int) -> None:
         self._failures = failures
@@ -125,24 +126,24 @@ class Breakers(Generic[K]):
         return len(self._breakers)
 
     def not_allowed(self, now: float) -> frozenset[K]:
-        """Those that are to be passed over."""
+        """The nodes or pairs that are to be passed over."""
         if not self._breakers:
             return frozenset()
         return frozenset(key for key, breaker in self._breakers.items() if not breaker.allows(now))
 
     def state(self, key: K, now: float) -> BreakerState:
-        """As of now."""
+        """The state of one breaker at this time."""
         breaker = self._breakers.get(key)
         return BreakerState.CLOSED if breaker is None else breaker.state(now)
 
     def chosen(self, key: K, now: float) -> None:
-        """It gets a request."""
+        """The node or pair gets a request."""
         breaker = self._breakers.get(key)
         if breaker is not None:
             breaker.chosen(now)
 
     def succeeded(self, key: K, now: float) -> None:
-        """A request ended well on it."""
+        """A request ended well there."""
         breaker = self._breakers.get(key)
         if breaker is not None:
             breaker.succeeded(now)
@@ -150,7 +151,7 @@ class Breakers(Generic[K]):
                 del self._breakers[key]
 
     def failed(self, key: K, now: float) -> None:
-        """A request was lost or refused on it."""
+        """A request was lost or refused there."""
         if key not in self._breakers:
             if len(self._breakers) >= _MOST_BREAKERS:
                 del self._breakers[next(iter(self._breakers))]
@@ -158,9 +159,9 @@ class Breakers(Generic[K]):
         self._breakers[key].failed(now)
 
     def open_ones(self, now: float) -> list[K]:
-        """Those that are not closed."""
+        """The nodes or pairs whose breakers are not closed."""
         return [key for key, breaker in self._breakers.items() if breaker.state(now) is not BreakerState.CLOSED]
 
     def num_open(self, now: float) -> int:
-        """How many are not closed."""
+        """Number of breakers that are not closed."""
         return len(self.open_ones(now))

@@ -1,10 +1,10 @@
-"""What nodes have in their prefix caches, as far as they told; and what they are about to have. No I/O, no clock.
+"""The prefix caches of all nodes, as far as nodes have reported them, and the blocks that they will have soon.
 
-A node that is attached is asked with WatchKVCache and answers with all that it has, and then with numbered events. A
-reader that does not stand where an update begins has missed something: it forgets what it knew and asks once more.
-Prompts that were sent to a node count as cached there from then on, until the attempt is over: by the time that another
-request with the same beginning gets its turn, they are. A prefix counts as far as one tier has it: where its end was
-evicted to the host's memory a node may find more.
+A node that is attached is asked with WatchKVCache, and answers with all its keys and then with numbered events. If an
+event was missed, the node is asked again, and what was known of it is forgotten. A prompt that is sent to a node counts
+as cached there until the attempt ends: by the time that another request with the same beginning gets its turn, it is. A
+prefix counts as far as one tier has it: if its end was evicted to the host's memory, a node may find more. No I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ from baton.messages.node import NodeDescription
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096
-"""Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is
-behind them is taken to be computed, everywhere alike."""
+"""The most blocks of a prompt that are looked up: the key of each takes two microseconds of the event loop. The
+tokens after them are assumed to be cached nowhere."""
 _LOOKED_UP_MORE = 8
-"""The first block of a prompt is looked up alone, since most prompts are new. While a node has all the blocks that were
-looked up, so many times as many are looked up next."""
+"""The first block of a prompt is looked up alone, since most prompts are new. While a node has all blocks that were
+looked up, the next lookup is for this many times as many blocks."""
 EXPECTED_BLOCKS = 64
-"""A node that a prompt was sent to is expected to have so many of its first blocks, so that other prompts that begin
-like it are sent there too."""
+"""How many of a prompt's first blocks a node is expected to have, so that similar prompts go there too."""
 
-CacheKeys = tuple[str, str, str, int]
-"""What keys depend on: model, dtype, layout and block size."""
+KeyScheme = tuple[str, str, str, int]
+"""The parameters on which keys of blocks depend: model, dtype, layout and block size."""
 
 
-def cache_keys_of(node: NodeDescription) -> CacheKeys | None:
-    """None for a node that doesn't tell how it names its blocks."""
+def key_scheme_of(node: NodeDescription) -> KeyScheme | None:
+    """The key scheme of a node; None if it does not report its layout."""
     return (node.model_fingerprint, node.dtype, node.kv_layout, node.block_size) if node.kv_layout else None
 
 
 class PromptKeys:
-    """The keys of one request's blocks, computed when they are asked for, and once."""
+    """The keys of one prompt's blocks, each computed once, when it is needed."""
 
     def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
         self._token_ids = token_ids
         self._cache_salt = cache_salt
-        self._keys: dict[CacheKeys, list[bytes]] = {}
-        self._milestones: dict[CacheKeys, list[bytes]] = {}
+        self._keys: dict[KeyScheme, list[bytes]] = {}
+        self._milestones: dict[KeyScheme, list[bytes]] = {}
 
-    def first(self, fields: CacheKeys, num_blocks: int) -> Sequence[bytes]:
-        """Of so many full blocks, or of all that there are up to a bound."""
+    def first(self, fields: KeyScheme, num_blocks: int) -> Sequence[bytes]:
+        """The keys of the first `num_blocks` full blocks, or of as many as there are, up to a bound."""
         *words, block_size = fields
         hasher = BlockHasher(CacheKeyFields(*words), block_size)
         keys = self._keys.setdefault(fields, [])
@@ -57,9 +56,9 @@ class PromptKeys:
             hasher.extend(keys, parent, self._token_ids[len(keys) * block_size : num_blocks * block_size])
         return keys[:num_blocks]
 
-    def milestones(self, fields: CacheKeys) -> Sequence[bytes]:
-        """Names of its beginnings of one, two, four, eight ... full blocks: enough to know about how long it has one in
-        common with another prompt. Not the keys of those blocks, each of which would take that of every block before.
+    def milestones(self, fields: KeyScheme) -> Sequence[bytes]:
+        """Hashes of the first one, two, four, eight … full blocks: enough to know about how long a beginning the prompt
+        has in common with another one. Cheaper than keys, since the key of a block takes those of all blocks before it.
         """
         found = self._milestones.get(fields)
         if found is None:
@@ -76,43 +75,43 @@ class PromptKeys:
 
 
 class CacheView:
-    """Every attached node's caches, by incarnation."""
+    """The caches of all attached nodes, by incarnation."""
 
     def __init__(self) -> None:
         self._tiers: dict[Tier, BlockIndex] = {"device": BlockIndex(), "host": BlockIndex()}
         self._expected = BlockIndex()
         self._position: dict[str, int | None] = {}
-        """The event that comes next; None while everything is awaited."""
+        """The number of the next event; None while the node's first answer is awaited."""
 
     @property
     def num_keys(self) -> int:
-        """Blocks of which nodes told, over all nodes and tiers."""
+        """Number of reported keys, over all nodes and tiers."""
         return sum(map(len, self._tiers.values()))
 
     @property
     def num_expected(self) -> int:
-        """Blocks by which prompts on their way are known."""
+        """Number of milestones of prompts that were sent to nodes."""
         return len(self._expected)
 
     def watch(self, incarnation: str) -> None:
-        """The node was asked for everything."""
-        self._forget_told(incarnation)
+        """The node was asked for its cache (WatchKVCache)."""
+        self._forget_reported(incarnation)
         self._position[incarnation] = None
 
     def forget(self, incarnation: str) -> None:
-        """The node is gone. Idempotent, and quick whatever it had."""
+        """The node is gone. Idempotent, and quick however many keys it had."""
         self._position.pop(incarnation, None)
-        self._forget_told(incarnation)
+        self._forget_reported(incarnation)
         self._expected.forget(incarnation)
 
     def updated(self, incarnation: str, update: KVCacheUpdate) -> bool:
-        """Take what a node told. True: something was missed; ask it for everything, which `watch` is told of."""
+        """Take an update of a node. True: an event was missed, so the node must be asked again, followed by `watch`."""
         if incarnation not in self._position:
             return False
         if update.restart:
-            self._forget_told(incarnation)
+            self._forget_reported(incarnation)
         elif self._position[incarnation] is None:
-            return False  # is older than what was asked for
+            return False  # older than the answer that is awaited
         elif self._position[incarnation] != update.first_sequence:
             return True
         self._position[incarnation] = update.next_sequence
@@ -121,22 +120,24 @@ class CacheView:
         return False
 
     def expect(self, incarnation: str, milestones: Sequence[bytes]) -> None:
-        """A prompt with these `PromptKeys.milestones` goes there."""
+        """A prompt with these `PromptKeys.milestones` is sent to the node."""
         self._expected.add(incarnation, milestones)
 
     def expect_no_more(self, incarnation: str, milestones: Sequence[bytes]) -> None:
-        """It is over; what was computed has been told by now."""
+        """The attempt with this prompt has ended, and the node has reported the blocks that it computed."""
         self._expected.remove(incarnation, milestones)
 
     def cached_tokens(self, prompt: PromptKeys, nodes: Sequence[NodeDescription]) -> Mapping[str, int]:
-        """How many of a prompt's first tokens each node has; those that have none are left out.
+        """How many of a prompt's first tokens each node has; nodes that have none are left out.
 
-        Keys are computed only as far as somebody has them all.
+        Keys are computed only as far as a node has all of them.
         """
-        return self.cached_of(prompt, frozenset(keys for node in nodes if (keys := cache_keys_of(node)) is not None))
+        return self.cached_by_scheme(
+            prompt, frozenset(keys for node in nodes if (keys := key_scheme_of(node)) is not None)
+        )
 
-    def cached_of(self, prompt: PromptKeys, names: Set[CacheKeys]) -> Mapping[str, int]:
-        """`cached_tokens` of all nodes that name their blocks so."""
+    def cached_by_scheme(self, prompt: PromptKeys, names: Set[KeyScheme]) -> Mapping[str, int]:
+        """`cached_tokens` of all nodes with these key schemes."""
         told = [index for index in self._tiers.values() if not index.is_empty]
         expects = not self._expected.is_empty
         if not (told or expects):
@@ -151,7 +152,7 @@ class CacheView:
                 found[incarnation] = count * fields[-1]
         return found
 
-    def _forget_told(self, incarnation: str) -> None:
+    def _forget_reported(self, incarnation: str) -> None:
         for index in self._tiers.values():
             index.forget(incarnation)
 
@@ -162,10 +163,10 @@ class CacheView:
             case BlockRemoved(hashes, tier):
                 self._tiers[tier].remove(incarnation, hashes)
             case AllBlocksCleared():
-                self._forget_told(incarnation)
+                self._forget_reported(incarnation)
 
 
-def _leading(prompt: PromptKeys, fields: CacheKeys, indices: Sequence[BlockIndex]) -> dict[str, int]:
+def _leading(prompt: PromptKeys, fields: KeyScheme, indices: Sequence[BlockIndex]) -> dict[str, int]:
     if not indices:
         return {}
     num_blocks = 1

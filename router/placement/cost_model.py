@@ -1,19 +1,21 @@
-"""What a request is predicted to cost on each pair of nodes, or on one alone, and which is the cheapest. Pure.
+"""Predicts what a request costs on each pair of nodes, or on one node alone, and finds the cheapest way. Pure.
 
-All in milliseconds. On a pair a request costs
+A *way* is a pair of nodes or a node alone. All costs are in milliseconds. On a pair a request costs
 
-    queue      what the prefill node has to compute first, and the step that it is in
-  + prefill    the prompt's tokens that the prefill node has not cached, in as many steps as they take
-  + handoff    the bytes that are still to move when the prompt is computed: the decode node's cached blocks never move,
-               and the others have moved while the prompt was computed, but for those of the last chunk
-  + decode     the output, at the decode node's time per token with one more sequence in its batch
-  + stall      what others lose: a share of the time that the prompt keeps its node busy
+    queue      the work that the prefill node has to do first, and the rest of the step that it is in
+  + prefill    computing the prompt tokens that the prefill node has not cached, in as many steps as they take
+  + handoff    moving the bytes that are left when the prompt is computed: the decode node's cached blocks never move,
+               and the others have moved while the prompt was computed, except for those of the last chunk
+  + decode     computing the output, at the decode node's time per token with one more sequence in its batch
+  + stall      the time that other requests lose: a share of the time for which the prompt keeps its node busy
 
-and where one node does it all, the same without a hand-off, and with a larger stall: every token of a prompt lengthens
-a decode step for all the streams of that node.
+and on one node alone the same without a hand-off and with a larger stall: every prompt token lengthens a decode step
+for all streams of that node.
 
-The least sum wins among those that are predicted to meet the request's service level, if any are. Of those that cost
-about the same the longest unchosen one wins. A pair is found in two steps, first the prefill node and then the decode
+The cheapest way wins among those that are predicted to meet the request's service level, if there are any, else among
+all. Among ways that cost about the same the one wins whose nodes were unused for longest.
+
+A pair is found in two steps, first the prefill node and then the decode
 node for it, since nothing but the hand-off depends on both.
 """
 
@@ -25,30 +27,30 @@ from dataclasses import dataclass
 
 from baton.messages.node import NodeDescription, Role
 from baton.values import value
-from router.placement.placement import Candidate, Demand, KVWords, kv_words
+from router.placement.placement import Candidate, Demand, KVFormat, kv_format
 from router.placement.rates import StepRates
 
 HANDOFF_MS = 2.0
-"""Of a hand-off besides the bytes: a subscription, a confirmation, and the step that the request joins."""
+"""The cost of a hand-off beside its bytes: a subscription, a confirmation, and the step that the request joins."""
 _DEFAULT_CHUNK = 512
 _OUTPUT_TOKENS = 128
-"""What an output is taken to be at most: few are as long as they may."""
+"""The longest output that is assumed: few outputs are as long as they may be."""
 WORK_SHARE = 0.25
-"""Of what a prompt takes to compute that others are taken to lose by it: of two ways that are as quick, the one with
-less work leaves more to them, and keeps fewer copies of the same in caches."""
+"""The share of a prompt's computing time that other requests are assumed to lose by it. So of two ways that are as
+quick, the one with less work wins: it leaves more to the others and caches fewer copies of the same blocks."""
 _NEWCOMER_S = 5.0
-"""A node's share grows to its full size in so many seconds."""
+"""A new node's share of the load grows to its full size in so many seconds."""
 _LEAST_SHARE = 0.1
 _SHARES = 20
-"""It grows in so many steps, between which its costs stay what they are: many decisions then remember the same ones."""
+"""The share grows in so many steps, between which its costs stay the same and can be kept by many decisions."""
 SAME_MS = 0.25
 SAME_SHARE = 0.02
-"""Costs that differ by less are alike."""
+"""Costs that differ by less than the sum of both count as the same."""
 
 
 @value(frozen=True, slots=True)
 class ServiceLevel:
-    """What a request hopes for, in milliseconds from now."""
+    """The latency targets of a request, in milliseconds from now."""
 
     first_token_ms: float = math.inf
     token_ms: float = math.inf
@@ -56,47 +58,47 @@ class ServiceLevel:
 
 @dataclass(slots=True)
 class NodeCosts:
-    """What one more request meets on a node. Not frozen for the sake of speed, as `Candidate`; nobody changes it."""
+    """The cost terms of one more request on a node. Treat it as frozen; like `Candidate` it is not, for speed."""
 
     candidate: Candidate
     node: NodeDescription
     queue_ms: float
     step_ms: float
-    """A step's time without the prompt tokens in it."""
+    """The duration of a step without the prompt tokens in it."""
     token_ms: float
-    """Of each of those."""
+    """The time that each prompt token adds to a step."""
     chunk: int
-    """Prompt tokens of one step."""
+    """The most prompt tokens of one step."""
     streams: float
-    """Sequences that every step keeps waiting."""
+    """Number of decoding sequences, which every longer step delays."""
     decode_ms: float
-    """Per output token, with one more sequence."""
+    """The time per output token with one more sequence."""
     ms_per_byte: float
-    """Of KV that comes in."""
+    """The time per byte of KV that the node reads from another one."""
     kv_token_ms: float
-    """Of the KV of one token that comes in."""
-    kv: KVWords
-    """What it must have in common with another node to exchange KV."""
+    """The time for the KV of one token that the node reads from another one."""
+    kv_format: KVFormat
+    """The format that another node must have, too, to exchange KV with it."""
     pending_tokens: int = 0
-    """Of prompts that were sent there and that it had not reported."""
+    """Tokens of prompts that were sent to the node and are not in its reports yet."""
     share: float = 1.0
-    """What it gets of what others get; see `newcomers_share`."""
+    """The share of the load that the node gets, 1 being a full share; see `newcomer_share`."""
 
     def prefill_ms(self, tokens: int) -> float:
-        """Computing so many tokens of a prompt, from its turn on."""
+        """The time to compute so many tokens of a prompt, once it is its turn."""
         return -(-tokens // self.chunk) * self.step_ms + tokens * self.token_ms
 
 
 @value(frozen=True, slots=True)
-class Terms:
-    """The parts of one way's cost."""
+class CostTerms:
+    """The parts of the cost of one way."""
 
     prefill: str
-    """The node's name; empty where the decode node does it all."""
+    """The name of the prefill node; empty: one node does it all."""
     decode: str
     queue_ms: float
     cached_tokens: int
-    """Of the prompt, where it is computed."""
+    """Prompt tokens that are cached where the prompt is computed."""
     prefill_ms: float
     decode_cached_tokens: int
     handoff_ms: float
@@ -122,11 +124,13 @@ def node_costs(
     share: float = 1.0,
     *,
     prefills_only: bool = False,
-    kv: KVWords | None = None,
+    known_kv_format: KVFormat | None = None,
 ) -> NodeCosts:
-    """`pending_tokens`: of prompts that were sent there and that it has not reported yet. `share`: of what others get;
-    see `newcomers_share`. `prefills_only`: its sequences are prompts, which keep nobody waiting. `kv`: its `kv_words`,
-    for who has them.
+    """Compute the cost terms of a node.
+
+    `pending_tokens`: of prompts that were sent there and are not in its reports yet. `share`: see `newcomer_share`.
+    `prefills_only`: its sequences are prompts, which longer steps do not delay. `known_kv_format`: the node's
+    `kv_format`, if the caller has it.
     """
     streams = 0.0 if prefills_only else candidate.load / share
     context = 0.0 if prefills_only else candidate.context_tokens / share
@@ -134,7 +138,7 @@ def node_costs(
     chunk = chunk_of(node)
     step_ms = rates.overhead_ms(streams, context)
     queued = (candidate.uncomputed_tokens + pending_tokens) / share
-    # With nothing queued it may still be somewhere in a step.
+    # With nothing queued, the node may still be in the middle of a step.
     queue_ms = (
         math.ceil(queued / chunk) * step_ms + queued * rates.token_ms if queued else step_ms / 2 * (candidate.load > 0)
     )
@@ -150,51 +154,51 @@ def node_costs(
         step_ms + rates.sequence_ms,
         ms_per_byte,
         ms_per_byte * node.block_bytes / node.block_size,
-        kv or kv_words(node),
+        known_kv_format or kv_format(node),
         pending_tokens,
         share,
     )
 
 
 def chunk_of(node: NodeDescription) -> int:
-    """Prompt tokens of one step of a node."""
+    """The most prompt tokens of one step of a node."""
     return node.max_num_batched_tokens or _DEFAULT_CHUNK
 
 
-def newcomers_share(age_s: float) -> float:
-    """What a node gets of its full share so many seconds after it came: its caches are cold, its rates unknown."""
+def newcomer_share(age_s: float) -> float:
+    """The share that a node gets so many seconds after it was attached: its caches are cold, its rates unknown."""
     return 1.0 if age_s >= _NEWCOMER_S else max(_LEAST_SHARE, int(age_s / _NEWCOMER_S * _SHARES) / _SHARES)
 
 
 def share_grows_at(attached_at: float, now: float) -> float:
-    """When the share of a node that came then is another one than now, at the earliest."""
+    """When the share of a node that was attached at `attached_at` grows next."""
     return attached_at + (int((now - attached_at) / _NEWCOMER_S * _SHARES) + 1) * _NEWCOMER_S / _SHARES
 
 
 @value(frozen=True, slots=True)
-class Question:
-    """One request and all that is known when its nodes are chosen."""
+class PlacementQuery:
+    """A request, and everything that is known when its nodes are chosen."""
 
     demand: Demand
     costs: Sequence[NodeCosts]
-    """Of the nodes that it fits on."""
+    """The costs of the nodes on which the request fits."""
     cached: Mapping[str, int]
-    """How many of the prompt's first tokens each incarnation has."""
+    """How many of the prompt's first tokens each incarnation has cached."""
     level: ServiceLevel
     alone_tokens: int
-    """A decode node computes at most so many tokens of a prompt where a prefill node could."""
+    """A decode node computes at most so many tokens of a prompt while there is a pair."""
     passed_over: Set[str] = frozenset()
-    """Incarnations that are taken only if nobody else of their kind is left."""
+    """Incarnations that are chosen only if no other node of their role is left."""
     pairs_passed_over: Set[tuple[str, str]] = frozenset()
-    """Names of a prefill and a decode node."""
+    """Pairs that are passed over, by the names of prefill and decode node."""
 
-    def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> Terms:
+    def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> CostTerms:
         """The cost of a pair."""
         tokens = self.demand.num_prompt_tokens
         there, here = self._cached(prefill), self._cached(decode, at_most=tokens)
         left = tokens - there
         prefill_ms = prefill.prefill_ms(left)
-        return Terms(
+        return CostTerms(
             prefill=prefill.node.node_id,
             decode=decode.node.node_id,
             queue_ms=prefill.queue_ms,
@@ -207,12 +211,12 @@ class Question:
             token_ms=decode.decode_ms,
         )
 
-    def alone_terms(self, node: NodeCosts) -> Terms:
-        """The cost of a node that does it all."""
+    def alone_terms(self, node: NodeCosts) -> CostTerms:
+        """The cost of one node that does it all."""
         there = self._cached(node)
         left = self.demand.num_prompt_tokens - there
         prefill_ms = node.prefill_ms(left)
-        return Terms(
+        return CostTerms(
             prefill="",
             decode=node.node.node_id,
             queue_ms=node.queue_ms,
@@ -226,7 +230,7 @@ class Question:
         )
 
     def uncached(self, node: NodeCosts) -> int:
-        """Tokens that the node would compute."""
+        """How many tokens of the prompt the node would compute."""
         tokens = self.demand.num_prompt_tokens
         return max(1, tokens - self.cached.get(node.node.incarnation, 0))
 
@@ -235,134 +239,137 @@ class Question:
         return 0 if self.demand.embeds else min(self.demand.max_tokens, _OUTPUT_TOKENS)
 
     def _cached(self, node: NodeCosts, at_most: int | None = None) -> int:
-        """The last token of a prompt is computed in any case: the first one of the output follows from it."""
+        """How many tokens are cached there. A prompt's last token is always computed: it gives the first output."""
         most = self.demand.num_prompt_tokens - 1 if at_most is None else at_most
         return min(self.cached.get(node.node.incarnation, 0), most)
 
 
 def _handoff_ms(decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: float) -> float:
-    """What is left of moving so many tokens' KV when the prompt is computed."""
+    """The time that moving the KV of so many tokens takes beyond the computing of the prompt."""
     in_all, at_least = tokens * decode.kv_token_ms, min(tokens, last_chunk) * decode.kv_token_ms
     return HANDOFF_MS + max(at_least, in_all - prefill_ms)
 
 
 @value(frozen=True, slots=True)
-class Found:
-    """The cheapest way."""
+class Way:
+    """A way to serve a request, with its cost."""
 
     prefill: NodeCosts | None
     decode: NodeCosts
-    terms: Terms
+    terms: CostTerms
     reason: str
-    """Empty where there was no pair to choose."""
+    """Empty if there was no pair to compare with."""
 
 
-def cheapest(question: Question) -> Found | None:
-    """None when there is no node at all. Who is passed over is taken when there is nobody else of its kind."""
-    prefills = _allowed(question, Role.PREFILL)
-    decodes = _allowed(question, Role.DECODE)
-    if question.demand.embeds:
-        return _cheapest_alone(question, prefills or decodes, False)
-    pair = _cheapest_pair(question, prefills, decodes)
-    alone = _cheapest_alone(question, decodes or prefills, pair is not None)
+def cheapest(query: PlacementQuery) -> Way | None:
+    """The cheapest way; None if there is no node at all.
+
+    Nodes that are passed over are chosen only if no other one of their role is left.
+    """
+    prefills = _allowed(query, Role.PREFILL)
+    decodes = _allowed(query, Role.DECODE)
+    if query.demand.embeds:
+        return _cheapest_alone(query, prefills or decodes, False)
+    pair = _cheapest_pair(query, prefills, decodes)
+    alone = _cheapest_alone(query, decodes or prefills, pair is not None)
     if pair is None or alone is None:
         return pair or alone
-    pair_key, alone_key = key_of(question, pair.terms), key_of(question, alone.terms)
+    pair_key, alone_key = key_of(query, pair.terms), key_of(query, alone.terms)
     return alone if alone_key < pair_key else pair
 
 
-def ways_beside(question: Question, found: Found) -> list[Terms]:
-    """The way that was found, and for every other node the one that has it in place of one of those."""
-    prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
-    decodes = [cost for cost in question.costs if cost.node.role is Role.DECODE]
-    if question.demand.embeds:
-        return sorted(map(question.alone_terms, prefills or decodes), key=lambda terms: terms.total_ms)
-    prefill = found.prefill or (_cheapest_pair(question, prefills, decodes) or found).prefill
-    decode = found.decode
+def alternative_ways(query: PlacementQuery, way: Way) -> list[CostTerms]:
+    """The costs of the chosen way and of those that differ from it in one node, the cheapest first."""
+    prefills = [cost for cost in query.costs if cost.node.role is Role.PREFILL]
+    decodes = [cost for cost in query.costs if cost.node.role is Role.DECODE]
+    if query.demand.embeds:
+        return sorted(map(query.alone_terms, prefills or decodes), key=lambda terms: terms.total_ms)
+    prefill = way.prefill or (_cheapest_pair(query, prefills, decodes) or way).prefill
+    decode = way.decode
     pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
     if prefill is not None:
         pairs |= {(prefill.node.node_id, cost.node.node_id): (prefill, cost) for cost in decodes}
-    ways = [question.pair_terms(p, d) for p, d in pairs.values() if p.kv == d.kv]
-    ways += [question.alone_terms(cost) for cost in decodes or prefills]
+    ways = [query.pair_terms(p, d) for p, d in pairs.values() if p.kv_format == d.kv_format]
+    ways += [query.alone_terms(cost) for cost in decodes or prefills]
     return sorted(ways, key=lambda terms: terms.total_ms)
 
 
-def _allowed(question: Question, role: Role) -> list[NodeCosts]:
-    able = [cost for cost in question.costs if cost.node.role is role]
-    if not question.passed_over:
+def _allowed(query: PlacementQuery, role: Role) -> list[NodeCosts]:
+    able = [cost for cost in query.costs if cost.node.role is role]
+    if not query.passed_over:
         return able
-    return [cost for cost in able if cost.node.incarnation not in question.passed_over] or able
+    return [cost for cost in able if cost.node.incarnation not in query.passed_over] or able
 
 
-def key_of(question: Question, terms: Terms) -> tuple[int, float]:
-    """By which ways are compared: what the service level misses, then the cost."""
-    level = question.level
+def key_of(query: PlacementQuery, terms: CostTerms) -> tuple[int, float]:
+    """The key by which ways are compared: how many targets of the service level are missed, then the cost."""
+    level = query.level
     missed = (terms.first_token_ms > level.first_token_ms) + (terms.token_ms > level.token_ms)
     return missed, terms.total_ms
 
 
-def _cheapest_pair(question: Question, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Found | None:
-    kinds = {decode.kv for decode in decodes}
-    able = [cost for cost in prefills if cost.kv in kinds]
+def _cheapest_pair(query: PlacementQuery, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Way | None:
+    kinds = {decode.kv_format for decode in decodes}
+    able = [cost for cost in prefills if cost.kv_format in kinds]
     if not able:
         return None
-    if question.pairs_passed_over:
-        # One prefill node whose data path is dead for all decode nodes, say: its pairs fail, and it does not.
-        able = [cost for cost in able if _has_partner(question, cost, decodes)] or able
-    prefill = _best(able, _prefill_keys(question, able))
-    partners = [decode for decode in decodes if decode.kv == prefill.kv] if len(kinds) > 1 else decodes
-    if question.pairs_passed_over:
-        name, bad = prefill.node.node_id, question.pairs_passed_over
+    if query.pairs_passed_over:
+        # The data path of one prefill node may be dead to all decode nodes: its pairs fail, though the node does not.
+        able = [cost for cost in able if _has_partner(query, cost, decodes)] or able
+    prefill = _best(able, _prefill_keys(query, able))
+    partners = [decode for decode in decodes if decode.kv_format == prefill.kv_format] if len(kinds) > 1 else decodes
+    if query.pairs_passed_over:
+        name, bad = prefill.node.node_id, query.pairs_passed_over
         partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
-    left = question.uncached(prefill)
+    left = query.uncached(prefill)
     prefill_ms, last_chunk = prefill.prefill_ms(left), min(left, prefill.chunk)
-    decode = _best(partners, _decode_keys(question, partners, last_chunk, prefill_ms))
-    return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
+    decode = _best(partners, _decode_keys(query, partners, last_chunk, prefill_ms))
+    return Way(prefill, decode, query.pair_terms(prefill, decode), "cheapest pair")
 
 
-def _has_partner(question: Question, prefill: NodeCosts, decodes: Sequence[NodeCosts]) -> bool:
-    """Whether a pair with it is not passed over."""
-    name, bad = prefill.node.node_id, question.pairs_passed_over
-    return any(decode.kv == prefill.kv and (name, decode.node.node_id) not in bad for decode in decodes)
+def _has_partner(query: PlacementQuery, prefill: NodeCosts, decodes: Sequence[NodeCosts]) -> bool:
+    """Whether any pair with this prefill node is not passed over."""
+    name, bad = prefill.node.node_id, query.pairs_passed_over
+    return any(decode.kv_format == prefill.kv_format and (name, decode.node.node_id) not in bad for decode in decodes)
 
 
-def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bool) -> Found | None:
+def _cheapest_alone(query: PlacementQuery, nodes: Sequence[NodeCosts], has_pair: bool) -> Way | None:
     if has_pair:
-        most = question.alone_tokens
-        nodes = [cost for cost, left in zip(nodes, _uncached(question, nodes), strict=True) if left <= most]
+        most = query.alone_tokens
+        nodes = [cost for cost, left in zip(nodes, _uncached(query, nodes), strict=True) if left <= most]
     if not nodes:
         return None
-    node = _best(nodes, _alone_keys(question, nodes))
-    return Found(None, node, question.alone_terms(node), "cheaper on one node" if has_pair else "")
+    node = _best(nodes, _alone_keys(query, nodes))
+    return Way(None, node, query.alone_terms(node), "cheaper on one node" if has_pair else "")
 
 
-# What the service level misses, then the cost, of the part of a way that a node decides. `Terms` has the same sums in
-# their parts, and `cost_table` has them for all nodes at once, which is what a request waits for.
+# The keys below are like `key_of`, for the part of a way that depends on one node. `CostTerms` has the parts of the
+# same sums, and `cost_table` computes them for all nodes at once.
 
 
-def _uncached(question: Question, costs: Sequence[NodeCosts], at_least: int = 1) -> list[int]:
-    """Tokens of the prompt that each node has yet to compute, or to be given."""
-    tokens, cached = question.demand.num_prompt_tokens, question.cached
+def _uncached(query: PlacementQuery, costs: Sequence[NodeCosts], at_least: int = 1) -> list[int]:
+    """Number of prompt tokens that each node has to compute, or (`at_least=0`) to read."""
+    tokens, cached = query.demand.num_prompt_tokens, query.cached
     if not cached:
         return [tokens] * len(costs)
     return [max(at_least, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
 
 
-def _prefill_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
-    most_ms, work = question.level.first_token_ms, 1 + WORK_SHARE
+def _prefill_keys(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
+    most_ms, work = query.level.first_token_ms, 1 + WORK_SHARE
     return [
         (
             cost.queue_ms + (work_ms := -(-left // cost.chunk) * cost.step_ms + left * cost.token_ms) > most_ms,
             cost.queue_ms + work * work_ms,
         )
-        for cost, left in zip(costs, _uncached(question, costs), strict=True)
+        for cost, left in zip(costs, _uncached(query, costs), strict=True)
     ]
 
 
 def _decode_keys(
-    question: Question, costs: Sequence[NodeCosts], last_chunk: int, prefill_ms: float
+    query: PlacementQuery, costs: Sequence[NodeCosts], last_chunk: int, prefill_ms: float
 ) -> list[tuple[int, float]]:
-    most_ms, outputs = question.level.token_ms, question.output_tokens
+    most_ms, outputs = query.level.token_ms, query.output_tokens
     return [
         (
             cost.decode_ms > most_ms,
@@ -370,24 +377,24 @@ def _decode_keys(
             + HANDOFF_MS
             + max(min(left, last_chunk) * cost.kv_token_ms, left * cost.kv_token_ms - prefill_ms),
         )
-        for cost, left in zip(costs, _uncached(question, costs, at_least=0), strict=True)
+        for cost, left in zip(costs, _uncached(query, costs, at_least=0), strict=True)
     ]
 
 
-def _alone_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
-    level, outputs = question.level, question.output_tokens
+def _alone_keys(query: PlacementQuery, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
+    level, outputs = query.level, query.output_tokens
     return [
         (
             (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > level.first_token_ms)
             + (cost.decode_ms > level.token_ms),
             cost.queue_ms + (1 + WORK_SHARE) * work_ms + cost.streams * cost.token_ms * left + outputs * cost.decode_ms,
         )
-        for cost, left in zip(costs, _uncached(question, costs), strict=True)
+        for cost, left in zip(costs, _uncached(query, costs), strict=True)
     ]
 
 
 def _best(nodes: Sequence[NodeCosts], keys: Sequence[tuple[int, float]]) -> NodeCosts:
-    """Of those that cost about the same, the longest unchosen."""
+    """Among the nodes that cost about the same, the one that was unused for longest."""
     missed, least = min(keys)
     bound = (missed, least + SAME_MS + SAME_SHARE * least)
     near = [cost for cost, key in zip(nodes, keys, strict=True) if key <= bound]

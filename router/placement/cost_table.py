@@ -1,8 +1,8 @@
 """The costs of all candidates in columns, so that a choice looks at hundreds of nodes in a few vector operations.
 
-`cost_model.cheapest` says what is chosen, node by node; here is the same with numpy, and the tests hold the two against
-each other: the same nodes, to the last bit of the same sums. Between two choices only the rows of those nodes are
-computed anew of which something was heard. No clock, no I/O.
+`cost_model.cheapest` defines what is chosen, node by node; this module computes the same with numpy, and tests compare
+the two: the same nodes, to the last bit of the same sums. Between two choices only the rows of nodes that have reported
+something, or were given work, are computed again. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ import numpy.typing as npt
 
 from baton.deadlines import Deadlines
 from baton.messages.node import Role
-from router.placement.cache_view import CacheKeys, cache_keys_of
+from router.placement.cache_view import KeyScheme, key_scheme_of
 from router.placement.cost_model import (
     HANDOFF_MS,
     SAME_MS,
     SAME_SHARE,
     WORK_SHARE,
-    Found,
     NodeCosts,
-    Question,
+    PlacementQuery,
+    Way,
     chunk_of,
     key_of,
     share_grows_at,
 )
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, kv_words, size_of
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, kv_format, size_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
-Able: TypeAlias = Bools | None
-"""Which rows may be chosen; None: all of them."""
+RowMask: TypeAlias = Bools | None
+"""True for each row that may be chosen; None: all of them."""
 
 _RANK_BITS = 24
-"""Of the number by which the longest unchosen node is found: ties go by incarnation."""
+"""The low bits of `_order`, which order nodes that were chosen at the same time by their incarnations."""
 
 
 class CostTable:
-    """A row for each candidate, prefill nodes first."""
+    """The costs of the candidates, one row for each, prefill nodes first."""
 
     def __init__(self, costs_of: Callable[[Candidate, float, bool], NodeCosts]) -> None:
-        """`costs_of` computes a node's costs: at this time, and whether prefill nodes have nothing but prompts."""
+        """`costs_of(candidate, now, prefills_only)` computes the costs of a node."""
         self._costs_of = costs_of
         self._candidates: Sequence[Candidate] = ()
-        """The candidates as `look_at` saw them last."""
+        """The candidates as they were set last."""
         self._of_row: list[Candidate] = []
         """The same candidates in the order of the rows."""
         self._row_of: dict[str, int] = {}
-        """By incarnation."""
+        """The row of each incarnation."""
         self._rows_of_name: dict[str, list[int]] = {}
         self._costs: list[NodeCosts] = []
         self._stale: set[int] = set()
-        """Rows of which something was heard."""
+        """Rows whose costs are to be computed again."""
         self._young: Deadlines[int] = Deadlines()
-        """When rows of nodes that get less than their full share have grown by a step."""
+        """When the share of each new node grows next, by row."""
         self._prefills_only = False
         self._num_prefills = 0
         self._common_chunk: int | None = None
-        """The chunk of all nodes, if they have the same; else None."""
+        """The chunk of all nodes, if it is the same; else None."""
         self._sizes: dict[NodeSize, int] = {}
         self._kinds: dict[object, int] = {}
-        self.cache_keys: frozenset[CacheKeys] = frozenset()
-        """How the candidates name their blocks."""
+        self.key_schemes: frozenset[KeyScheme] = frozenset()
+        """The key schemes of the candidates."""
         self._make_columns(0)
 
     def _make_columns(self, count: int) -> None:
@@ -78,16 +78,16 @@ class CostTable:
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
         self._full = np.zeros(count, np.bool_)
 
-    # What is known.
+    # --- keeping the rows up to date ---
 
-    def heard_of(self, incarnation: str) -> None:
-        """Something of this node has changed that its candidate does not show."""
+    def mark_stale(self, incarnation: str) -> None:
+        """Compute the costs of this node again before the next choice."""
         row = self._row_of.get(incarnation)
         if row is not None:
             self._stale.add(row)
 
-    def look_at(self, candidates: Sequence[Candidate]) -> None:
-        """These can be chosen from now on."""
+    def set_candidates(self, candidates: Sequence[Candidate]) -> None:
+        """Replace the candidates."""
         before = self._candidates
         if candidates is before:
             return
@@ -114,15 +114,15 @@ class CostTable:
         for row, candidate in enumerate(candidates):
             node = candidate.node
             self._size[row] = self._sizes.setdefault(size_of(node), len(self._sizes))
-            self._kind[row] = self._kinds.setdefault(kv_words(node), len(self._kinds))
+            self._kind[row] = self._kinds.setdefault(kv_format(node), len(self._kinds))
             self._chunk[row] = chunk_of(node)
             self._rows_of_name.setdefault(node.node_id, []).append(row)
         for rank, incarnation in enumerate(sorted(self._row_of)):
             self._rank[self._row_of[incarnation]] = rank
         chunks = {*self._chunk.tolist()}
         self._common_chunk = chunks.pop() if len(chunks) == 1 else None
-        all_keys = (cache_keys_of(candidate.node) for candidate in candidates)
-        self.cache_keys = frozenset(keys for keys in all_keys if keys is not None)
+        all_keys = (key_scheme_of(candidate.node) for candidate in candidates)
+        self.key_schemes = frozenset(keys for keys in all_keys if keys is not None)
         self._costs = [None] * len(candidates)  # type: ignore[list-item]  # every row is stale
         self._stale.clear()
         self._young = Deadlines()
@@ -135,8 +135,8 @@ class CostTable:
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
 
-    def bring_up(self, able: Able, now: float) -> None:
-        """Compute the costs anew where something has changed, for a choice among these."""
+    def refresh(self, able: RowMask, now: float) -> None:
+        """Compute stale costs again, for a choice among these rows."""
         split = self._num_prefills
         has_both = _any(able, slice(0, split)) and _any(able, slice(split, len(self._of_row)))
         if has_both is not self._prefills_only:
@@ -150,7 +150,7 @@ class CostTable:
         for row in self._stale:
             candidate = self._of_row[row]
             costs = self._costs[row] = self._costs_of(candidate, now, self._prefills_only and row < self._num_prefills)
-            # Row by row, as they are few: putting them together first takes as long as to put down three.
+            # Row by row, since the rows are few: putting them together first takes as long as writing three of them.
             self._terms[:, row] = (
                 costs.queue_ms,
                 costs.step_ms,
@@ -165,19 +165,19 @@ class CostTable:
                 self._young.clear(row)
         self._stale.clear()
 
-    # Who may be chosen.
+    # --- which rows may be chosen ---
 
-    def able(self, demand: Demand, exclude: Set[str], *, with_room: bool) -> Able:
-        """The nodes on which the request fits, as `placement.fitting_nodes` has it; none where that raises.
+    def fitting_rows(self, demand: Demand, exclude: Set[str], *, with_room: bool) -> RowMask:
+        """The rows of nodes on which the request fits, as in `placement.fitting_nodes`; no row where that raises.
 
-        `with_room`: of each role only those that are not full, unless all of it are.
+        `with_room`: without full nodes, unless all nodes of a role are full.
         """
-        able: Able = None
+        able: RowMask = None
         if with_room and self._full.any():
             able = ~self._full
-            for some in (able[: self._num_prefills], able[self._num_prefills :]):
-                if not some.any():
-                    some[:] = True
+            for rows in (able[: self._num_prefills], able[self._num_prefills :]):
+                if not rows.any():
+                    rows[:] = True
         holds = [size.holds(demand) for size in self._sizes]
         if not all(holds):
             fits = np.array(holds)[self._size]
@@ -191,34 +191,34 @@ class CostTable:
     def _rows_with(self, incarnations: Iterable[str]) -> list[int]:
         return [row for incarnation in incarnations if (row := self._row_of.get(incarnation)) is not None]
 
-    def _without(self, rows: Sequence[int], able: Able) -> Bools:
+    def _without(self, rows: Sequence[int], able: RowMask) -> Bools:
         left = np.ones(len(self._of_row), np.bool_) if able is None else able.copy()
         left[rows] = False
         return left
 
-    def costs(self, able: Able) -> Sequence[NodeCosts]:
-        """The cost terms of the candidates that may be chosen, as they are now."""
+    def costs(self, able: RowMask) -> Sequence[NodeCosts]:
+        """The costs of the candidates that may be chosen."""
         return self._costs.copy() if able is None else [*compress(self._costs, able.tolist())]
 
-    # What is chosen.
+    # --- choosing ---
 
-    def cheapest(self, question: Question, able: Able) -> Found | None:
-        """What `cost_model.cheapest` finds for a question about the same rows."""
-        able = self._not_passed_over(question.passed_over, able)
+    def cheapest(self, query: PlacementQuery, able: RowMask) -> Way | None:
+        """The same as `cost_model.cheapest` for a query about these rows."""
+        able = self._not_passed_over(query.passed_over, able)
         split = self._num_prefills
         prefills, decodes = slice(0, split), slice(split, len(self._of_row))
         has_prefills = _any(able, prefills)
         has_decodes = _any(able, decodes)
-        if question.demand.embeds:
-            return self._cheapest_alone(question, prefills if has_prefills else decodes, able, has_pair=False)
-        pair = self._cheapest_pair(question, prefills, decodes, able) if has_prefills and has_decodes else None
+        if query.demand.embeds:
+            return self._cheapest_alone(query, prefills if has_prefills else decodes, able, has_pair=False)
+        pair = self._cheapest_pair(query, prefills, decodes, able) if has_prefills and has_decodes else None
         alone_on = decodes if has_decodes else prefills
-        alone = self._cheapest_alone(question, alone_on, able, has_pair=pair is not None)
+        alone = self._cheapest_alone(query, alone_on, able, has_pair=pair is not None)
         if pair is None or alone is None:
             return pair or alone
-        return alone if key_of(question, alone.terms) < key_of(question, pair.terms) else pair
+        return alone if key_of(query, alone.terms) < key_of(query, pair.terms) else pair
 
-    def _not_passed_over(self, passed_over: Set[str], able: Able) -> Able:
+    def _not_passed_over(self, passed_over: Set[str], able: RowMask) -> RowMask:
         rows = self._rows_with(passed_over) if passed_over else ()
         if not rows:
             return able
@@ -228,18 +228,18 @@ class CostTable:
                 left[of_role] = True if able is None else able[of_role]
         return left
 
-    def _cheapest_pair(self, question: Question, prefills: slice, decodes: slice, able: Able) -> Found | None:
+    def _cheapest_pair(self, query: PlacementQuery, prefills: slice, decodes: slice, able: RowMask) -> Way | None:
         able_prefills, able_decodes = _part(able, prefills), _part(able, decodes)
         if len(self._kinds) > 1:
             kinds = self._kind[decodes]
             partnered = np.isin(self._kind[prefills], kinds if able_decodes is None else kinds[able_decodes])
             able_prefills = partnered if able_prefills is None else able_prefills & partnered
-        bad = question.pairs_passed_over
+        bad = query.pairs_passed_over
         if bad:
             able_prefills = self._with_partners(bad, able_prefills, able_decodes)
-        left = self._uncached(question, prefills)
+        left = self._uncached(query, prefills)
         work_ms = self._work_ms(left, prefills)
-        queue_ms, most_ms = self._queue_ms[prefills], question.level.first_token_ms
+        queue_ms, most_ms = self._queue_ms[prefills], query.level.first_token_ms
         missed = (queue_ms + work_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
         row = self._best(prefills, queue_ms + work_ms * (1 + WORK_SHARE), missed, able_prefills)
         if row is None:
@@ -251,28 +251,28 @@ class CostTable:
         if bad:
             partners = self._partners(prefill.node.node_id, bad, able_decodes)
             able_decodes = partners if partners.any() else able_decodes
-        uncached = question.uncached(prefill)
+        uncached = query.uncached(prefill)
         last_chunk, prefill_ms = min(uncached, prefill.chunk), prefill.prefill_ms(uncached)
-        to_move, kv_token_ms = self._uncached(question, decodes, at_least=0), self._kv_token_ms[decodes]
-        decode_ms, most_ms = self._decode_ms[decodes], question.level.token_ms
+        to_move, kv_token_ms = self._uncached(query, decodes, at_least=0), self._kv_token_ms[decodes]
+        decode_ms, most_ms = self._decode_ms[decodes], query.level.token_ms
         least = min(to_move, last_chunk) if isinstance(to_move, int) else np.minimum(to_move, last_chunk)
         handoff_ms = np.maximum(kv_token_ms * least, kv_token_ms * to_move - prefill_ms)
         missed = (decode_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
-        row = self._best(decodes, decode_ms * question.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
+        row = self._best(decodes, decode_ms * query.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
         assert row is not None  # there is one of the prefill node's kind
         decode = self._costs[row]
-        return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
+        return Way(prefill, decode, query.pair_terms(prefill, decode), "cheapest pair")
 
-    def _partners(self, prefill: str, pairs: Set[tuple[str, str]], able: Able) -> Bools:
-        """The decode nodes of these that did not lose KV of this prefill node."""
+    def _partners(self, prefill: str, pairs: Set[tuple[str, str]], able: RowMask) -> Bools:
+        """The decode nodes among `able` whose pair with this prefill node is not passed over."""
         split = self._num_prefills
         bad = [row for first, name in pairs if first == prefill for row in self._rows_of_name.get(name, ())]
         left = np.ones(len(self._of_row) - split, np.bool_) if able is None else able.copy()
         left[[row - split for row in bad if row >= split]] = False
         return left
 
-    def _with_partners(self, pairs: Set[tuple[str, str]], able: Able, able_decodes: Able) -> Able:
-        """Prefill nodes that have such a partner, if there are any."""
+    def _with_partners(self, pairs: Set[tuple[str, str]], able: RowMask, able_decodes: RowMask) -> RowMask:
+        """The prefill nodes that have such a decode node, if there are any; else all that are able."""
         split = self._num_prefills
         left = np.ones(split, np.bool_) if able is None else able.copy()
         for name in {first for first, _ in pairs}:
@@ -282,10 +282,10 @@ class CostTable:
                     left[row] = False
         return left if left.any() else able
 
-    def _cheapest_alone(self, question: Question, rows: slice, able: Able, *, has_pair: bool) -> Found | None:
-        able_rows, left = _part(able, rows), self._uncached(question, rows)
+    def _cheapest_alone(self, query: PlacementQuery, rows: slice, able: RowMask, *, has_pair: bool) -> Way | None:
+        able_rows, left = _part(able, rows), self._uncached(query, rows)
         if has_pair:
-            most = question.alone_tokens
+            most = query.alone_tokens
             if isinstance(left, int):
                 if left > most:
                     return None
@@ -293,23 +293,23 @@ class CostTable:
                 short = left <= most
                 able_rows = short if able_rows is None else able_rows & short
         work_ms = self._work_ms(left, rows)
-        queue_ms, decode_ms, level = self._queue_ms[rows], self._decode_ms[rows], question.level
+        queue_ms, decode_ms, level = self._queue_ms[rows], self._decode_ms[rows], query.level
         missed = None
         if min(level.first_token_ms, level.token_ms) < np.inf:
             missed = (queue_ms + work_ms > level.first_token_ms).astype(np.int64) + (decode_ms > level.token_ms)
         stall_ms = self._streams[rows] * self._token_ms[rows] * left
-        cost = queue_ms + work_ms * (1 + WORK_SHARE) + stall_ms + decode_ms * question.output_tokens
+        cost = queue_ms + work_ms * (1 + WORK_SHARE) + stall_ms + decode_ms * query.output_tokens
         row = self._best(rows, cost, missed, able_rows)
         if row is None:
             return None
         costs = self._costs[row]
-        return Found(None, costs, question.alone_terms(costs), "cheaper on one node" if has_pair else "")
+        return Way(None, costs, query.alone_terms(costs), "cheaper on one node" if has_pair else "")
 
-    def _uncached(self, question: Question, rows: slice, at_least: int = 1) -> Ints | int:
-        """Tokens of the prompt that each node has yet to compute, or to be given; one number where nobody has any."""
-        tokens = question.demand.num_prompt_tokens
+    def _uncached(self, query: PlacementQuery, rows: slice, at_least: int = 1) -> Ints | int:
+        """The prompt tokens that each node has to compute, or to read; one number if no node has any cached."""
+        tokens = query.demand.num_prompt_tokens
         left: Ints | None = None
-        for incarnation, cached in question.cached.items():
+        for incarnation, cached in query.cached.items():
             row = self._row_of.get(incarnation)
             if row is not None and rows.start <= row < rows.stop:
                 if left is None:
@@ -318,13 +318,13 @@ class CostTable:
         return tokens if left is None else left
 
     def _work_ms(self, left: Ints | int, rows: slice) -> Floats:
-        """Computing so many tokens of a prompt, from its turn on: `NodeCosts.prefill_ms`."""
+        """The time to compute so many tokens of a prompt on each node: `NodeCosts.prefill_ms`."""
         chunk = self._chunk[rows] if self._common_chunk is None else self._common_chunk
         work_ms: Floats = self._step_ms[rows] * -(-left // chunk) + self._token_ms[rows] * left
         return work_ms
 
-    def _best(self, rows: slice, cost: Floats, missed: Ints | None, able: Able) -> int | None:
-        """The longest unchosen of the candidates that cost about the same; None where no candidate is able."""
+    def _best(self, rows: slice, cost: Floats, missed: Ints | None, able: RowMask) -> int | None:
+        """The row that was unused for longest among those that cost about the same; None if no row is able."""
         if able is not None:
             if not able.any():
                 return None
@@ -339,11 +339,11 @@ class CostTable:
         return int(rows.start) + int(near[self._order[rows][near].argmin()])
 
 
-def _any(able: Able, rows: slice) -> bool:
+def _any(able: RowMask, rows: slice) -> bool:
     return bool(rows.stop > rows.start and (able is None or able[rows].any()))
 
 
-def _part(able: Able, rows: slice) -> Able:
+def _part(able: RowMask, rows: slice) -> RowMask:
     if able is None:
         return None
     part = able[rows]

@@ -1,8 +1,8 @@
-"""Decisions that placement took: why, what became of them, and what would have been best. Bounded; no I/O.
+"""The log of placement decisions: their reasons, their outcomes, and what would have been best. Bounded; no I/O.
 
-Afterwards a decision is judged with what was known when it was taken, at the rates that were learnt since. For the way
-that was taken what was measured takes the place of what was predicted. Its regret is what it cost more than the way
-that looks cheapest now; none if that is the one that was taken, however wrong its prediction was.
+When its request has ended, a decision is judged by what was known when it was made, at the rates that were learnt
+since. For the chosen way, measured times replace the predicted ones. The regret is what it cost more than the way that
+looks cheapest now; 0 if that is the chosen way, however wrong its prediction was.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from cachetools import FIFOCache
 
 from baton.messages.node import StageTimings
 from baton.observe.metrics import Distribution, Figure, Histogram
-from router.placement.cost_model import Found, Question, Terms
+from router.placement.cost_model import CostTerms, PlacementQuery, Way
 
 _KEPT = 2048
+"""Requests whose decisions are kept."""
 _REGRET_BUCKETS_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""The first has those that were the best."""
+"""The first bucket has the decisions that were the best."""
 _MOST_ATTEMPTS = 16
-"""Of one request that are kept."""
+"""Attempts of one request that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
-class Actual:
-    """What became of a request."""
+class MeasuredTimes:
+    """The measured times of a request that ended well."""
 
     timings: StageTimings
     first_token_ms: float
-    """From its arrival at the router."""
+    """From the request's arrival at the router to its first token."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """One placement of one attempt."""
+    """The placement of one attempt, and why it was chosen."""
 
     request_id: str
     attempt: int
@@ -49,63 +50,62 @@ class Decision:
     prefill: str
     """Names of the nodes."""
     decode: str
-    found: Found | None = None
-    """None for policies that predict nothing..."""
-    question: Question | None = None
-    """... and so is this."""
-    actual: Actual | None = None
-    """None until it has ended well."""
+    way: Way | None = None
+    """None for policies that predict nothing, and so is `query`."""
+    query: PlacementQuery | None = None
+    measured: MeasuredTimes | None = None
+    """None until the request has ended well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A decision as it looks now."""
+    """A decision as it is judged now."""
 
     decision: Decision
-    ways: Sequence[Terms] = ()
-    """As predicted when it was taken, the cheapest first: see `ways_beside`."""
-    best: Terms | None = None
-    """The cheapest way in hindsight; None until it has ended well."""
+    ways: Sequence[CostTerms] = ()
+    """The costs that were predicted for the decision, the cheapest first: see `alternative_ways`."""
+    best: CostTerms | None = None
+    """The cheapest way in hindsight; None until the request has ended well."""
     regret_ms: float = 0.0
 
 
-def regret_ms(taken: Terms, actual: Actual, best: Found) -> float:
-    """What was lost. `taken`: its cost at the rates that are known now."""
+def regret_ms(taken: CostTerms, measured: MeasuredTimes, best: Way) -> float:
+    """The regret in milliseconds. `taken`: the cost of the chosen way at the rates that are known now."""
     if (taken.prefill, taken.decode) == (best.terms.prefill, best.terms.decode):
         return 0.0
-    measured = taken.total_ms - taken.first_token_ms + actual.timings.queue_ms + actual.timings.prefill_ms
-    return max(0.0, measured - best.terms.total_ms)
+    total_ms = taken.total_ms - taken.first_token_ms + measured.timings.queue_ms + measured.timings.prefill_ms
+    return max(0.0, total_ms - best.terms.total_ms)
 
 
 class DecisionLog:
-    """The latest decisions by request, and totals of all."""
+    """Keeps the latest decisions by request, and totals of all."""
 
     def __init__(self, kept: int = _KEPT) -> None:
-        """`kept`: requests; 0: nobody asks, and nothing is recorded."""
+        """`kept`: the number of requests whose decisions are kept; 0: nothing is recorded."""
         self._kept = kept
         self._by_request: FIFOCache[str, list[Decision]] = FIFOCache(kept)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._regrets_s = Histogram(_REGRET_BUCKETS_S)
 
-    def record(self, decision: Decision) -> None:
-        """One more; nothing where none are kept."""
+    def add(self, decision: Decision) -> None:
+        """Record a decision, unless none are kept."""
         if not self._kept:
             return
         self._counts[decision.decision, reason_code(decision.reason)] += 1
         attempts = self._by_request.get(decision.request_id, [])
         if attempts and attempts[-1].attempt >= decision.attempt:
-            attempts.clear()  # another request of that name
+            attempts.clear()  # another request with the same id
         attempts.append(decision)
         del attempts[:-_MOST_ATTEMPTS]
         self._by_request[decision.request_id] = attempts
 
     @property
-    def is_kept(self) -> bool:
-        """Whether anything is recorded."""
+    def is_recording(self) -> bool:
+        """Whether decisions are recorded."""
         return self._kept > 0
 
-    def of(self, request_id: str) -> Sequence[Decision]:
-        """The decisions of a request, in order; none if it is unknown or long ago."""
+    def decisions_of(self, request_id: str) -> Sequence[Decision]:
+        """The decisions of a request, in order; none if it is unknown or too long ago."""
         return tuple(self._by_request.get(request_id, ()))
 
     def last(self, request_id: str, attempt: int) -> Decision | None:
@@ -113,12 +113,12 @@ class DecisionLog:
         attempts = self._by_request.get(request_id)
         return attempts[-1] if attempts and attempts[-1].attempt == attempt else None
 
-    def regretted(self, regret_ms: float) -> None:
-        """A decision was judged."""
+    def add_regret(self, regret_ms: float) -> None:
+        """Count the regret of a decision that was judged."""
         self._regrets_s.observe(regret_ms / 1e3)
 
     def figures(self) -> Iterable[Figure | Distribution]:
-        """For the metrics page."""
+        """The metrics, for the metrics page."""
         name, text = "router_decisions_total", "Placements, by kind and reason."
         for (decision, reason), count in sorted(self._counts.items()):
             yield Figure(name, text, count, {"decision": decision, "reason": reason})
@@ -127,5 +127,5 @@ class DecisionLog:
 
 
 def reason_code(reason: str) -> str:
-    """The reason without what differs from request to request."""
+    """The reason without the part that differs from request to request."""
     return reason.partition(":")[0].partition("(")[0].strip().replace(" ", "_")

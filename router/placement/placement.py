@@ -1,4 +1,4 @@
-"""Which nodes serve a request: a pure choice, with its reason."""
+"""Chooses the nodes of a request by their load alone, and says why: pure functions, and the values they work on."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from baton.messages.node import NodeDescription, Role
 from baton.values import value
 
 _KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size", "link_protocol")
-"""Of a description: what two nodes must have in common before one may use the other's KV."""
+"""The fields of a description that two nodes must have in common before one may use the other's KV."""
 
-KVWords = tuple[str, str, str, int, int]
-"""Their values."""
+KVFormat = tuple[str, str, str, int, int]
+"""The values of these fields."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A node that could be given work, as the view sees it now. One for each report of each node: frozen, it would take
-    several times as long to make; treat it as if it were.
+    """A node that can be given work, as the view sees it now.
+
+    Treat it as frozen. It is not, because one is made for each report, and that would take several times as long.
     """
 
     node: NodeDescription
     load: float
-    """Sequences on it, those that it has not reported yet included."""
+    """Number of sequences on the node, including those that it has not reported yet."""
     last_chosen: int
-    """Number of the router's dispatch that last went to it; among equal loads the longest unchosen one wins."""
+    """The number of the router's latest dispatch to it; among equal loads the node that was unused for longest wins."""
     is_full: bool = False
-    """It could only queue more, see `router.admission.admission`."""
+    """Whether a further request would only wait there, see `router.admission.admission.is_full`."""
     uncomputed_tokens: int = 0
-    """Of prompts that wait or are being computed there, as it reported."""
+    """Tokens of prompts that wait or are being computed there, as it reported."""
     context_tokens: int = 0
-    """What its running sequences have in the cache."""
+    """Tokens of its running sequences in the KV cache."""
     attached_at: float = 0.0
     """Seconds on the router's clock."""
 
 
 class Candidates(tuple[Candidate, ...]):
-    """The nodes that take work, and which of them are not what they were when somebody asked before."""
+    """The nodes that take work, and which of them have changed since the candidates before these."""
 
     marker: object
-    """Nobody else's."""
+    """Identifies these candidates."""
     earlier: object
-    """The marker of those before."""
+    """The marker of the candidates before these."""
     changed: Sequence[Candidate] | None
-    """They are the same nodes as before, and of these something has changed; None: some have come or gone."""
+    """The candidates that have changed since then; None: nodes came or went."""
 
     def __new__(cls, nodes: Iterable[Candidate], earlier: object, changed: Sequence[Candidate] | None) -> Candidates:
         made = super().__new__(cls, nodes)
@@ -54,38 +55,38 @@ class Candidates(tuple[Candidate, ...]):
         return made
 
     def changed_since(self, before: Sequence[Candidate]) -> Sequence[Candidate] | None:
-        """The candidates that have changed since `before`; None where nobody knows, or where nodes came or went."""
+        """The candidates that have changed since `before`; None if that is not known, or if nodes came or went."""
         return self.changed if isinstance(before, Candidates) and before.marker is self.earlier else None
 
 
 @value(frozen=True, slots=True)
 class Demand:
-    """What of a request decides where it fits."""
+    """The properties of a request that decide on which nodes it fits."""
 
     model: str
     num_prompt_tokens: int
     max_tokens: int
     embeds: bool = False
-    """It generates nothing: an embedding is wanted."""
+    """Whether an embedding is wanted, and no output."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output."""
+        """Number of tokens of prompt and output."""
         return self.num_prompt_tokens if self.embeds else self.num_prompt_tokens + self.max_tokens
 
     @property
     def num_stored_tokens(self) -> int:
-        """Of those whose KV is stored: the last one of an output is never fed back."""
+        """Number of tokens whose KV is stored: the last one of an output is never fed back."""
         return self.num_tokens if self.embeds else self.num_tokens - 1
 
 
 class NodeSize(NamedTuple):
-    """What of a node decides which requests can ever fit on it."""
+    """The properties of a node that decide which requests can ever fit on it."""
 
     model: str
     max_model_len: int
     kv_tokens: int
-    """Whose KV its cache holds."""
+    """How many tokens' KV its cache holds."""
     embeds: bool
 
     def holds(self, demand: Demand) -> bool:
@@ -95,13 +96,13 @@ class NodeSize(NamedTuple):
 
 
 def size_of(node: NodeDescription) -> NodeSize:
-    """A node's size. Nodes of an older version give no embeddings."""
+    """A node's size. Nodes of an older version compute no embeddings."""
     return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.embedding_size > 0)
 
 
 @value(frozen=True, slots=True)
 class Placement:
-    """The nodes of one attempt. Without a prefill node, `decode` runs the whole request."""
+    """The nodes of one attempt, and why they were chosen. Without a prefill node, `decode` runs the whole request."""
 
     prefill: NodeDescription | None
     decode: NodeDescription
@@ -109,12 +110,12 @@ class Placement:
 
 
 def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
-    """The least loaded pair that fits. Raises NoCapacity with the reason when there is none, and InvalidRequest when
-    the nodes are there but too small.
+    """The least loaded pair that fits. Raises NoCapacity with the reason if there is none, and InvalidRequest if the
+    nodes are there but too small.
 
-    `candidates` are the nodes that take work; `exclude` names incarnations that already failed this request, which are
-    asked again when there is nobody else: they take work now, so they may only have been away. A pair must agree on
-    everything that KV depends on. One node alone runs the request only when the other kind is missing.
+    `candidates` are the nodes that take work; `exclude` has incarnations on which this request failed before, which are
+    chosen only if there is no other node: they take work now, so they may only have been away. A pair must have the
+    same KV format. One node alone runs the request only if no node of the other role is there.
     """
     fitting = fitting_nodes(candidates, demand, exclude)
     prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
@@ -123,7 +124,7 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
         return Placement(None, (prefills or decodes)[0].node, why_embedded(candidates, prefills, decodes, exclude))
     best_prefill = _best_by_kv(prefills)
     best_decode = _best_by_kv(decodes)
-    pairs = [(best_prefill[words], decode) for words, decode in best_decode.items() if words in best_prefill]
+    pairs = [(best_prefill[kv], decode) for kv, decode in best_decode.items() if kv in best_prefill]
     if pairs:
         prefill, decode = min(pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0])))
         return Placement(prefill.node, decode.node, "least loaded pair")
@@ -131,14 +132,14 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     return Placement(None, alone.node, why_alone(candidates, prefills, decodes, exclude))
 
 
-def take_turns(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
-    """The pair of nodes that were not chosen for longest, however loaded they are; otherwise as `choose`."""
+def choose_in_turn(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
+    """The pair of nodes that were unused for longest, however loaded they are; otherwise as `choose`."""
     placement = choose([replace(candidate, load=0.0) for candidate in candidates], demand, exclude)
     return placement if placement.prefill is None else replace(placement, reason="in turn")
 
 
 def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
-    """Nodes on which the request fits, but for those in `exclude` unless there is nobody else; raises as `choose`."""
+    """Nodes on which the request fits, without those in `exclude` unless there is no other; raises as `choose`."""
     tokens, stored, model = demand.num_tokens, demand.num_stored_tokens, demand.model
     able = [
         c
@@ -146,7 +147,7 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
         if (n := c.node).model == model and tokens <= n.max_model_len and stored <= n.num_blocks * n.block_size
     ]
     if demand.embeds:
-        # Those of an older version give none.
+        # Nodes of an older version compute no embeddings.
         able = [c for c in able if c.node.embedding_size]
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
@@ -157,7 +158,7 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
 
 
 def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Of each role those that are not full; all of them where none has room. The very same where nobody is full."""
+    """The nodes that are not full, or all of a role if all of it are full; `candidates` itself if none is full."""
     open_ones = [candidate for candidate in candidates if not candidate.is_full]
     if len(open_ones) == len(candidates):
         return candidates
@@ -165,28 +166,28 @@ def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     return [*open_ones, *(candidate for candidate in candidates if candidate.node.role not in open_roles)]
 
 
-def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVWords, Candidate]:
-    """Of the nodes that can exchange KV with each other, the best one."""
-    best: dict[KVWords, Candidate] = {}
+def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVFormat, Candidate]:
+    """The best node of each KV format."""
+    best: dict[KVFormat, Candidate] = {}
     for candidate in best_first:
-        best.setdefault(kv_words(candidate.node), candidate)
+        best.setdefault(kv_format(candidate.node), candidate)
     return best
 
 
-def kv_words(node: NodeDescription) -> KVWords:
-    """What two nodes must agree on to exchange KV."""
+def kv_format(node: NodeDescription) -> KVFormat:
+    """The format of a node's KV: two nodes must have the same to exchange it."""
     return (node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
 
 
 def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> str:
-    """What keeps the node from exchanging KV with any of those that do the other half, by name; empty: nothing does.
+    """Why the node can't exchange KV with any node of the other role; empty if it can.
 
-    Such a pair is never chosen, so that no link between them is ever opened, or refused.
+    Such a pair is never chosen, so no link between the two is ever opened, or refused.
     """
     partners = [other for other in others if other.role is not node.role]
-    if not partners or any(kv_words(other) == kv_words(node) for other in partners):
+    if not partners or any(kv_format(other) == kv_format(node) for other in partners):
         return ""
-    pairs = zip(_KV_FIELDS, kv_words(node), kv_words(partners[0]), strict=True)
+    pairs = zip(_KV_FIELDS, kv_format(node), kv_format(partners[0]), strict=True)
     different = [(name, ours, theirs) for name, ours, theirs in pairs if ours != theirs]
     here = " ".join(f"{name}={ours}" for name, ours, _ in different)
     there = " ".join(f"{name}={theirs}" for name, _, theirs in different)
@@ -204,7 +205,7 @@ def why_embedded(
     decodes: Sequence[Candidate],
     exclude: Set[str],
 ) -> str:
-    """Why an embedding is computed where it is: a prefill node does it while there is one."""
+    """Why an embedding is computed by this node: a prefill node does it while there is one."""
     return "an embedding takes one node" if prefills else why_alone(candidates, prefills, decodes, exclude)
 
 
@@ -214,9 +215,9 @@ def why_alone(
     decodes: Sequence[Candidate],
     exclude: Set[str],
 ) -> str:
-    """Why there is no pair."""
+    """Why a request runs on one node: there is no pair."""
     if prefills and decodes:
-        return f"no pair agrees on its KV: {kv_words(prefills[0].node)} and {kv_words(decodes[0].node)}"
+        return f"no pair agrees on its KV: {kv_format(prefills[0].node)} and {kv_format(decodes[0].node)}"
     missing = Role.PREFILL if decodes else Role.DECODE
     failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
     note = f" ({failed} failed this request)" if failed else ""

@@ -1,8 +1,8 @@
-"""One object that places and learns: it hears what nodes say, answers where a request goes, and remembers why.
+"""The placer: chooses the nodes of each request, learns from the reports of nodes, and remembers why it chose.
 
-The deciding is elsewhere (`placement`, `cost_model`); here is what decisions are made from: rates (`rates`), caches
-(`cache_view`), breakers (`breaker`), and what was sent a moment ago and is in no report yet. No I/O, no clock, no task:
-the dispatcher calls it on the loop.
+It gathers the inputs of a decision: rates (`rates`), caches (`cache_view`), breakers (`breaker`), and the work that was
+sent a moment ago and is in no report yet. The decision itself is made by `cost_model` or `placement`. No I/O, no clock,
+no task: the live requests call it on the event loop.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from baton.observe.metrics import Distribution, Figure
 from baton.values import value
 from router.admission.request import ValidRequest
 from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
 from router.placement.cost_model import (
-    Found,
     NodeCosts,
-    Question,
+    PlacementQuery,
     ServiceLevel,
+    Way,
+    alternative_ways,
     cheapest,
-    newcomers_share,
+    newcomer_share,
     node_costs,
-    ways_beside,
 )
-from router.placement.cost_table import Able, CostTable
-from router.placement.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
+from router.placement.cost_table import CostTable, RowMask
+from router.placement.decisions import Decision, DecisionLog, Explanation, MeasuredTimes, regret_ms
 from router.placement.placement import (
     Candidate,
     Demand,
-    KVWords,
+    KVFormat,
     Placement,
     choose,
+    choose_in_turn,
     fitting_nodes,
-    kv_words,
-    take_turns,
+    kv_format,
     why_alone,
     why_embedded,
 )
@@ -50,20 +50,21 @@ from router.placement.rates import FleetRates
 ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512
 _JUDGE_EVERY_S = 0.05
+"""At most one decision in so many seconds is judged, since that costs as much as a placement."""
 
 
 def prompt_keys_of(request: ValidRequest) -> PromptKeys:
-    """Those of a request's tokens."""
+    """The keys of a request's blocks."""
     return PromptKeys(request.prompt_token_ids, request.cache_salt)
 
 
 def demand_of(request: ValidRequest) -> Demand:
-    """What of a request decides where it fits."""
+    """The properties of a request that decide on which nodes it fits."""
     return Demand(request.model, request.num_prompt_tokens, request.sampling_params.max_tokens, embeds=request.embeds)
 
 
 class Policy(enum.Enum):
-    """How nodes are chosen."""
+    """How nodes are chosen: by predicted cost, by load, or in turn."""
 
     COST = "cost"
     LEAST_LOADED = "least-loaded"
@@ -72,24 +73,24 @@ class Policy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlacementSettings:
-    """What an operator says of it."""
+    """The settings of placement."""
 
     policy: Policy = Policy.COST
     require_disaggregation: bool = False
-    """No node ever does all of a request alone."""
+    """Whether requests are served by pairs of nodes only."""
     alone_tokens: int = ALONE_TOKENS
-    """The cost model lets a decode node compute at most so many tokens of a prompt while there are prefill nodes."""
+    """A decode node computes at most so many tokens of a prompt while there are prefill nodes (policy COST)."""
 
 
 @value(frozen=True, slots=True)
 class Choice:
-    """A placement and what it was made from."""
+    """A placement, and the query and the way from which it was made (policy COST)."""
 
     placement: Placement
     request: ValidRequest
     attempt: int
-    question: Question | None = None
-    found: Found | None = None
+    query: PlacementQuery | None = None
+    way: Way | None = None
 
 
 @dataclass(slots=True)
@@ -99,13 +100,13 @@ class _Live:
     attempt: int
     placement: Placement
     expected: Sequence[tuple[str, Sequence[bytes]]] = ()
-    """The `milestones` of blocks that nodes are about to have, by incarnation."""
+    """The prefixes that nodes are expected to have soon, as (incarnation, `PromptKeys.milestones`)."""
     has_failed: bool = False
-    """That is held against a node, once: all sequences of a request end with the one that failed."""
+    """Whether a failure was counted against its node; once is enough, as all sequences end with the one that failed."""
 
 
 class Placer:
-    """Hears of nodes and requests in the order in which things happen. Seconds on the router's clock."""
+    """Chooses nodes for one router. Its methods are called in the order of events. Seconds on the router's clock."""
 
     def __init__(
         self,
@@ -121,15 +122,15 @@ class Placer:
         self._nodes = Breakers[str](FAILURES)
         self._pairs = Breakers[tuple[str, str]](PAIR_FAILURES)
         self._names: dict[str, str] = {}
-        """Of attached nodes, by incarnation."""
+        """The names of attached nodes, by incarnation."""
         self._live: dict[str, _Live] = {}
         self._num_live_on: Counter[str] = Counter()
-        """How many of them are on each incarnation."""
+        """How many live requests are on each incarnation."""
         self._prompts: dict[str, PromptKeys] = {}
         self._pending: dict[str, dict[tuple[str, int], int]] = {}
         """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
-        self._kv: dict[str, KVWords] = {}
-        """Of nodes that were asked for, by incarnation."""
+        self._kv_formats: dict[str, KVFormat] = {}
+        """The `kv_format` of each node that was a candidate, by incarnation."""
         self._table = CostTable(self._costs)
         self._judged_at = -math.inf
 
@@ -137,22 +138,22 @@ class Placer:
     def _predicts(self) -> bool:
         return self._settings.policy is Policy.COST
 
-    # What nodes say.
+    # --- reports of nodes ---
 
     def on_attached(self, description: NodeDescription) -> bool:
-        """A node is there. True: it is to be asked what it has cached."""
+        """A node is attached; returns whether it must be asked for its cache (WatchKVCache)."""
         incarnation = description.incarnation
         self._names[incarnation] = description.node_id
-        if not self._predicts or cache_keys_of(description) is None:
+        if not self._predicts or key_scheme_of(description) is None:
             return False
         self._caches.watch(incarnation)
         return True
 
     def on_report(self, incarnation: str, report: StepReport, now: float) -> bool:
-        """One step of a node, before its tokens are dealt with. True: it is to be asked again what it has cached."""
+        """Take a node's report, before its tokens are processed; returns whether to ask for its cache again."""
         if report.step is not None and self._predicts:
-            self._rates.stepped(incarnation, report.step, now)
-        self._table.heard_of(incarnation)
+            self._rates.add_step(incarnation, report.step, now)
+        self._table.mark_stale(incarnation)
         pending = self._pending.get(incarnation)
         for delta in report.deltas:
             if pending:
@@ -165,15 +166,15 @@ class Placer:
         return False
 
     def on_lost(self, incarnation: str, now: float) -> None:
-        """A node is gone, or its stream is."""
+        """A node is lost."""
         name = self._names.pop(incarnation, None)
         if name is not None and self._num_live_on[incarnation]:
             self._nodes.failed(name, now)
         self._caches.forget(incarnation)
         self._rates.forget(incarnation)
         self._pending.pop(incarnation, None)
-        self._kv.pop(incarnation, None)
-        self._table.heard_of(incarnation)
+        self._kv_formats.pop(incarnation, None)
+        self._table.mark_stale(incarnation)
 
     def _ended(self, incarnation: str, delta: RequestDelta, now: float) -> None:
         live = self._live.get(delta.attempt.request_id)
@@ -198,9 +199,9 @@ class Placer:
                 if pair is not None and incarnation == decode.incarnation:
                     self._pairs.succeeded(pair, now)
         if delta.timings is not None and pair is not None and incarnation == decode.incarnation:
-            self._rates.transferred(incarnation, delta.timings, now)
+            self._rates.add_transfer(incarnation, delta.timings, now)
 
-    # Where requests go.
+    # --- requests ---
 
     def choose(
         self,
@@ -213,24 +214,24 @@ class Placer:
         *,
         with_room: bool = False,
     ) -> Choice:
-        """Where an attempt of the request would go now. `waited_s`: since the request came. `with_room`: full nodes are
-        left out, unless all of their role are full.
+        """Choose nodes for an attempt; `placed` is called if it goes there.
 
-        Raises NoCapacity with the reason when there is nobody, InvalidRequest when nobody is large enough.
+        `waited_s`: since the request arrived. `with_room`: full nodes are left out, unless all of their role are full.
+        Raises NoCapacity with the reason if there is no node, InvalidRequest if none is large enough.
         """
         demand = demand_of(request)
         if self._predicts:
             choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
         else:
             candidates = only_with_room(candidates) if with_room else candidates
-            pick = choose if self._settings.policy is Policy.LEAST_LOADED else take_turns
+            pick = choose if self._settings.policy is Policy.LEAST_LOADED else choose_in_turn
             choice = Choice(pick(candidates, demand, exclude), request, attempt)
         if not request.embeds:
             self._check_kind(choice.placement)
         return choice
 
     def why_not_ready(self, candidates: Sequence[Candidate], model: str) -> str:
-        """Why no request to this model could be served now, however small; empty when one could."""
+        """Why no request to this model could be served now, however small; empty if one could."""
         if not candidates:
             return "no node can serve"
         try:
@@ -244,7 +245,7 @@ class Placer:
             raise NoCapacity(f"{placement.reason}, and disaggregation is required")
 
     def placed(self, choice: Choice, now: float) -> None:
-        """The attempt goes there."""
+        """The attempt is sent to the nodes of this choice."""
         request, placement = choice.request, choice.placement
         self._release(request.request_id)
         live = self._add_live(request.request_id, choice.attempt, placement)
@@ -254,62 +255,62 @@ class Placer:
                 self._nodes.chosen(node.node_id, now)
         if prefill is not None:
             self._pairs.chosen((prefill.node_id, decode.node_id), now)
-        if choice.found is not None:
-            left = len(request.prompt_token_ids) - choice.found.terms.cached_tokens
+        if choice.way is not None:
+            left = len(request.prompt_token_ids) - choice.way.terms.cached_tokens
             incarnation = (prefill or decode).incarnation
             self._pending.setdefault(incarnation, {})[request.request_id, choice.attempt] = left
-            self._table.heard_of(incarnation)
+            self._table.mark_stale(incarnation)
             live.expected = self._expect(request, placement)
-        if self.log.is_kept:
-            self.log.record(_decision(choice, self._settings.policy, now))
+        if self.log.is_recording:
+            self.log.add(_decision(choice, self._settings.policy, now))
 
     def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
-        """The attempt runs there already, for another router: what it has yet to compute is in its nodes' reports."""
+        """The attempt runs on these nodes already, for another router: its tokens are in their reports."""
         self._release(request.request_id)
         self._add_live(request.request_id, attempt, placement)
         choice = Choice(replace(placement, reason=ADOPTED), request, attempt)
-        self.log.record(_decision(choice, self._settings.policy, now))
+        self.log.add(_decision(choice, self._settings.policy, now))
 
     def over(self, request_id: str) -> None:
-        """The request is over, or nothing of it runs any more. Idempotent."""
+        """The request has ended, or no attempt of it runs any more. Idempotent."""
         self._release(request_id)
         self._prompts.pop(request_id, None)
 
     def finished(self, request_id: str, timings: StageTimings, first_token_ms: float, now: float) -> None:
-        """The request ended well; before `over`."""
+        """The request ended well; called before `over`."""
         live = self._live.get(request_id)
         decision = self.log.last(request_id, live.attempt) if live is not None else None
         if live is None or decision is None:
             return
-        decision.actual = Actual(timings, first_token_ms)
-        if decision.question is None or now < self._judged_at + _JUDGE_EVERY_S:
+        decision.measured = MeasuredTimes(timings, first_token_ms)
+        if decision.query is None or now < self._judged_at + _JUDGE_EVERY_S:
             return
         self._judged_at = now
-        self.log.regretted(self._judge(decision, now)[1])
+        self.log.add_regret(self._judge(decision, now)[1])
 
     def explain(self, request_id: str, now: float) -> Sequence[Explanation]:
-        """Why a request went where it went, attempt by attempt; nothing for one that is unknown or long ago."""
-        return [self._explain(decision, now) for decision in self.log.of(request_id)]
+        """Why a request was placed as it was, attempt by attempt; empty if it is unknown or too long ago."""
+        return [self._explain(decision, now) for decision in self.log.decisions_of(request_id)]
 
     def open_breakers(self, now: float) -> frozenset[str]:
-        """Of nodes by their names, of pairs by both."""
+        """The breakers that are not closed: of nodes by name, of pairs by both names."""
         pairs = (f"{prefill}->{decode}" for prefill, decode in self._pairs.open_ones(now))
         return frozenset((*self._nodes.open_ones(now), *pairs))
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is kept of any request but decisions."""
+        """Whether nothing but decisions is kept of any request."""
         return not (self._live or self._prompts or any(self._pending.values()) or self._caches.num_expected)
 
     def figures(self, now: float) -> Iterable[Figure | Distribution]:
-        """For the metrics page."""
+        """The metrics, for the metrics page."""
         yield from self.log.figures()
         text = "Breakers that are not closed."
         yield Figure("router_breakers_open", text, self._nodes.num_open(now), {"of": "node"})
         yield Figure("router_breakers_open", text, self._pairs.num_open(now), {"of": "pair"})
         yield Figure("router_cached_blocks", "Blocks of which nodes told, over all nodes.", self._caches.num_keys, {})
 
-    # Inside.
+    # --- internals ---
 
     def _cheapest(
         self,
@@ -323,32 +324,36 @@ class Placer:
         with_room: bool,
     ) -> Choice:
         table = self._table
-        table.look_at(candidates)
-        able = table.able(demand, exclude, with_room=with_room)
+        table.set_candidates(candidates)
+        able = table.fitting_rows(demand, exclude, with_room=with_room)
         if (able is not None and not able.any()) or not candidates:
-            fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)  # says why
-        table.bring_up(able, now)
-        question = self._question(able, request, demand, waited_s, now)
-        found = table.cheapest(question, able)
-        if found is None:
+            fitting_nodes(
+                only_with_room(candidates) if with_room else candidates, demand, exclude
+            )  # raises with the reason
+        table.refresh(able, now)
+        query = self._query(able, request, demand, waited_s, now)
+        way = table.cheapest(query, able)
+        if way is None:
             raise NoCapacity(f"no node that serves {demand.model} is up")
-        reason = found.reason
+        reason = way.reason
         if not reason:
             why = why_embedded if demand.embeds else why_alone
             fitting = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)
             reason = why(candidates, *_by_role(fitting), exclude)
-        placement = Placement(found.prefill.node if found.prefill else None, found.decode.node, reason)
-        return Choice(placement, request, attempt, question, found)
+        placement = Placement(way.prefill.node if way.prefill else None, way.decode.node, reason)
+        return Choice(placement, request, attempt, query, way)
 
-    def _question(self, able: Able, request: ValidRequest, demand: Demand, waited_s: float, now: float) -> Question:
+    def _query(
+        self, able: RowMask, request: ValidRequest, demand: Demand, waited_s: float, now: float
+    ) -> PlacementQuery:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             prompt = self._prompts[request.request_id] = self._prompt_keys(request)
         costs = self._table.costs(able)
-        return Question(
+        return PlacementQuery(
             demand=demand,
             costs=costs,
-            cached=self._caches.cached_of(prompt, self._table.cache_keys),
+            cached=self._caches.cached_by_scheme(prompt, self._table.key_schemes),
             level=_level(request, waited_s),
             alone_tokens=0 if self._settings.require_disaggregation else self._settings.alone_tokens,
             passed_over=self._passed_over(costs, now),
@@ -363,9 +368,10 @@ class Placer:
             sum(pending.values()) if pending else 0,
             self._rates.steps(incarnation, now),
             self._rates.ms_per_byte(incarnation, now),
-            newcomers_share(now - candidate.attached_at),
+            newcomer_share(now - candidate.attached_at),
             prefills_only=prefills_only,
-            kv=self._kv.get(incarnation) or self._kv.setdefault(incarnation, kv_words(candidate.node)),
+            known_kv_format=self._kv_formats.get(incarnation)
+            or self._kv_formats.setdefault(incarnation, kv_format(candidate.node)),
         )
 
     def _passed_over(self, costs: Sequence[NodeCosts], now: float) -> Set[str]:
@@ -373,14 +379,14 @@ class Placer:
         return {cost.node.incarnation for cost in costs if cost.node.node_id in bad} if bad else bad
 
     def _expect(self, request: ValidRequest, placement: Placement) -> Sequence[tuple[str, Sequence[bytes]]]:
-        """The prompt's first blocks are going to be on its nodes, and whoever has the same should follow."""
-        # It is not kept: there may be thousands of requests, and few are placed once more.
+        """Note that the prompt's first blocks will be on its nodes, so that similar prompts follow it."""
+        # The keys are not kept: there may be thousands of requests, and few are placed again.
         prompt = self._prompts.pop(request.request_id, None)
         expected: list[tuple[str, Sequence[bytes]]] = []
         if prompt is None or len(self._names) <= 2:
             return expected
         for node in (placement.prefill, placement.decode):
-            fields = cache_keys_of(node) if node is not None else None
+            fields = key_scheme_of(node) if node is not None else None
             if node is not None and fields is not None:
                 milestones = prompt.milestones(fields)
                 self._caches.expect(node.incarnation, milestones)
@@ -393,7 +399,7 @@ class Placer:
         return live
 
     def _release(self, request_id: str) -> None:
-        """What was held for the attempt so far."""
+        """Forget the running attempt of a request."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -407,43 +413,43 @@ class Placer:
             pending = self._pending.get(incarnation)
             if pending:
                 pending.pop((request_id, live.attempt), None)
-                self._table.heard_of(incarnation)
+                self._table.mark_stale(incarnation)
 
-    def _judge(self, decision: Decision, now: float) -> tuple[Found, float]:
-        """The cheapest way as it looks now, and the regret. The decision has a question and an end."""
-        assert decision.question is not None
-        assert decision.found is not None
-        assert decision.actual is not None
-        question = replace(decision.question, costs=[self._renewed(costs, now) for costs in decision.question.costs])
-        best = cheapest(question)
+    def _judge(self, decision: Decision, now: float) -> tuple[Way, float]:
+        """The cheapest way in hindsight, and the regret. The decision must have a query and measured times."""
+        assert decision.query is not None
+        assert decision.way is not None
+        assert decision.measured is not None
+        query = replace(decision.query, costs=[self._with_present_rates(costs, now) for costs in decision.query.costs])
+        best = cheapest(query)
         assert best is not None
-        by_incarnation = {costs.node.incarnation: costs for costs in question.costs}
-        decode, prefill = by_incarnation[decision.found.decode.node.incarnation], decision.found.prefill
+        by_incarnation = {costs.node.incarnation: costs for costs in query.costs}
+        decode, prefill = by_incarnation[decision.way.decode.node.incarnation], decision.way.prefill
         if prefill is None:
-            taken = question.alone_terms(decode)
+            taken = query.alone_terms(decode)
         else:
-            taken = question.pair_terms(by_incarnation[prefill.node.incarnation], decode)
-        return best, regret_ms(taken, decision.actual, best)
+            taken = query.pair_terms(by_incarnation[prefill.node.incarnation], decode)
+        return best, regret_ms(taken, decision.measured, best)
 
-    def _renewed(self, costs: NodeCosts, now: float) -> NodeCosts:
-        """What was known of a node's load then, at the rates of now."""
+    def _with_present_rates(self, costs: NodeCosts, now: float) -> NodeCosts:
+        """A node's costs at the load of then and the rates of now."""
         incarnation = costs.node.incarnation
         rates, ms_per_byte = self._rates.steps(incarnation, now), self._rates.ms_per_byte(incarnation, now)
         is_prefill = costs.node.role is Role.PREFILL
         return node_costs(costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill)
 
     def _explain(self, decision: Decision, now: float) -> Explanation:
-        if decision.question is None or decision.found is None:
+        if decision.query is None or decision.way is None:
             return Explanation(decision)
-        ways = ways_beside(decision.question, decision.found)
-        if decision.actual is None:
+        ways = alternative_ways(decision.query, decision.way)
+        if decision.measured is None:
             return Explanation(decision, ways)
         best, regret = self._judge(decision, now)
         return Explanation(decision, ways, best.terms, regret)
 
 
 def _by_role(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Prefill nodes and decode nodes."""
+    """The prefill nodes and the decode nodes."""
     return (
         [candidate for candidate in candidates if candidate.node.role is Role.PREFILL],
         [candidate for candidate in candidates if candidate.node.role is Role.DECODE],
@@ -476,6 +482,6 @@ def _decision(choice: Choice, policy: Policy, now: float) -> Decision:
         prompt_tokens=choice.request.num_prompt_tokens,
         prefill=placement.prefill.node_id if placement.prefill is not None else "",
         decode=placement.decode.node_id,
-        found=choice.found,
-        question=choice.question,
+        way=choice.way,
+        query=choice.query,
     )

@@ -1,4 +1,4 @@
-"""How fast each node is, learnt from its steps while they happen. Pure.
+"""The rates of each node: how fast it computes and reads KV, learnt from its steps and transfers. Pure.
 
 A step takes about
 
@@ -6,16 +6,16 @@ A step takes about
 
 milliseconds. The four rates are fitted by least squares over a node's steps, with these rules:
 
-1. What counts is the relative error: a decode step of 5 ms says as much as a chunk of 500.
-2. Steps are forgotten exponentially, so a node that slows down is known to.
-3. A step far off (one that a stopped process took, or that computed nothing after all) weighs little: Huber's weights.
-4. Each fit is held, weakly, to the one before: what a node's steps don't tell of late stays as it was. The first one is
-   held to the fleet's, which all nodes' steps go into, and the fleet's to a guess. A node that has computed no prompts
-   yet, as a decode node may, is taken to compute them as the fleet does.
+1. The relative error counts: a decode step of 5 ms says as much as a chunk of 500 ms.
+2. The weight of a step decays exponentially, so it is soon known that a node has become slower.
+3. A step that is far off (of a process that was stopped meanwhile, say) weighs little: Huber's weights.
+4. Each fit is regularised, weakly, towards the one before: a rate about which a node's latest steps say nothing stays
+   as it was. The first fit is regularised towards the fleet's rates, to which all nodes' steps contribute, and those
+   towards a guess. A node that has computed no prompts yet is assumed to compute them as the fleet does.
 5. No rate is negative.
 
-There is no term for the square of a prompt: what a chunk attends to is not among the figures of a step. A long prompt's
-later chunks are slower than its first ones, and so each node's token rate is that of the prompts that it gets.
+There is no term for the square of a prompt's length, since a step's report does not have the context of its chunks. The
+later chunks of a long prompt are slower than its first ones, so a node's token rate is that of the prompts it gets.
 """
 
 from __future__ import annotations
@@ -31,28 +31,31 @@ from baton.messages.node import StageTimings, StepFigures
 from baton.values import value
 
 _DECAY = 0.998
-"""Of a step's weight with each later one."""
+"""The factor of a step's weight with each later step."""
 _AT_ONCE = 64
-"""Steps that are fitted together."""
+"""Number of steps that are fitted together."""
 _FLEETS_SHARE = 8
-"""One step of so many is enough for the fleet's rates."""
+"""One in so many steps contributes to the fleet's rates."""
 _HOLD = 0.5
-"""How many steps the fit before weighs."""
+"""The weight of the fit before, in steps."""
 _AGES = _DECAY ** np.arange(_AT_ONCE - 1, -1, -1)
-"""Weights of steps that are fitted together; of fewer, the last ones."""
+"""The weights of steps that are fitted together; for fewer steps, the last of these weights."""
 _HUBER = 3.0
-"""Mean relative errors, beyond which a step counts less."""
+"""A step whose error is larger than so many mean relative errors weighs less."""
 _CHANGED = 2.0
+"""If steps take so many times as long as predicted, or as short, the node has changed."""
 _KEPT_OF_BEFORE = 0.02
+"""The factor of the weight of all earlier steps of a node that has changed."""
 _TRANSFERS = 32
+"""Number of latest transfers that count."""
 _GUESSED_MS_PER_BYTE = 1e-6
 """1 GB/s."""
 _PRIOR_BYTES = 4 << 20
-"""The guess weighs as much as a transfer of so many."""
+"""The guess weighs as much as a transfer of so many bytes."""
 _HALF_LIFE_S = 5.0
-"""Of what a node has shown, while it shows nothing."""
+"""The half-life of a node's own rates while it reports no steps."""
 _AGES_PER_S = 4.0
-"""It fades in steps, between which nothing has to be computed anew."""
+"""Own rates fade in so many steps a second, between which nothing has to be computed again."""
 _NEVER = 1 << 30
 _FIRST, _SECOND, _THIRD = itemgetter(0), itemgetter(1), itemgetter(2)
 
@@ -61,7 +64,7 @@ Floats = npt.NDArray[np.float64]
 
 @value(frozen=True, slots=True)
 class StepRates:
-    """Milliseconds of each part of a step."""
+    """The rates of one node, in milliseconds for each part of a step."""
 
     step_ms: float
     token_ms: float
@@ -69,57 +72,57 @@ class StepRates:
     context_ms: float
 
     def overhead_ms(self, sequences: float, context_tokens: float) -> float:
-        """A step that computes nothing of any prompt."""
+        """The duration of a step without prompt tokens."""
         return self.step_ms + self.sequence_ms * sequences + self.context_ms * context_tokens
 
 
 GUESS = StepRates(step_ms=5.0, token_ms=0.1, sequence_ms=0.5, context_ms=1e-4)
-"""Before anybody has computed anything."""
+"""The rates before any node has computed anything."""
 _LEAST = np.array([1e-2, 1e-4, 1e-3, 1e-8])
-"""A rate this small may grow again."""
+"""Lower bounds of the rates in the regularisation, so that a rate near 0 can grow again."""
 
 
 class StepLearner:
-    """The rates of one node, or of the fleet."""
+    """Learns the rates of one node, or of the fleet."""
 
     def __init__(self, prior: StepRates = GUESS) -> None:
         self.num_steps = 0
         self.num_prompt_steps = 0
-        """Of them, those that computed something of a prompt."""
+        """Number of steps that computed prompt tokens."""
         self._fitted = prior
-        """As of the last fit."""
+        """The rates of the last fit."""
         self._new: list[tuple[float, float, float, float, float]] = []
         self._moments: Floats = np.zeros((4, 4))
         self._products: Floats = np.zeros(4)
         self._error = 0.2
-        """Mean relative error of late."""
+        """The mean relative error of the latest steps."""
 
     def observe(self, step: StepFigures) -> None:
-        """The node computed a step."""
+        """Take a step of the node."""
         if not 0.0 < step.step_ms < math.inf:
             return
         self.num_steps += 1
         self.num_prompt_steps += step.prefill_tokens > 0
         tokens, sequences, context = step.prefill_tokens, step.decode_sequences, step.decode_context_tokens
         self._new.append((step.step_ms, 1.0, float(tokens), float(sequences), float(context)))
-        # A node's first steps count soon. Nobody waits for the fit: a placement would, if it were made when asked for.
+        # A node's first steps are fitted soon. No placement waits for the fit, as it would if `rates` computed it.
         if len(self._new) >= _AT_ONCE or (self.num_steps < _AT_ONCE and 4 * len(self._new) >= self.num_steps):
             self._fit()
 
     @property
     def rates(self) -> StepRates:
-        """As of the last fit."""
+        """The rates of the last fit."""
         return self._fitted
 
     def _fit(self) -> None:
         seen = np.array(self._new)
         self._new = []
         before = np.array([*_values(self._fitted)])
-        # In units of what was expected, so that no step has more to say than the others, however long it took.
+        # In units of the expected duration, so that no step weighs more than the others, however long it took.
         expected = np.maximum(seen[:, 1:] @ before, 1e-3)
         factor = _median(seen[:, 0] / expected)
         if not 1 / _CHANGED < factor < _CHANGED:
-            # Most are far off: it is the node that has changed, and what it was tells little.
+            # Most steps are far off: the node has changed, and its earlier steps say little.
             before, expected = before * factor, expected * factor
             self._moments, self._products = self._moments * _KEPT_OF_BEFORE, self._products * _KEPT_OF_BEFORE
         rows, times = seen[:, 1:] / expected[:, np.newaxis], seen[:, 0] / expected
@@ -137,7 +140,7 @@ class StepLearner:
 
 
 def _median(values: Floats) -> float:
-    """numpy's own costs ten times as much for as few as these."""
+    """The median; numpy's function costs ten times as much for so few values."""
     ordered, middle = np.sort(values), len(values) // 2
     return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
 
@@ -165,14 +168,14 @@ def _solve(moments: Floats, products: Floats, before: Floats) -> Floats:
 
 
 class TransferLearner:
-    """How fast KV comes into one node: bytes and time of the last transfers, but for the slowest."""
+    """Learns how fast a node reads KV: from the last transfers without the slowest quarter."""
 
     def __init__(self, prior_ms_per_byte: float = _GUESSED_MS_PER_BYTE) -> None:
         prior = (prior_ms_per_byte, prior_ms_per_byte * _PRIOR_BYTES, _PRIOR_BYTES)
         self._last: deque[tuple[float, float, int]] = deque([prior], maxlen=_TRANSFERS)
-        """Milliseconds per byte, milliseconds and bytes of each."""
+        """Milliseconds per byte, milliseconds and bytes of each transfer."""
         self._ms_per_byte: float | None = prior_ms_per_byte
-        """None: nobody has asked since the last transfer."""
+        """None: to be computed, since a transfer was added."""
 
     @property
     def ms_per_byte(self) -> float:
@@ -182,7 +185,7 @@ class TransferLearner:
         return self._ms_per_byte
 
     def observe(self, timings: StageTimings) -> None:
-        """A transfer ended. The first ones between two nodes take long, and small ones tell of other things."""
+        """Take a transfer that ended."""
         if timings.kv_bytes <= 0 or not 0.0 < timings.transfer_ms < math.inf:
             return
         self._last.append((timings.transfer_ms / timings.kv_bytes, timings.transfer_ms, timings.kv_bytes))
@@ -190,21 +193,21 @@ class TransferLearner:
 
 
 class _Node:
-    """What one node has shown, and when it did so last."""
+    """The rates of one node, and when it reported steps last."""
 
     def __init__(self, fleet: StepLearner) -> None:
         self.learner = StepLearner(fleet.rates)
         self.step_at = self.prompt_at = 0.0
         self._blended: tuple[StepRates, StepRates, int, int, StepRates] | None = None
-        """Four things, and what was made of them."""
+        """The four inputs of `blended_with`, and its result for them."""
 
-    def beside(self, fleet: StepRates, now: float) -> StepRates:
-        """Its rates as far as it has shown them of late, and the fleet's."""
+    def blended_with(self, fleet: StepRates, now: float) -> StepRates:
+        """The node's own rates as far as they are fresh, blended with the fleet's."""
         learner = self.learner
         own, age = learner.rates, int((now - self.step_at) * _AGES_PER_S)
         prompt_age = int((now - self.prompt_at) * _AGES_PER_S) if learner.num_prompt_steps else _NEVER
         known = self._blended
-        # Rates are new ones when anything of them is: nobody compares them by their values here.
+        # A new fit is a new object, so identity is enough and cheaper than equality.
         if known is None or known[0] is not own or known[1] is not fleet or known[2] != age or known[3] != prompt_age:
             fresh, prompts = _freshness(age / _AGES_PER_S), _freshness(prompt_age / _AGES_PER_S)
             blend = StepRates(
@@ -218,10 +221,10 @@ class _Node:
 
 
 class FleetRates:
-    """All nodes' rates, by incarnation. Seconds on the caller's clock.
+    """The rates of all nodes, by incarnation. Seconds on the caller's clock.
 
-    Who looks slow gets no work and could never show that it is not. So what a node has shown counts less and less while
-    it shows nothing: it is taken to be as fast as the others by and by, and gets another chance.
+    A node that looks slow gets no work, so it could never show that it has become faster. Therefore the rates of a node
+    that reports no steps fade into those of the fleet, until it gets work again.
     """
 
     def __init__(self) -> None:
@@ -231,8 +234,8 @@ class FleetRates:
         self._nodes: dict[str, _Node] = {}
         self._transfers: dict[str, tuple[TransferLearner, float]] = {}
 
-    def stepped(self, incarnation: str, step: StepFigures, now: float) -> None:
-        """A node computed a step."""
+    def add_step(self, incarnation: str, step: StepFigures, now: float) -> None:
+        """Take a step of a node."""
         self._num_steps += 1
         if self._num_steps % _FLEETS_SHARE == 0 or self._num_steps < _AT_ONCE:
             self._fleet.observe(step)
@@ -244,8 +247,8 @@ class FleetRates:
         if step.prefill_tokens:
             node.prompt_at = now
 
-    def transferred(self, incarnation: str, timings: StageTimings, now: float) -> None:
-        """A transfer into a node ended."""
+    def add_transfer(self, incarnation: str, timings: StageTimings, now: float) -> None:
+        """Take a transfer into a node that ended."""
         self._fleet_transfer.observe(timings)
         learner, _ = self._transfers.get(incarnation, (None, 0.0))
         learner = learner or TransferLearner(self._fleet_transfer.ms_per_byte)
@@ -258,12 +261,12 @@ class FleetRates:
         self._transfers.pop(incarnation, None)
 
     def steps(self, incarnation: str, now: float) -> StepRates:
-        """A node's rates; the fleet's for what it has not done for long, or never."""
+        """A node's rates; the fleet's for what it has not done for long, or has never done."""
         node, fleet = self._nodes.get(incarnation), self._fleet.rates
-        return fleet if node is None else node.beside(fleet, now)
+        return fleet if node is None else node.blended_with(fleet, now)
 
     def ms_per_byte(self, incarnation: str, now: float) -> float:
-        """Of transfers into a node."""
+        """The time per byte of transfers into a node, in milliseconds."""
         fleet = self._fleet_transfer.ms_per_byte
         if incarnation not in self._transfers:
             return fleet
@@ -272,7 +275,7 @@ class FleetRates:
 
 
 def _freshness(age_s: float) -> float:
-    """How much of what was learnt so long ago still counts."""
+    """The weight of rates that were learnt so long ago, 1 to 0."""
     return float(0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
 
 

@@ -1,4 +1,4 @@
-"""What this router knows of the cluster: who is registered, who is attached, how busy each one is. No I/O, no clock."""
+"""The router's view of the cluster: which nodes are registered and attached, and how busy each is. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from router.placement.placement import Candidate, Candidates, Demand, NodeSize, 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
 SIZE_REMEMBERED_S = 600.0
-"""How long after a node was lost requests that only fit on a node of its size are asked to come again, and not told
-that they are too large: long enough to replace a machine and load a model."""
+"""For so long after a node was lost, requests that fit only on a node of its size are told to come again, and not that
+they are too large: long enough to replace a machine and load a model."""
 _MOST_SIZES = 64
-"""Different sizes of nodes that are remembered."""
+"""How many different sizes of nodes are remembered."""
 
 
 class NodeState(enum.Enum):
-    """An operator's word for how a node is."""
+    """The state of a node as operators see it."""
 
     STARTING = "Starting"
     READY = "Ready"
@@ -36,65 +36,65 @@ class NodeState(enum.Enum):
     SUSPECT = "Suspect"
     LOST = "Lost"
     INCOMPATIBLE = "Incompatible"
-    """Only shown: it is there, but exchanges KV with nobody who does the other half."""
+    """Only shown: the node is ready, but can't exchange KV with any node of the other role."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """One incarnation."""
+    """What is known of one incarnation."""
 
     record: NodeRecord
     cordoned: bool = False
-    """An operator wants no new requests on it."""
+    """Whether an operator wants no new requests on it."""
     registered: bool = True
     description: NodeDescription | None = None
     attached: bool = False
     load: LoadReport = field(default_factory=LoadReport)
     others: int = 0
-    """Sequences of other routers on it, as far as its last report shows."""
+    """Number of sequences of other routers on it, as far as its last report shows."""
     in_flight: dict[AttemptKey, int] = field(default_factory=dict)
-    """How many sequences each of our legs on it computes."""
+    """For each of our legs on it, the number of sequences that it computes."""
     ours: int = 0
-    """Their sum."""
+    """The sum of `in_flight`: number of our sequences on it."""
     attached_at: float = 0.0
     last_chosen: int = 0
     lost_at: float | None = None
     detail: str = ""
-    """Why it is lost."""
+    """Why it is lost; empty: it is not."""
     notice: str = ""
-    """What the node wants operators to know."""
+    """A message of the node for operators."""
 
     def forget_ours(self) -> None:
-        """Nothing that we sent there runs any more."""
+        """Forget our legs: nothing that we sent there runs any more."""
         self.in_flight.clear()
         self.ours = 0
 
 
 class ClusterView:
-    """Every known node incarnation. One writer: the router's event loop."""
+    """All known incarnations of nodes. Its only writer is the router's event loop."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._ordered: dict[str, int] | None = None
-        """The place of each incarnation in a stable order; None while nodes came or went."""
+        """The place of each incarnation in a stable order; None: to be computed, since nodes came or went."""
         self._slots: list[Candidate | None] = []
-        """What placement sees at each place; None of a node that takes no work."""
+        """The candidate at each place; None for a node that takes no work."""
         self._changed: set[str] = set()
-        """Incarnations whose slots are to be put together anew."""
+        """Incarnations whose candidates are to be made again."""
         self._described: tuple[NodeDescription, ...] | None = None
         self._candidates = Candidates((), None, None)
-        """The candidates as `candidates` returned them last."""
+        """The candidates that `candidates` returned last."""
         self._sizes: FIFOCache[NodeSize, float] = FIFOCache(_MOST_SIZES)
         """When a node of each size was attached or lost last."""
         self._forget_at = math.inf
-        """Before then `forget_lost` has nothing to drop."""
+        """Before this time `forget_lost` has nothing to drop."""
         self._chosen = 0
         self._desired = DesiredState()
         self.on_cordoned_work: Callable[[], None] = lambda: None
-        """Called when a node that takes no new requests said how much it has left, or is gone."""
+        """Called when a cordoned node has reported how much work it has left, or is gone."""
 
     def registered(self, records: Iterable[NodeRecord]) -> None:
-        """These are the records in the registry now. Who is attached stays, whatever the registry says."""
+        """Take the records that are in the registry now. Attached nodes stay, whatever the registry says."""
         current, known = {record.incarnation: record for record in records}, set(self._nodes)
         for incarnation, record in current.items():
             node = self._nodes.get(incarnation)
@@ -102,7 +102,7 @@ class ClusterView:
                 self._nodes[incarnation] = _Node(record, record.name in self._desired.cordoned)
             else:
                 if node.record.state != record.state:
-                    self._look_again(node)
+                    self._candidate_changed(node)
                 node.record = record
                 node.registered = True
         for incarnation, node in self._nodes.items():
@@ -117,15 +117,15 @@ class ClusterView:
             self._ordered = None
 
     def desired(self, desired: DesiredState) -> None:
-        """This is what operators want of nodes now."""
+        """Take the state that operators want nodes to have."""
         self._desired = desired
         self._described = None
         for node in self._nodes.values():
             node.cordoned = node.record.name in desired.cordoned
-            self._look_again(node)
+            self._candidate_changed(node)
 
     def attached(self, description: NodeDescription, now: float) -> None:
-        """The stream to this incarnation is open."""
+        """The stream to a node is open."""
         self.forget_lost(now)
         node = self._nodes.get(description.incarnation)
         if node is None:
@@ -140,34 +140,34 @@ class ClusterView:
         self._note_size(description, now)
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         node.others = 0
-        self._look_again(node)
+        self._candidate_changed(node)
 
     def reported(self, incarnation: str, load: LoadReport) -> None:
-        """The node said how busy it is."""
+        """Take a node's report of its load."""
         node = self._nodes.get(incarnation)
         if node is None:
             return
         node.load = load
-        # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
+        # Legs that we sent a moment ago are not in the report yet: a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
-        self._look_again(node)
+        self._candidate_changed(node)
         if node.cordoned:
             self.on_cordoned_work()
 
     def noticed(self, incarnation: str, notice: str) -> None:
-        """The node has something to say to operators; empty: no more."""
+        """Take a node's message for operators; empty: it has none any more."""
         node = self._nodes.get(incarnation)
         if node is not None:
             node.notice = notice
 
     def detached(self, incarnation: str, reason: str, now: float) -> None:
-        """The stream is gone or the node fell silent."""
+        """The stream to a node is gone, or the node does not answer."""
         node = self._nodes.get(incarnation)
         if node is None:
             return
         node.attached = False
         self._described = None
-        self._look_again(node)
+        self._candidate_changed(node)
         node.forget_ours()
         node.detail = reason
         if node.description is not None:
@@ -178,8 +178,8 @@ class ClusterView:
         if node.cordoned:
             self.on_cordoned_work()
 
-    def _look_again(self, node: _Node) -> None:
-        """What placement sees of it has changed."""
+    def _candidate_changed(self, node: _Node) -> None:
+        """The node's candidate has changed, and is made again when it is needed."""
         self._changed.add(node.record.incarnation)
 
     def _note_size(self, description: NodeDescription, now: float) -> None:
@@ -195,7 +195,7 @@ class ClusterView:
         return recent | {size_of(node) for node in self.descriptions()}
 
     def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1) -> None:
-        """A leg that computes so many sequences at once was sent there."""
+        """A leg with so many sequences was sent to a node."""
         node = self._nodes.get(incarnation)
         if node is None:
             return
@@ -203,14 +203,14 @@ class ClusterView:
         node.ours += num_sequences - node.in_flight.get(attempt, 0)
         node.in_flight[attempt] = num_sequences
         node.last_chosen = self._chosen
-        self._look_again(node)
+        self._candidate_changed(node)
 
     def released(self, incarnation: str, attempt: AttemptKey) -> None:
-        """The leg is over. Idempotent."""
+        """A leg has ended. Idempotent."""
         node = self._nodes.get(incarnation)
         if node is not None and attempt in node.in_flight:
             node.ours -= node.in_flight.pop(attempt)
-            self._look_again(node)
+            self._candidate_changed(node)
             if node.cordoned:
                 self.on_cordoned_work()
 
@@ -229,12 +229,12 @@ class ClusterView:
                 self._forget_at = min(self._forget_at, node.lost_at + LOST_SHOWN_S)
 
     def candidates(self) -> Candidates:
-        """Nodes that take work now, in a stable order; the same object until something of them changes."""
+        """The nodes that take work now, in a stable order; the same object until one of them changes."""
         if self._ordered is None or self._changed:
-            self._candidates = self._look(self._candidates)
+            self._candidates = self._updated_candidates(self._candidates)
         return self._candidates
 
-    def _look(self, before: Candidates) -> Candidates:
+    def _updated_candidates(self, before: Candidates) -> Candidates:
         are_same = self._ordered is not None
         if self._ordered is None:
             self._ordered = {incarnation: place for place, incarnation in enumerate(sorted(self._nodes))}
@@ -255,7 +255,7 @@ class ClusterView:
         return Candidates(nodes, before.marker, changed)
 
     def _candidate(self, node: _Node) -> Candidate | None:
-        """What placement sees of a node, until something of it changes; None if it takes no work."""
+        """Make the candidate of a node; None if it takes no work."""
         description, load = node.description, node.load
         if description is None or self._state(node) is not NodeState.READY:
             return None
@@ -271,7 +271,7 @@ class ClusterView:
         )
 
     def is_full(self, incarnation: str) -> bool:
-        """Whether it could only queue more, see `router.admission.admission`; so does one that is not there."""
+        """Whether a further request would only wait on the node (`admission.is_full`), or the node is gone."""
         node = self._nodes.get(incarnation)
         return node is None or self._is_full(node)
 
@@ -283,19 +283,19 @@ class ClusterView:
         return is_full(description, node.others + node.ours, load.waiting, load.uncomputed_tokens)
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
-        """Every attached node; the same tuple until one comes or goes."""
+        """The descriptions of all attached nodes; the same tuple until one comes or goes."""
         if self._described is None:
             attached = (node for node in self._nodes.values() if node.attached)
             self._described = tuple(node.description for node in attached if node.description is not None)
         return self._described
 
     def state(self, incarnation: str) -> NodeState | None:
-        """The word for one incarnation; None for a stranger."""
+        """The state of one incarnation; None if it is unknown."""
         node = self._nodes.get(incarnation)
         return None if node is None else self._state(node)
 
     def statuses(self, now: float, wall: float) -> tuple[NodeStatus, ...]:
-        """Every node as an operator sees it, by name."""
+        """All nodes as operators see them, by name. `wall`: wall-clock time in seconds."""
         self.forget_lost(now)
         nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
         return tuple(self._status(node, wall) for node in nodes)
@@ -338,21 +338,21 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail or self._change(node) or node.notice or disagreement,
+            detail=node.detail or self._role_change(node) or node.notice or disagreement,
             bit_exact=record.bit_exact,
             cordoned=node.cordoned,
             desired_role=self._desired.role_of(record.name) or "",
             in_flight=len(node.in_flight),
         )
 
-    def _change(self, node: _Node) -> str:
+    def _role_change(self, node: _Node) -> str:
         role = self._desired.role_of(node.record.name)
         is_changing = node.attached and role not in (None, node.record.role)
         return f"becomes a {role} node when its work is done" if is_changing else ""
 
     @property
     def cordoned(self) -> list[str]:
-        """Names of the nodes that are there and take no new requests."""
+        """The names of cordoned nodes that are attached."""
         return sorted({node.record.name for node in self._nodes.values() if node.cordoned and node.attached})
 
     def looks(self) -> Iterator[tuple[str, tuple[str, str, str, NodeState, str, str, bool]]]:

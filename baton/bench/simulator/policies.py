@@ -13,7 +13,7 @@ from random import Random
 
 from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
-from router.placement.cost_model import Found, NodeCosts, Question, cheapest
+from router.placement.cost_model import NodeCosts, PlacementQuery, Way, cheapest
 from router.placement.decisions import DecisionLog
 from router.placement.placement import Candidate, Demand, Placement, choose, fitting_nodes
 from router.placement.placement import with_room as only_with_room
@@ -125,29 +125,29 @@ class FetchingPlacer(Placer):
     ) -> Choice:
         self._fetches.pop(request.request_id, None)
         choice = super()._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
-        question, found = choice.question, choice.found
-        if question is None or found is None or found.prefill is None:
+        query, way = choice.query, choice.way
+        if query is None or way is None or way.prefill is None:
             return choice
-        prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
-        source = max(prefills, key=lambda cost: question.cached.get(cost.node.incarnation, 0))
-        num_elsewhere = min(question.cached.get(source.node.incarnation, 0), demand.num_prompt_tokens - 1)
-        ttfts = {cost.node.incarnation: self._ttft_ms(question, cost, num_elsewhere) for cost in prefills}
+        prefills = [cost for cost in query.costs if cost.node.role is Role.PREFILL]
+        source = max(prefills, key=lambda cost: query.cached.get(cost.node.incarnation, 0))
+        num_elsewhere = min(query.cached.get(source.node.incarnation, 0), demand.num_prompt_tokens - 1)
+        ttfts = {cost.node.incarnation: self._ttft_ms(query, cost, num_elsewhere) for cost in prefills}
         best = min(prefills, key=lambda cost: (ttfts[cost.node.incarnation][0], cost.candidate.last_chosen))
         num_fetched = ttfts[best.node.incarnation][1]
         if num_fetched:
             fetch = Fetch(source.node.incarnation, best.node.incarnation, num_elsewhere)
             self._fetches[request.request_id] = fetch
-        elif best.node.incarnation == found.prefill.node.incarnation:
+        elif best.node.incarnation == way.prefill.node.incarnation:
             return choice
-        taken = self._with_prefill(question, best, num_elsewhere if num_fetched else 0) or found
+        taken = self._with_prefill(query, best, num_elsewhere if num_fetched else 0) or way
         assert taken.prefill is not None
         placement = Placement(taken.prefill.node, taken.decode.node, "with blocks from elsewhere")
-        return replace(choice, placement=placement, found=taken)
+        return replace(choice, placement=placement, way=taken)
 
-    def _ttft_ms(self, question: Question, cost: NodeCosts, num_elsewhere: int) -> tuple[float, int]:
+    def _ttft_ms(self, query: PlacementQuery, cost: NodeCosts, num_elsewhere: int) -> tuple[float, int]:
         """Time to first token on this node, and the number of tokens to fetch for it."""
-        tokens = question.demand.num_prompt_tokens
-        here = min(question.cached.get(cost.node.incarnation, 0), tokens - 1)
+        tokens = query.demand.num_prompt_tokens
+        here = min(query.cached.get(cost.node.incarnation, 0), tokens - 1)
         alone = cost.queue_ms + cost.prefill_ms(tokens - here)
         if num_elsewhere <= here * _BALANCING:
             return alone, 0
@@ -158,8 +158,8 @@ class FetchingPlacer(Placer):
         return (fetched, num_elsewhere - here) if fetched < alone else (alone, 0)
 
     @staticmethod
-    def _with_prefill(question: Question, prefill: NodeCosts, cached: int) -> Found | None:
+    def _with_prefill(query: PlacementQuery, prefill: NodeCosts, cached: int) -> Way | None:
         """The cheapest placement with this prefill node, which then has `cached` tokens of the prompt."""
-        costs = [cost for cost in question.costs if cost.node.role is Role.DECODE] + [prefill]
-        there = {prefill.node.incarnation: max(cached, question.cached.get(prefill.node.incarnation, 0))}
-        return cheapest(replace(question, costs=costs, cached={**question.cached, **there}, alone_tokens=0))
+        costs = [cost for cost in query.costs if cost.node.role is Role.DECODE] + [prefill]
+        there = {prefill.node.incarnation: max(cached, query.cached.get(prefill.node.incarnation, 0))}
+        return cheapest(replace(query, costs=costs, cached={**query.cached, **there}, alone_tokens=0))

@@ -13,7 +13,7 @@ from typing import SupportsIndex
 from baton.bench.workloads import Piece
 from baton.engine.kv_cache.block_hash import KEY_BYTES
 from router.admission.request import ValidRequest
-from router.placement.cache_view import EXPECTED_BLOCKS, CacheKeys, PromptKeys
+from router.placement.cache_view import EXPECTED_BLOCKS, KeyScheme, PromptKeys
 
 TOKEN = 7
 """The id of every token."""
@@ -70,10 +70,10 @@ class SimulatedKeys(PromptKeys):
         assert isinstance(prompt, SimulatedPrompt)
         return cls(prompt.block_keys[: prompt.num_prompt_blocks])
 
-    def first(self, fields: CacheKeys, num_blocks: int) -> Sequence[bytes]:
+    def first(self, fields: KeyScheme, num_blocks: int) -> Sequence[bytes]:
         return self._all[:num_blocks]
 
-    def milestones(self, fields: CacheKeys) -> Sequence[bytes]:
+    def milestones(self, fields: KeyScheme) -> Sequence[bytes]:
         known = min(EXPECTED_BLOCKS, len(self._all))
         return [self._all[(1 << power) - 1] for power in range(known.bit_length())]
 

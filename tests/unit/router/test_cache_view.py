@@ -13,7 +13,7 @@ from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.messages.node import NodeDescription
 from baton.node.reports.kv_cache_updates import kv_cache_updates
-from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.placement.cache_view import CacheView, PromptKeys, key_scheme_of
 from tests.support.router_parts import decode
 
 SIZE = 4
@@ -31,7 +31,7 @@ def keys_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: 
 
 
 def milestones_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> Sequence[bytes]:
-    fields = cache_keys_of(node)
+    fields = key_scheme_of(node)
     assert fields is not None
     return PromptKeys(prompt, salt).milestones(fields)
 
@@ -127,7 +127,7 @@ def test_salts_and_layouts_keep_prompts_apart() -> None:
     other = decode(kv_layout="other", block_size=SIZE)
     assert cached(view, node=other, salt="tenant") == 0
     mute = decode(block_size=SIZE)
-    assert (cache_keys_of(mute), cached(view, node=mute, salt="tenant")) == (None, 0)
+    assert (key_scheme_of(mute), cached(view, node=mute, salt="tenant")) == (None, 0)
 
 
 def test_a_prompt_on_its_way_counts_until_its_attempt_is_over() -> None:
@@ -169,7 +169,7 @@ def test_a_prompt_is_read_as_far_as_somebody_has_it() -> None:
     assert nobody.read_to == SIZE
     keys = PromptKeys(somebody, "")
     assert watching(stored(keys_of(long)[:600])).cached_tokens(keys, [NODE]) == {RUN: 600 * SIZE}
-    fields = cache_keys_of(NODE)
+    fields = key_scheme_of(NODE)
     assert fields is not None
     assert keys.first(fields, 750) == keys_of(long)
     CacheView().cached_tokens(PromptKeys(empty, ""), [NODE])

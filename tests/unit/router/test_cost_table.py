@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
 from baton.messages.node import NodeDescription
-from router.placement.cost_model import NodeCosts, Question, ServiceLevel, cheapest, newcomers_share, node_costs
+from router.placement.cost_model import NodeCosts, PlacementQuery, ServiceLevel, cheapest, newcomer_share, node_costs
 from router.placement.cost_table import CostTable
 from router.placement.placement import Candidate, Candidates, Demand, fitting_nodes, with_room
 from router.placement.rates import StepRates
@@ -63,7 +63,7 @@ class Fleet:
 
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation
-        share = newcomers_share(now - candidate.attached_at)
+        share = newcomer_share(now - candidate.attached_at)
         rates, pending = self._rates.get(incarnation, RATES[0]), self._pending.get(incarnation, 0)
         return node_costs(candidate, pending, rates, 1e-6, share, prefills_only=prefills_only)
 
@@ -88,7 +88,7 @@ class Fleet:
             if rng.random() < 0.2:
                 incarnation = candidate.node.incarnation
                 self._rates[incarnation], self._pending[incarnation] = rng.choice(RATES), rng.choice([0, 100])
-                self.table.heard_of(incarnation)
+                self.table.mark_stale(incarnation)
 
     def some(self, share: float) -> frozenset[str]:
         return frozenset(c.node.incarnation for c in self.candidates if self._rng.random() < share)
@@ -99,14 +99,14 @@ class Fleet:
         tokens, embeds = rng.choice([1, 40, 700, 3000]), rng.random() < 0.2
         demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds)
         exclude, rooms = self.some(rng.choice([0.0, 0.3])), rng.random() < 0.5
-        self.table.look_at(candidates)
-        able = self.table.able(demand, exclude, with_room=rooms)
+        self.table.set_candidates(candidates)
+        able = self.table.fitting_rows(demand, exclude, with_room=rooms)
         try:
             fitting = fitting_nodes(with_room(candidates) if rooms else candidates, demand, exclude)
         except (InvalidRequest, NoCapacity):
             assert not candidates or (able is not None and not able.any())
             return
-        self.table.bring_up(able, now)
+        self.table.refresh(able, now)
         prefills_only = len({candidate.node.role for candidate in fitting}) > 1
         expected = [
             self._costs(c, now, prefills_only and c.node.role.value == "prefill")
@@ -115,7 +115,7 @@ class Fleet:
         costs = self.table.costs(able)
         assert sorted(costs, key=lambda one: one.node.incarnation) == expected
         infinite = float("inf")
-        question = Question(
+        query = PlacementQuery(
             demand,
             expected,
             cached={incarnation: rng.choice([16, 512, 5000]) for incarnation in self.some(rng.choice([0.0, 0.4]))},
@@ -126,7 +126,7 @@ class Fleet:
                 (a.node.node_id, b.node.node_id) for a in candidates for b in candidates if rng.random() < 0.2
             ),
         )
-        assert self.table.cheapest(question, able) == cheapest(question)
+        assert self.table.cheapest(query, able) == cheapest(query)
 
 
 @settings(max_examples=400, deadline=None)
@@ -148,12 +148,12 @@ def test_only_what_has_changed_is_computed_anew(num_changed: int) -> None:
 
     table = CostTable(costs_of)
     first = [Candidate(make(f"{name}{i}"), 0.0, 0) for i in range(50) for name, make in (("p", prefill), ("d", decode))]
-    table.look_at(first)
-    table.bring_up(None, NOW)
+    table.set_candidates(first)
+    table.refresh(None, NOW)
     assert len(computed) == 100
     computed.clear()
-    table.look_at([replace(one, load=1.0) if place < num_changed else one for place, one in enumerate(first)])
-    table.heard_of("p40.1")
-    table.heard_of("a stranger")
-    table.bring_up(None, NOW)
+    table.set_candidates([replace(one, load=1.0) if place < num_changed else one for place, one in enumerate(first)])
+    table.mark_stale("p40.1")
+    table.mark_stale("a stranger")
+    table.refresh(None, NOW)
     assert sorted(computed) == sorted({"p40.1", *(one.node.incarnation for one in first[:num_changed])})

@@ -50,8 +50,8 @@ async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
     rig.tell(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
     finished = await reader.finished()
     (told,) = rig.dispatcher.requests.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
-    assert told.decision.actual is not None
-    assert (told.decision.actual.timings.queue_ms, told.decision.actual.first_token_ms) == (1, finished.ttft_ms)
+    assert told.decision.measured is not None
+    assert (told.decision.measured.timings.queue_ms, told.decision.measured.first_token_ms) == (1, finished.ttft_ms)
 
 
 async def test_nodes_are_asked_what_they_have_and_requests_follow() -> None:

@@ -175,7 +175,7 @@ async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
         assert rig.dispatcher.requests.counters.adopted == 1
         (told,) = rig.dispatcher.requests.placer.explain("r", 0.0)
         assert (told.decision.attempt, told.decision.decode) == (2, "d1")
-        assert told.decision.actual is not None
+        assert told.decision.measured is not None
 
 
 @pytest.mark.parametrize("first", ["p1", "d1"])

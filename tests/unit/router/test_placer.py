@@ -164,8 +164,8 @@ def test_what_a_decode_node_has_need_not_move() -> None:
     fleet.load("d2", running=8, context=4000)
     choice = fleet.choose(prompt)
     assert names(choice) == ("p1", "d2")
-    assert choice.found is not None
-    assert choice.found.terms.decode_cached_tokens == 2048
+    assert choice.way is not None
+    assert choice.way.terms.decode_cached_tokens == 2048
 
 
 def test_a_short_prompt_stays_on_the_decode_node_until_its_streams_would_pay() -> None:
@@ -176,9 +176,9 @@ def test_a_short_prompt_stays_on_the_decode_node_until_its_streams_would_pay() -
     fleet.load("d1", running=30, context=3000)
     choice = fleet.choose(64)
     assert names(choice) == ("p1", "d1")
-    assert choice.found is not None
-    assert choice.question is not None
-    alone = choice.question.alone_terms(choice.found.decode)
+    assert choice.way is not None
+    assert choice.query is not None
+    alone = choice.query.alone_terms(choice.way.decode)
     assert alone.stall_ms == pytest.approx(30 * 64 * RATES.token_ms, rel=0.1)
 
 

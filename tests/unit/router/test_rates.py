@@ -95,15 +95,15 @@ def test_a_newcomer_has_the_fleets_rates_and_its_first_steps_count_soon() -> Non
     fleet, old = FleetRates(), SyntheticNode(CPU)
     assert fleet.steps("new", 0) == GUESS
     for _ in range(1000):
-        fleet.stepped("prefill", old.prefill_step(), 0)
-        fleet.stepped("decode", old.decode_step(), 0)
+        fleet.add_step("prefill", old.prefill_step(), 0)
+        fleet.add_step("decode", old.decode_step(), 0)
     assert worst_error(fleet.steps("new", 0), CPU) < 0.1
     # A decode node knows from the others what computing a prompt would cost it.
     assert fleet.steps("decode", 0).token_ms == pytest.approx(CPU.token_ms, rel=0.5)
     half = StepRates(CPU.step_ms / 2, CPU.token_ms / 2, CPU.sequence_ms / 2, CPU.context_ms / 2)
     faster = SyntheticNode(half)
     for _ in range(12):
-        fleet.stepped("new", faster.prefill_step(), 0)
+        fleet.add_step("new", faster.prefill_step(), 0)
     assert fleet.steps("new", 0).token_ms < 0.7 * CPU.token_ms
     fleet.forget("new")
     assert fleet.steps("new", 0).token_ms > 0.8 * CPU.token_ms
@@ -113,20 +113,20 @@ def test_who_looked_slow_gets_another_chance_by_and_by() -> None:
     fleet, old = FleetRates(), SyntheticNode(CPU)
     slow = SyntheticNode(StepRates(*(10 * rate for rate in (CPU.step_ms, CPU.token_ms, 0.0, 0.0))))
     for _ in range(128):
-        fleet.stepped("slow", slow.prefill_step(), 0)
-    fleet.transferred("slow", StageTimings(transfer_ms=4000.0, kv_bytes=4 << 20), 0)
-    fleet.transferred("slow", StageTimings(transfer_ms=4000.0, kv_bytes=4 << 20), 0)
+        fleet.add_step("slow", slow.prefill_step(), 0)
+    fleet.add_transfer("slow", StageTimings(transfer_ms=4000.0, kv_bytes=4 << 20), 0)
+    fleet.add_transfer("slow", StageTimings(transfer_ms=4000.0, kv_bytes=4 << 20), 0)
     for second in range(40):
         for _ in range(50):
-            fleet.stepped("others", old.prefill_step(), second)
-        fleet.transferred("others", StageTimings(transfer_ms=4.0, kv_bytes=4 << 20), second)
+            fleet.add_step("others", old.prefill_step(), second)
+        fleet.add_transfer("others", StageTimings(transfer_ms=4.0, kv_bytes=4 << 20), second)
     assert fleet.steps("slow", 0).token_ms > 5 * CPU.token_ms
     assert fleet.steps("slow", 40).token_ms < 1.2 * CPU.token_ms
     assert fleet.ms_per_byte("slow", 0) > 100 * fleet.ms_per_byte("others", 40)
     assert fleet.ms_per_byte("slow", 40) < 5 * fleet.ms_per_byte("others", 40)
     # What goes on being slow stays known to be.
     for _ in range(128):
-        fleet.stepped("slow", slow.prefill_step(), 40)
+        fleet.add_step("slow", slow.prefill_step(), 40)
     assert fleet.steps("slow", 40).token_ms > 5 * CPU.token_ms
 
 
@@ -135,8 +135,8 @@ def test_transfers_by_their_bytes_but_for_the_slowest() -> None:
     assert learner.ms_per_byte == fleet.ms_per_byte("d", 0) == 1e-6
     for number in range(40):
         slow = number % 5 == 0
-        fleet.transferred("d", StageTimings(transfer_ms=900.0 if slow else 20.0, kv_bytes=10_000_000), 0)
-    fleet.transferred("d", StageTimings(transfer_ms=5.0, kv_bytes=0), 0)
-    fleet.transferred("d", StageTimings(transfer_ms=0.0, kv_bytes=5), 0)
+        fleet.add_transfer("d", StageTimings(transfer_ms=900.0 if slow else 20.0, kv_bytes=10_000_000), 0)
+    fleet.add_transfer("d", StageTimings(transfer_ms=5.0, kv_bytes=0), 0)
+    fleet.add_transfer("d", StageTimings(transfer_ms=0.0, kv_bytes=5), 0)
     assert fleet.ms_per_byte("d", 0) == pytest.approx(2e-6)
     assert fleet.ms_per_byte("newcomer", 0) == pytest.approx(2e-6)

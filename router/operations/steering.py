@@ -22,7 +22,7 @@ from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
-from router.operations.cluster_news import ClusterLook, NodeLook, news
+from router.operations.cluster_changes import ClusterLook, NodeLook, news
 from router.operations.event_ring import EventRing
 from router.placement.placer import Placer
 from router.placement.view import ClusterView

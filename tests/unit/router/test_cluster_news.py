@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.registry.desired import DesiredState
-from router.operations.cluster_news import ClusterLook, News, NodeLook, news
+from router.operations.cluster_changes import ClusterLook, News, NodeLook, news
 from router.operations.event_ring import EventRing
 from router.placement.view import NodeState
 

@@ -70,7 +70,7 @@ from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
 from router.operations.event_ring import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector, set_thresholds
-from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
+from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
 from router.operations.metrics import connection_figures, figures
 from router.operations.steering import Steering
 from router.placement.placer import PlacementSettings, Placer, Policy
@@ -223,7 +223,7 @@ class _Router:
             "router-watch": self._watch,
             "router-health": self._publish_health,
             "router-steering": self._steering.watch,
-            "router-look": self._steering.look_around,
+            "router-look": self._steering.check_periodically,
         }
         background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
@@ -263,14 +263,14 @@ class _Router:
             routers = [record for record in snapshot.values() if record.role == "router"]
             self._operator.registered_routers(routers)
             self._steering.registered_routers({record.incarnation: record.name for record in routers})
-            self._steering.look()
+            self._steering.check_cluster()
 
     async def _publish_health(self) -> None:
         while True:
             await self._dispatcher.requests.changed.wait()
             self._dispatcher.requests.changed.clear()
             await self._public.set_ready(not self._why_not_ready())
-            self._steering.look()
+            self._steering.check_cluster()
             # Those that take no requests now are there, too.
             if len(self._view.descriptions()) >= self._config.await_nodes:
                 self._awaited.set()
@@ -323,8 +323,8 @@ class _Router:
         }
         running, ended = operator.running(MAX_RUNNING), operator.ended(MAX_REMEMBERED)
         wall = self._clock.wall()
-        drawn = picture(operator.status(), running, ended, self._events.after(0), totals, self._record.name, wall)
-        return json.dumps(drawn, separators=(",", ":")).encode()
+        data = live_page_data(operator.status(), running, ended, self._events.after(0), totals, self._record.name, wall)
+        return json.dumps(data, separators=(",", ":")).encode()
 
     async def _shut_down(self) -> None:
         if num_live := self._dispatcher.requests.num_live:

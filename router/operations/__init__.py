@@ -1,1 +1,1 @@
-"""What operators do with a router and see of it: drains and roles, events, explanations, metrics, the live page."""
+"""The router's side for operators: drains and roles, events, explanations, metrics, the live page."""

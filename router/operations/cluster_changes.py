@@ -1,6 +1,7 @@
-"""What became of the cluster between two looks at it. Pure.
+"""Finds what has changed in the cluster between two snapshots of it. Pure.
 
-Looking is cheap and costs no message of a node anything; what changes twice between two looks is told once.
+A snapshot is cheap, and no message from a node is slower for it. A state that changes twice between two snapshots is
+reported once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ _READY_AGAIN = frozenset({NodeState.STARTING, NodeState.SUSPECT, NodeState.LOST}
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLook:
-    """One incarnation."""
+class NodeSnapshot:
+    """One incarnation of a node at one moment."""
 
     name: str
     role: str
@@ -26,29 +27,29 @@ class NodeLook:
     detail: str = ""
     """Why it is lost."""
     notice: str = ""
-    """What it wants operators to know."""
+    """Its message for operators."""
     was_draining: bool = False
-    """By its own last word: that it is gone is then no loss."""
+    """Whether it was draining when it reported last: then it has ended as it was meant to."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterLook:
+class ClusterSnapshot:
     """The cluster at one moment."""
 
-    nodes: Mapping[str, NodeLook] = field(default_factory=dict)
-    """By incarnation."""
+    nodes: Mapping[str, NodeSnapshot] = field(default_factory=dict)
+    """Nodes by incarnation."""
     routers: Mapping[str, str] = field(default_factory=dict)
-    """Names, by incarnation."""
+    """Names of routers by incarnation."""
     desired: DesiredState = field(default_factory=DesiredState)
     open_breakers: frozenset[str] = frozenset()
     registry_answers: bool = True
     why_unserved: str = ""
-    """Why no request could be served; empty: one could."""
+    """Why no request can be served; empty: requests can be."""
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """One thing that happened."""
+class ClusterChange:
+    """One change, as an event for operators."""
 
     reason: str
     subject: str = ""
@@ -57,91 +58,91 @@ class News:
     is_warning: bool = False
 
 
-def news(before: ClusterLook, after: ClusterLook) -> list[News]:
-    """What happened in between, causes before effects."""
+def cluster_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> list[ClusterChange]:
+    """The changes between two snapshots, causes before effects."""
     return [
-        *_registry_news(before, after),
-        *_desired_news(before.desired, after.desired),
-        *_node_news(before, after),
-        *_router_news(before.routers, after.routers),
-        *_breaker_news(before.open_breakers, after.open_breakers),
-        *_health_news(before.why_unserved, after.why_unserved),
+        *_registry_changes(before, after),
+        *_desired_changes(before.desired, after.desired),
+        *_node_changes(before, after),
+        *_router_changes(before.routers, after.routers),
+        *_breaker_changes(before.open_breakers, after.open_breakers),
+        *_health_changes(before.why_unserved, after.why_unserved),
     ]
 
 
-def _registry_news(before: ClusterLook, after: ClusterLook) -> Iterator[News]:
+def _registry_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[ClusterChange]:
     if before.registry_answers and not after.registry_answers:
-        yield News("RegistryLost", detail="serving goes on with the last view", is_warning=True)
+        yield ClusterChange("RegistryLost", detail="serving goes on with the last view", is_warning=True)
     if after.registry_answers and not before.registry_answers:
-        yield News("RegistryBack")
+        yield ClusterChange("RegistryBack")
 
 
-def _desired_news(before: DesiredState, after: DesiredState) -> Iterator[News]:
+def _desired_changes(before: DesiredState, after: DesiredState) -> Iterator[ClusterChange]:
     for name in sorted(after.cordoned - before.cordoned):
-        yield News("Cordoned", name, detail="no new requests")
+        yield ClusterChange("Cordoned", name, detail="no new requests")
     for name in sorted(before.cordoned - after.cordoned):
-        yield News("Uncordoned", name)
+        yield ClusterChange("Uncordoned", name)
     for name in sorted(after.prefill | after.decode):
         if (role := after.role_of(name)) != before.role_of(name):
-            yield News("RoleWanted", name, detail=f"{role}")
+            yield ClusterChange("RoleWanted", name, detail=f"{role}")
 
 
-def _node_news(before: ClusterLook, after: ClusterLook) -> Iterator[News]:
+def _node_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[ClusterChange]:
     earlier = {node.name: node for node in before.nodes.values()}
     for incarnation, node in before.nodes.items():
         if incarnation not in after.nodes and node.state not in _IS_GONE:
-            yield News("NodeLeft", node.name, incarnation)
+            yield ClusterChange("NodeLeft", node.name, incarnation)
     for incarnation, node in after.nodes.items():
         known = before.nodes.get(incarnation)
         if known is None:
-            yield News("NodeJoined", node.name, incarnation, f"{node.role} at {node.address}")
+            yield ClusterChange("NodeJoined", node.name, incarnation, f"{node.role} at {node.address}")
             former = earlier.get(node.name)
             if former is not None and former.role != node.role:
-                yield News("RoleChanged", node.name, incarnation, f"{former.role} to {node.role}")
-        yield from _state_news(incarnation, known.state if known is not None else NodeState.STARTING, node)
+                yield ClusterChange("RoleChanged", node.name, incarnation, f"{former.role} to {node.role}")
+        yield from _state_changes(incarnation, known.state if known is not None else NodeState.STARTING, node)
         if node.notice and node.notice != (known.notice if known is not None else ""):
             # A node that drains opens no link.
             reason = "DrainGaveUp" if node.state is NodeState.DRAINING else "LinkRefused"
-            yield News(reason, node.name, incarnation, node.notice, is_warning=True)
+            yield ClusterChange(reason, node.name, incarnation, node.notice, is_warning=True)
 
 
-def _state_news(incarnation: str, before: NodeState, node: NodeLook) -> Iterator[News]:
+def _state_changes(incarnation: str, before: NodeState, node: NodeSnapshot) -> Iterator[ClusterChange]:
     state = node.state
     if state is before:
         return
     if state is NodeState.DRAINING:
-        yield News("NodeDraining", node.name, incarnation)
+        yield ClusterChange("NodeDraining", node.name, incarnation)
     elif state in _IS_GONE:
         if node.was_draining:
             if before not in _IS_GONE:
-                yield News("NodeLeft", node.name, incarnation, "drained")
+                yield ClusterChange("NodeLeft", node.name, incarnation, "drained")
         elif before not in _IS_GONE:
             reason = "NodeLost" if state is NodeState.LOST else "NodeSuspect"
-            yield News(reason, node.name, incarnation, node.detail, is_warning=True)
+            yield ClusterChange(reason, node.name, incarnation, node.detail, is_warning=True)
         elif state is NodeState.LOST:
-            yield News("NodeLost", node.name, incarnation, node.detail, is_warning=True)
+            yield ClusterChange("NodeLost", node.name, incarnation, node.detail, is_warning=True)
     elif before in _READY_AGAIN:
-        yield News("NodeReady", node.name, incarnation, node.role)
+        yield ClusterChange("NodeReady", node.name, incarnation, node.role)
 
 
-def _router_news(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[News]:
+def _router_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[ClusterChange]:
     for incarnation, name in after.items():
         if incarnation not in before:
-            yield News("RouterJoined", name, incarnation)
+            yield ClusterChange("RouterJoined", name, incarnation)
     for incarnation, name in before.items():
         if incarnation not in after:
-            yield News("RouterLeft", name, incarnation)
+            yield ClusterChange("RouterLeft", name, incarnation)
 
 
-def _breaker_news(before: frozenset[str], after: frozenset[str]) -> Iterator[News]:
+def _breaker_changes(before: frozenset[str], after: frozenset[str]) -> Iterator[ClusterChange]:
     for name in sorted(after - before):
-        yield News("BreakerOpened", name, detail="passed over while others are left", is_warning=True)
+        yield ClusterChange("BreakerOpened", name, detail="passed over while others are left", is_warning=True)
     for name in sorted(before - after):
-        yield News("BreakerClosed", name)
+        yield ClusterChange("BreakerClosed", name)
 
 
-def _health_news(before: str, after: str) -> Iterator[News]:
+def _health_changes(before: str, after: str) -> Iterator[ClusterChange]:
     if after and not before:
-        yield News("ClusterUnavailable", detail=after, is_warning=True)
+        yield ClusterChange("ClusterUnavailable", detail=after, is_warning=True)
     if before and not after:
-        yield News("ClusterServes")
+        yield ClusterChange("ClusterServes")

@@ -1,4 +1,4 @@
-"""The latest of what became of the cluster, for operators: numbered, bounded, and followed by any number of readers."""
+"""The latest events of the cluster for operators: numbered, bounded, and followed by any number of readers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_EVENTS = 2048
 
 
 class EventRing:
-    """Belongs to the event loop. A reader that falls too far behind finds a gap in the numbers."""
+    """Keeps the latest events. Belongs to the event loop. A reader that falls far behind finds a gap in the numbers."""
 
     def __init__(self, router: str, wall: Callable[[], float], size: int = MAX_EVENTS) -> None:
-        """`router`: its incarnation, whose numbers these are; `wall`: seconds since the epoch."""
+        """`router`: this router's incarnation, which numbers the events; `wall`: returns seconds since the epoch."""
         self._router = router
         self._wall = wall
         self._events: deque[ClusterEvent] = deque(maxlen=size)
@@ -32,7 +32,7 @@ class EventRing:
         detail: str = "",
         is_warning: bool = False,
     ) -> None:
-        """Note that it happened now."""
+        """Add an event that happened now."""
         self._last += 1
         severity = "Warning" if is_warning else "Normal"
         self._events.append(
@@ -44,13 +44,13 @@ class EventRing:
         self._changed = asyncio.Event()
 
     def after(self, seq: int) -> list[ClusterEvent]:
-        """Those with a larger number that are still kept, the oldest first."""
+        """The events with a larger number that are still kept, the oldest first."""
         if seq >= self._last:
             return []
         return [event for event in self._events if event.seq > seq]
 
     async def follow(self, seq: int) -> AsyncIterator[ClusterEvent]:
-        """As `after`, and then those that come. Ends when it is closed."""
+        """As `after`, and then each new event. Ends when it is closed."""
         while True:
             changed = self._changed
             for event in self.after(seq):

@@ -1,4 +1,4 @@
-"""Decisions of placement as operators are told of them."""
+"""Makes messages for operators from decisions of placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.placement.decisions import Explanation
 
 
 def explained(explanation: Explanation, now: float) -> PlacementDecision:
-    """As a message. `now`: seconds on the router's clock."""
+    """The message about a decision. `now`: seconds on the router's clock."""
     decision = explanation.decision
     return PlacementDecision(
         attempt=decision.attempt,
@@ -25,16 +25,16 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
 
 
 def _outcome(explanation: Explanation) -> PlacementOutcome | None:
-    actual = explanation.decision.measured
-    if actual is None:
+    measured = explanation.decision.measured
+    if measured is None:
         return None
     return PlacementOutcome(
-        queue_ms=actual.timings.queue_ms,
-        prefill_ms=actual.timings.prefill_ms,
-        transfer_ms=actual.timings.transfer_ms,
-        cached_tokens=actual.timings.cached_tokens,
-        kv_bytes=actual.timings.kv_bytes,
-        first_token_ms=actual.first_token_ms,
+        queue_ms=measured.timings.queue_ms,
+        prefill_ms=measured.timings.prefill_ms,
+        transfer_ms=measured.timings.transfer_ms,
+        cached_tokens=measured.timings.cached_tokens,
+        kv_bytes=measured.timings.kv_bytes,
+        first_token_ms=measured.first_token_ms,
         best=None if explanation.best is None else _way(explanation.best),
         regret_ms=explanation.regret_ms,
     )

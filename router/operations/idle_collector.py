@@ -1,11 +1,12 @@
-"""Memory that a router gives back: all generations of garbage are looked through by a timer, when little is to do.
+"""Full garbage collections in idle moments, started by a timer, after which free memory goes back to the system.
 
 A full collection holds the event loop for as long as it takes to look at every object of every open stream, so a
 router's thresholds (`set_thresholds`) keep the collector from ever starting one by itself. Baton's own objects are
 freed without it; but a library may leave a cycle for each of its calls, and those that live past the younger
-generations would stay for ever. What is freed then goes back to the system: glibc keeps what lies below a piece that is
-in use, and with each large piece that is freed it maps fewer by themselves (mallopt(3), malloc_trim(3)). Where memory
-has grown, by a crowd of connections or of large requests, that is done a second later, and not only once an interval.
+generations would stay for ever. Then freed memory goes back to the system: by itself glibc keeps memory that lies below
+a piece that is in use, and with each large piece that is freed it maps fewer of them separately (mallopt(3),
+malloc_trim(3)). If memory has grown, by many connections or large requests, that is done within a second, and not only
+once an interval.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ _log = logging.getLogger(__name__)
 INTERVAL_S = 10.0
 _LOOK_S = 1.0
 GROWTH = 0.05
-"""By so much the process may grow above the least that it had in an interval before that is over."""
+"""If memory grows by this share above the least of the interval, a collection runs before the interval ends."""
 IDLE_REQUESTS = 16
-"""With no more than so many live requests a pause of some milliseconds disturbs nobody."""
+"""With at most so many live requests, a pause of some milliseconds is acceptable."""
 CONNECTIONS_LIKE_A_REQUEST = 64
-"""Open connections that count as one: a thousand of them take the collector 20 ms to look at."""
+"""So many open connections count as one request: the collector takes 20 ms for a thousand of them."""
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h."""
 _LARGE_BYTES = 128 << 10
-"""Pieces of this size and more are mapped alone, and unmapped when they are freed."""
+"""Pieces of this size or more are mapped separately, and unmapped when they are freed."""
 _LIBC = ctypes.CDLL(None)
 
 
 def set_thresholds() -> None:
-    """Let the collector look at what is young, rarely at what is older, and practically never at everything; and let
-    large pieces of memory go back to the system as soon as they are freed, where the C library is glibc.
+    """Set the collector's thresholds: young objects are collected often, older ones rarely, all together never.
 
-    The middle generation holds about 120,000 objects at most (six young ones of 20,000). A crowd of new connections
-    fills it, and the loop is held while the collector looks at all of it.
+    With glibc, also let large pieces of memory go back to the system as soon as they are freed. The middle generation
+    holds at most about 120,000 objects (six times 20,000 young ones). Many new connections fill it, and a collection of
+    it holds the event loop.
     """
     gc.set_threshold(20_000, 5, 4_000)
     if hasattr(_LIBC, "mallopt"):
@@ -66,8 +67,8 @@ class IdleCollector:
         interval_s: float = INTERVAL_S,
         memory: Callable[[], int] = resident_bytes,
     ) -> None:
-        """`num_live`: how many requests there are now. `collect` returns how many objects it has freed; `memory`: bytes
-        that the process has now.
+        """`num_live` returns the number of live requests, `collect` the number of freed objects, and `memory` the
+        bytes of memory that the process uses.
         """
         self._timers = timers
         self._num_live = num_live
@@ -75,12 +76,12 @@ class IdleCollector:
         self._interval_s = interval_s
         self._memory = memory
         self._least = memory()
-        """Bytes: the least that was seen since the interval began."""
+        """The fewest bytes of memory since the interval began."""
         self._due = timers.monotonic() + interval_s
         """When the interval ends."""
         self._pause_s = _LOOK_S
-        """After a collection because of growth; each is twice the one before, since what is in use may stay so."""
-        self._next_of_growth = timers.monotonic()
+        """The pause after a collection for growth; it doubles each time, since the memory may simply be in use."""
+        self._next_growth_check = timers.monotonic()
         self._timer: TimerHandle = timers.call_at(timers.monotonic() + _LOOK_S, self._look)
 
     def stop(self) -> None:
@@ -100,7 +101,7 @@ class IdleCollector:
             self._least = self._memory()
         elif memory <= self._least * (1 + GROWTH):
             self._pause_s = _LOOK_S
-        elif now >= self._next_of_growth:
+        elif now >= self._next_growth_check:
             self._collect()
-            self._next_of_growth = now + self._pause_s
+            self._next_growth_check = now + self._pause_s
             self._pause_s *= 2

@@ -1,4 +1,4 @@
-"""What the live page shows of a cluster, once a second: plain values for JSON. Pure, and no word of any request."""
+"""The data of the live page, made once a second: plain values for JSON, without any text of a request. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from baton.messages.steering import ClusterEvent
 MAX_RUNNING = 40
 MAX_ENDED = 12
 MAX_REMEMBERED = 256
-"""Ended requests that pairs are taken from."""
+"""Ended requests from which the traffic of pairs is counted."""
 MAX_PAIRS = 60
 MAX_EVENTS = 20
 RECENT_S = 60.0
-"""Pairs are of requests that came within so many seconds."""
+"""The traffic of pairs is that of requests that arrived within so many seconds."""
 
 
-def picture(
+def live_page_data(
     status: ClusterStatus,
     running: Sequence[RequestRow],
     ended: Iterable[RequestRow],
@@ -29,7 +29,7 @@ def picture(
     router: str,
     wall: float,
 ) -> dict[str, Any]:
-    """`running` and `ended` the latest first, `events` the oldest first. `wall`: seconds since the epoch."""
+    """The data. `running`, `ended`: the latest first; `events`: the oldest first; `wall`: seconds since the epoch."""
     over = list(ended)
     return {
         "cluster": status.cluster,
@@ -82,7 +82,7 @@ def _request(row: RequestRow) -> dict[str, Any]:
 
 
 def _pairs(rows: Iterable[RequestRow]) -> list[dict[str, Any]]:
-    """Who handed over to whom of late, the busiest first."""
+    """The latest hand-offs by pair of nodes, the busiest pair first."""
     requests: dict[tuple[str, str], int] = defaultdict(int)
     num_bytes: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:

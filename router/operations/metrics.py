@@ -1,4 +1,4 @@
-"""A router's figures for Prometheus. Names are vLLM's where it has them, behind `baton_`."""
+"""A router's metrics page: the figures of all its parts. Names are vLLM's where it has them, after `baton_`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.placement.view import ClusterView
 
 
 def figures(requests: LiveRequests, view: ClusterView, now: float, wall: float) -> Iterator[Figure | Distribution]:
-    """What the router has done since its start, and what it sees now."""
+    """The router's totals and its present state. `now`: seconds on its clock; `wall`: seconds since the epoch."""
     waiting = requests.num_waiting
     text = "Requests on nodes, or whose client still reads."
     yield Figure("num_requests_running", text, requests.num_live - waiting, {})
@@ -20,7 +20,7 @@ def figures(requests: LiveRequests, view: ClusterView, now: float, wall: float) 
     yield from declared_figures(requests.counters)
     yield from requests.placer.figures(now)
     for status in view.statuses(now, wall):
-        # Not this process's own name and role, which its other figures have.
+        # The name and role of the node, not of this process.
         labels = {"node": status.name, "role": status.role}
         yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)
 

@@ -1,4 +1,4 @@
-"""The list of requests: those that this router serves now, and the latest that are over. Pure."""
+"""The list of requests for operators: those that this router serves now, and the latest that have ended. Pure."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _ENDED_WORDS = {state.value: word for state, word in _ENDED.items()}
 
 
 def running_rows(active_requests: Iterable[ActiveRequest], router: str, now: float) -> Iterator[RequestRow]:
-    """`now`: seconds on the router's clock."""
+    """The rows of live requests. `now`: seconds on the router's clock."""
     return (_running(active, router, now) for active in active_requests)
 
 
 def ended_rows(ended: Iterable[EndedRequest], router: str, now: float) -> Iterator[RequestRow]:
-    """Likewise."""
+    """The rows of ended requests. `now`: seconds on the router's clock."""
     return (_ended(each, router, now) for each in ended)
 
 
 def _running(active: ActiveRequest, router: str, now: float) -> RequestRow:
     flight, first = active.flight, active.first_token_at
-    measured = flight.attempt_timings()
+    timings = flight.attempt_timings()
     return RequestRow(
         request_id=active.request.request_id,
         state=_state(active),
         router=router,
         age_s=now - active.started,
-        prefill_node=measured.prompt_node if measured.decode_node else "",
-        decode_node=measured.decode_node or measured.prompt_node,
+        prefill_node=timings.prompt_node if timings.decode_node else "",
+        decode_node=timings.decode_node or timings.prompt_node,
         prompt_tokens=active.request.num_prompt_tokens,
         output_tokens=flight.num_output_tokens,
         attempts=flight.key.attempt,
@@ -46,7 +46,7 @@ def _state(active: ActiveRequest) -> str:
     if active.wanted is not None:
         return "Waiting"
     if flight.state is FlightState.STREAMING:
-        # The first token comes from where the prompt was computed, and the next one says that its KV has arrived.
+        # The first token comes from the prefill node; the second one shows that the KV has arrived at the decode node.
         only_first = flight.num_output_tokens <= active.request.sampling_params.n
         return "Transferring" if only_first and flight.attempt_timings().decode_node else "Decoding"
     if flight.state is FlightState.RETRYING:

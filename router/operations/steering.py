@@ -1,7 +1,7 @@
-"""What operators want, carried out at this router: whom placement leaves out, who is to become another, what they hear.
+"""Steering: carries out operators' commands at this router (cordon, drain, roles), and records events for operators.
 
-Desired state is written to the registry before anything else happens, so that it outlives this router; every router
-reads it there, and each one asks nodes for the role that they are to have, which is the same asked twice.
+Desired state is written to the registry before anything else happens, so that it outlives this router. Every router
+reads it there and asks nodes for the role that they are to have; asking twice does no harm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
-from router.operations.cluster_changes import ClusterLook, NodeLook, news
+from router.operations.cluster_changes import ClusterSnapshot, NodeSnapshot, cluster_changes
 from router.operations.event_ring import EventRing
 from router.placement.placer import Placer
 from router.placement.view import ClusterView
@@ -30,9 +30,9 @@ from router.timers import Timers, sleep_until
 
 _log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 SETTLE_S = 3.0
-"""Other routers read what is wanted at least so often; until then they may still send a cordoned node work."""
+"""Other routers read the desired state at least so often; until then they may still send a cordoned node work."""
 _TELL_EVERY_S = 0.2
 _ANSWER_S = 5.0
 
@@ -50,7 +50,7 @@ class SteeredNode(Protocol):
 
 
 class Steering:
-    """Lives on the router's loop."""
+    """The commands of operators at one router. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -71,38 +71,38 @@ class Steering:
         self._model_name = model_name
         self._desired = DesiredState()
         self._routers: dict[str, str] = {}
-        self._look = ClusterLook()
+        self._snapshot = ClusterSnapshot()
         self._asked: dict[str, str] = {}
-        """The role that an incarnation was asked to have."""
+        """The role that each incarnation was asked to take."""
         self._refusals: dict[str, str] = {}
-        """Why an incarnation could not be asked, as it was told last."""
+        """The latest error of asking each incarnation, of which operators were told."""
         self._asking: set[asyncio.Task[None]] = set()
         self._work_changed = asyncio.Event()
         view.on_cordoned_work = self._on_cordoned_work
 
-    # What happens.
+    # --- following the cluster ---
 
     async def watch(self) -> None:
-        """Follow what operators want, until cancelled."""
+        """Follow the desired state in the registry, until cancelled."""
         async for desired in self._membership.watch_desired():
-            self._take_in(desired)
+            self._take_desired(desired)
 
-    async def look_around(self) -> None:
-        """Look for what changed without anybody having been told, until cancelled."""
+    async def check_periodically(self) -> None:
+        """Check the cluster regularly, for changes of which no message tells, until cancelled."""
         while True:
-            self.look()
-            await sleep_until(self._timers, self._timers.monotonic() + LOOK_EVERY_S)
+            self.check_cluster()
+            await sleep_until(self._timers, self._timers.monotonic() + CHECK_INTERVAL_S)
 
     def registered_routers(self, routers: dict[str, str]) -> None:
-        """These are in the registry now: names, by incarnation."""
+        """Take the routers that are in the registry now: names by incarnation."""
         self._routers = routers
 
-    def look(self) -> None:
-        """Tell what became of the cluster since the last look, and ask nodes for what they are to be."""
+    def check_cluster(self) -> None:
+        """Record what has changed in the cluster since the last check, and ask nodes for their desired roles."""
         try:
             self._ask_for_roles()
-            before, self._look = self._look, self._look_now()
-            for found in news(before, self._look):
+            before, self._snapshot = self._snapshot, self._take_snapshot()
+            for found in cluster_changes(before, self._snapshot):
                 self._events.record(
                     found.reason,
                     found.subject,
@@ -111,34 +111,34 @@ class Steering:
                     is_warning=found.is_warning,
                 )
         except Exception:
-            # Requests are served whether or not anybody hears of the cluster.
-            _log.exception("looking at the cluster")
+            # Requests are served, whether or not operators are told of changes.
+            _log.exception("checking the cluster for changes failed; the next check tries again")
 
     async def close(self) -> None:
-        """Ask nobody for anything any more."""
+        """Stop asking nodes."""
         for task in self._asking:
             task.cancel()
         await asyncio.gather(*self._asking, return_exceptions=True)
 
-    # What operators ask for.
+    # --- commands ---
 
     async def cordon(self, names: Sequence[str]) -> str:
-        """No new requests for these nodes. Returns why the cluster serves less from now on, or nothing.
+        """Send these nodes no new requests. Returns why the cluster can serve less from now on, or an empty text.
 
-        Raises NodeNotFound, InvalidRequest, and Unreachable when the registry can't keep it: then nothing changes.
+        Raises NodeNotFound, InvalidRequest, or Unreachable if the registry does not answer: then nothing changes.
         """
         self._check_names(names, self._nodes())
-        await self._want(cordon(names))
-        return self._why_less()
+        await self._write_wish(cordon(names))
+        return self._why_serves_less()
 
     async def uncordon(self, names: Sequence[str]) -> None:
-        """They take requests again; raises as `cordon`."""
-        # One that is away may be let in again, too.
+        """Send these nodes requests again; raises as `cordon`."""
+        # A node that is away can be uncordoned, too.
         self._check_names(names, {**self._nodes(), **dict.fromkeys(self._desired.cordoned)})
-        await self._want(uncordon(names))
+        await self._write_wish(uncordon(names))
 
     async def set_role(self, name: str, role: str) -> RoleSet:
-        """The node is to be this, as soon as its work is done; raises as `cordon`."""
+        """Let a node take a role as soon as its work is done; raises as `cordon`."""
         nodes = self._nodes()
         self._check_names([name], nodes)
         if role == "prefill":
@@ -150,15 +150,15 @@ class Steering:
         status, wanted = nodes[name], self._desired.role_of(name)
         if status.role == role and wanted in (None, role):
             return RoleSet(unchanged=True)
-        await self._want(change)
-        return RoleSet(warning=self._why_less_without(name, role))
+        await self._write_wish(change)
+        return RoleSet(warning=self._why_serves_less_without(name, role))
 
     async def drain(self, name: str, stop: bool) -> AsyncIterator[DrainProgress]:
-        """Cordon a node and tell how much is left there until nothing is; `stop`: and then end its process.
+        """Cordon a node, and report how much work it has left until it has none; `stop`: then end its process.
 
-        Blocks in quarantine wait for reads, which may never end: when nothing else was left for GIVE_UP_AFTER_S the
-        node counts as idle with them, and an event says so.
-        Raises as `cordon`, and BatonError when somebody uncordons it meanwhile; else it stays cordoned.
+        Blocks in quarantine wait for reads that may never end: when a node has had nothing else for GIVE_UP_AFTER_S, it
+        counts as idle, and an event says so. Raises as `cordon`, and BatonError if the node is uncordoned meanwhile;
+        otherwise it stays cordoned.
         """
         await self.cordon([name])
         settled_at = self._timers.monotonic() + (SETTLE_S if len(self._routers) > 1 else 0.0)
@@ -168,7 +168,7 @@ class Steering:
         while True:
             changed = self._work_changed
             if name not in self._desired.cordoned:
-                raise BatonError(f"{name} takes requests again: somebody has uncordoned it")
+                raise BatonError(f"{name} takes requests again: somebody has uncordoned it meanwhile")
             status = self._nodes().get(name)
             now = self._timers.monotonic()
             reads_only_since = (reads_only_since or now) if status is not None and _has_reads_only(status) else None
@@ -186,12 +186,12 @@ class Steering:
             if progress.idle and not stopping and status is not None:
                 stopping = status.incarnation
                 await self._stop(status)
-            await self._work_or(changed, [settled_at] if give_up_at is None else [settled_at, give_up_at])
+            await self._wait_for_work(changed, [settled_at] if give_up_at is None else [settled_at, give_up_at])
 
     async def reset_cache(self, name: str) -> int:
-        """Have a node forget its prefix cache; returns how many blocks it was.
+        """Let a node forget its prefix cache; returns how many blocks it had.
 
-        Raises NodeNotFound, InvalidRequest for a router, CacheInUse while blocks there are in use, Unreachable.
+        Raises NodeNotFound, InvalidRequest for a router, CacheInUse while its blocks are in use, Unreachable.
         """
         nodes = self._nodes()
         self._check_names([name], nodes)
@@ -207,27 +207,27 @@ class Steering:
         return num_blocks
 
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]:
-        """What became of the cluster, from after this number on; `follow`: and what is yet to come of it."""
+        """The events with a larger number than `after`; `follow`: and then those that are still to come."""
         return self._events.follow(after) if follow else _all_of(self._events.after(after))
 
-    # Inside.
+    # --- internals ---
 
-    def _take_in(self, desired: DesiredState) -> None:
+    def _take_desired(self, desired: DesiredState) -> None:
         self._desired = desired
         self._view.desired(desired)
-        # Whoever waits for a node to be idle may wait in vain now.
+        # A drain that waits for a node to be idle must end if the node was uncordoned.
         self._on_cordoned_work()
-        self.look()
+        self.check_cluster()
 
-    async def _want(self, change: DesiredChange) -> None:
+    async def _write_wish(self, change: DesiredChange) -> None:
         try:
             await self._membership.want(change)
         except Unreachable as error:
-            raise Unreachable(f"nothing was changed, since nobody would keep it: {error}") from None
-        self._take_in(change.applied_to(self._desired))
+            raise Unreachable(f"nothing was changed, since the registry could not store it: {error}") from None
+        self._take_desired(change.applied_to(self._desired))
 
     def _nodes(self) -> dict[str, NodeStatus]:
-        """Of each name the incarnation that serves, or the latest."""
+        """The nodes by name; of several incarnations the one that serves, or else the latest."""
         found: dict[str, NodeStatus] = {}
         for status in self._view.statuses(self._timers.monotonic(), 0.0):
             if status.name not in found or status.status not in ("Suspect", "Lost"):
@@ -239,18 +239,18 @@ class Steering:
             raise InvalidRequest("nodes", "is empty")
         for name in names:
             if name in self._routers.values():
-                raise InvalidRequest("nodes", f"{name} is a router: it drains when it is told to end (SIGTERM)")
+                raise InvalidRequest("nodes", f"{name} is a router, which drains when it is stopped (SIGTERM)")
             if name not in known:
                 raise NodeNotFound(f"no node is called {name[:80]}{did_you_mean(name, known)}")
 
-    def _why_less(self) -> str:
-        """What cannot be done any more, as things are."""
+    def _why_serves_less(self) -> str:
+        """What the cluster can't do any more in its present state; empty: nothing is missing."""
         candidates = self._view.candidates()
         if why := self._placer.why_not_ready(candidates, self._model_name):
             return f"nothing is served from now on: {why}"
         return _missing({candidate.node.role for candidate in candidates})
 
-    def _why_less_without(self, name: str, role: str) -> str:
+    def _why_serves_less_without(self, name: str, role: str) -> str:
         roles = {candidate.node.role for candidate in self._view.candidates() if candidate.node.node_id != name}
         return _missing(roles | {Role(role)})
 
@@ -264,14 +264,16 @@ class Steering:
             wanted = self._desired.role_of(node.node_id)
             if wanted is not None and self._asked.get(node.incarnation, node.role.value) != wanted:
                 self._asked[node.incarnation] = wanted
-                self._begin(partial(self._ask, node.node_id, node.address, node.incarnation, Role(wanted)))
+                self._start_asking(
+                    partial(self._ask_for_role, node.node_id, node.address, node.incarnation, Role(wanted))
+                )
 
-    async def _ask(self, name: str, address: str, incarnation: str, role: Role) -> None:
+    async def _ask_for_role(self, name: str, address: str, incarnation: str, role: Role) -> None:
         client = self._connect(address)
         try:
             await client.set_role(role, incarnation, _ANSWER_S)
         except Exception as error:
-            # The next look asks again.
+            # The next check asks again.
             self._asked.pop(incarnation, None)
             if not isinstance(error, BatonError):
                 raise
@@ -283,7 +285,7 @@ class Steering:
         finally:
             await client.close()
 
-    def _begin(self, asking: Callable[[], Coroutine[None, None, None]]) -> None:
+    def _start_asking(self, asking: Callable[[], Coroutine[None, None, None]]) -> None:
         task = start_background(asking, "set-role", on_fault=OnFault.GO_ON, may_end=True)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
@@ -299,8 +301,8 @@ class Steering:
         self._work_changed.set()
         self._work_changed = asyncio.Event()
 
-    async def _work_or(self, changed: asyncio.Event, moments: Sequence[float]) -> None:
-        """Wait until the work of a cordoned node has changed, or for one of these moments; not too often."""
+    async def _wait_for_work(self, changed: asyncio.Event, moments: Sequence[float]) -> None:
+        """Wait until the work of a cordoned node has changed, or for one of these moments; at least _TELL_EVERY_S."""
         now = self._timers.monotonic()
         waits: list[asyncio.Task[object]] = [asyncio.create_task(changed.wait())]
         waits += [asyncio.create_task(sleep_until(self._timers, moment)) for moment in moments if now < moment]
@@ -312,10 +314,10 @@ class Steering:
             await asyncio.gather(*waits, return_exceptions=True)
         await sleep_until(self._timers, now + _TELL_EVERY_S)
 
-    def _look_now(self) -> ClusterLook:
+    def _take_snapshot(self) -> ClusterSnapshot:
         now = self._timers.monotonic()
-        return ClusterLook(
-            nodes={incarnation: NodeLook(*look) for incarnation, look in self._view.looks()},
+        return ClusterSnapshot(
+            nodes={incarnation: NodeSnapshot(*snapshot) for incarnation, snapshot in self._view.node_snapshots()},
             routers=self._routers,
             desired=self._desired,
             open_breakers=self._placer.open_breakers(now),
@@ -325,15 +327,18 @@ class Steering:
 
 
 def _has_reads_only(status: NodeStatus) -> bool:
-    """Whether a node would be idle but for blocks in quarantine."""
+    """Whether nothing but blocks in quarantine keeps a node from being idle."""
     return bool(status.quarantined_blocks) and replace(status, quarantined_blocks=0).is_idle
 
 
 def _progress(status: NodeStatus | None, *, is_settled: bool, stopping: str, gives_up: bool) -> DrainProgress:
-    """How much is left. `stopping`: the incarnation that was told to end. `gives_up`: on blocks in quarantine."""
+    """How much work a node has left. `stopping`: the incarnation that was told to end, if one was.
+
+    `gives_up`: whether it counts as idle with blocks in quarantine.
+    """
     is_there = status is not None and status.status not in ("Suspect", "Lost")
     if status is None or not is_there or (stopping and status.incarnation != stopping):
-        # Nothing runs where nobody is; what a lost node had has gone elsewhere.
+        # Nothing runs on a node that is gone; its requests continue elsewhere.
         return DrainProgress(idle=True, stopped=True)
     return DrainProgress(
         running=status.running,

@@ -355,8 +355,8 @@ class ClusterView:
         """The names of cordoned nodes that are attached."""
         return sorted({node.record.name for node in self._nodes.values() if node.cordoned and node.attached})
 
-    def looks(self) -> Iterator[tuple[str, tuple[str, str, str, NodeState, str, str, bool]]]:
-        """Every incarnation, and of it name, role, address, state, why it is lost, its notice, whether it drained."""
+    def node_snapshots(self) -> Iterator[tuple[str, tuple[str, str, str, NodeState, str, str, bool]]]:
+        """For each incarnation its name, role, address, state, why it is lost, its notice, and whether it drained."""
         for incarnation, node in self._nodes.items():
             record, state = node.record, self._state(node)
             drained = node.load.draining or record.state == "draining"

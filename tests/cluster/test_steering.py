@@ -175,7 +175,7 @@ async def test_what_is_wanted_while_the_registry_is_away_is_refused_and_requests
         assert await operator.cordon("decode-1") == ""
         assert await operator.cordon("prefill-0") == "no prefill node is left for new requests"
         cluster.store.stop()
-        with pytest.raises(Unreachable, match="nothing was changed, since nobody would keep it: registry"):
+        with pytest.raises(Unreachable, match="nothing was changed, since the registry could not store it: registry"):
             await operator.uncordon("prefill-0")
         status = await operator.status()
         assert status.health == "degraded"

@@ -89,7 +89,7 @@ async def running_router(directory: Path) -> AsyncIterator[tuple[asyncio.Task[No
         (_Router, "_watch", "router-watch"),
         (_Router, "_publish_health", "router-health"),
         (Steering, "watch", "router-steering"),
-        (Steering, "look_around", "router-look"),
+        (Steering, "check_periodically", "router-look"),
         (_Server, "main_loop", "http-server"),
     ],
 )

@@ -135,7 +135,7 @@ async def redis_is_killed_and_comes_back_empty(cluster: ProcessCluster, operator
                 break
             await asyncio.sleep(min(5.0, AWAY_S / 4))
         refused = await operator.run("uncordon", "prefill-1", exit_code=ExitCode.UNREACHABLE)
-        assert "nobody would keep it" in refused["said"]
+        assert "the registry could not store it" in refused["said"]
     async with cluster.session() as session:
         status = await session.until(lambda status: status.health == "ok")
         assert {node.name for node in status.nodes if node.cordoned} == {"prefill-1"}

@@ -15,7 +15,7 @@ from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer
-from router.operations.live_page import picture
+from router.operations.live_page import live_page_data
 from tests.support.browser import Browser
 from tests.support.http_rig import CARD, FakeHandler
 from tests.support.live_cluster_page import node, row
@@ -31,7 +31,7 @@ SHOWN = """new Promise(done => {
 
 
 class Cluster:
-    """A large one; every picture is a second, and 50 tokens, after the one before."""
+    """A large one; every live_page_data is a second, and 50 tokens, after the one before."""
 
     def __init__(self) -> None:
         self._seconds = itertools.count(1000)
@@ -41,7 +41,7 @@ class Cluster:
         nodes = [node(f"{role}-{n}", role) for role in ("prefill", "decode") for n in range(100)]
         nodes.append(node(HOSTILE, "decode", status="Lost", detail=HOSTILE))
         states = ("Waiting", "Prefilling", "Transferring", "Decoding", "Retrying")
-        drawn = picture(
+        drawn = live_page_data(
             ClusterStatus(HOSTILE, "degraded", HOSTILE, nodes),
             [row(f"r{n}-{HOSTILE}", state=states[n % 5]) for n in range(60)],
             [row(f"over-{n}", state="Failed", detail=HOSTILE, total_ms=1234.5, kv_bytes=1 << 20) for n in range(20)],

@@ -99,7 +99,7 @@ class Rig:
 async def steering() -> AsyncIterator[Rig]:
     rig = Rig()
     rig.attach(prefill(), decode(), decode("d2"))
-    rig.steering.look()
+    rig.steering.check_cluster()
     watching = asyncio.create_task(rig.steering.watch())
     try:
         yield rig
@@ -196,10 +196,10 @@ async def test_a_node_is_asked_for_its_role_once_and_again_after_a_failed_call()
         assert await rig.asked.get() == wanted
         await rig.closed.get()
         rig.refusal = None
-        rig.steering.look()
+        rig.steering.check_cluster()
         assert await rig.asked.get() == wanted
         await rig.closed.get()
-        rig.steering.look()
+        rig.steering.check_cluster()
         assert rig.asked.empty()
         assert rig.reasons().count("RoleRefused") == 1
         (status,) = (s for s in rig.view.statuses(0.0, 0.0) if s.name == "d1")

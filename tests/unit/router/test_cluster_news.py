@@ -8,39 +8,39 @@ from dataclasses import replace
 import pytest
 
 from baton.registry.desired import DesiredState
-from router.operations.cluster_changes import ClusterLook, News, NodeLook, news
+from router.operations.cluster_changes import ClusterChange, ClusterSnapshot, NodeSnapshot, cluster_changes
 from router.operations.event_ring import EventRing
 from router.placement.view import NodeState
 
-READY = NodeLook("d1", "decode", "h:1", NodeState.READY)
-CALM = ClusterLook(nodes={"d1.a": READY})
+READY = NodeSnapshot("d1", "decode", "h:1", NodeState.READY)
+CALM = ClusterSnapshot(nodes={"d1.a": READY})
 
 
-def said(before: ClusterLook, after: ClusterLook) -> list[tuple[str, str]]:
-    return [(each.reason, each.subject) for each in news(before, after)]
+def said(before: ClusterSnapshot, after: ClusterSnapshot) -> list[tuple[str, str]]:
+    return [(each.reason, each.subject) for each in cluster_changes(before, after)]
 
 
-def with_node(**changes: object) -> ClusterLook:
+def with_node(**changes: object) -> ClusterSnapshot:
     return replace(CALM, nodes={"d1.a": replace(READY, **changes)})  # type: ignore[arg-type]
 
 
 def test_nothing_happens_in_a_calm_cluster() -> None:
-    assert news(CALM, replace(CALM)) == []
+    assert cluster_changes(CALM, replace(CALM)) == []
 
 
 def test_a_node_comes_and_goes() -> None:
     starting = with_node(state=NodeState.STARTING)
-    assert news(ClusterLook(), starting) == [News("NodeJoined", "d1", "d1.a", "decode at h:1")]
+    assert cluster_changes(ClusterSnapshot(), starting) == [ClusterChange("NodeJoined", "d1", "d1.a", "decode at h:1")]
     assert said(starting, CALM) == [("NodeReady", "d1")]
-    assert said(ClusterLook(), CALM) == [("NodeJoined", "d1"), ("NodeReady", "d1")]
+    assert said(ClusterSnapshot(), CALM) == [("NodeJoined", "d1"), ("NodeReady", "d1")]
     draining = with_node(state=NodeState.DRAINING, was_draining=True)
     assert said(CALM, draining) == [("NodeDraining", "d1")]
     silent, gone = (with_node(state=state, was_draining=True) for state in (NodeState.SUSPECT, NodeState.LOST))
     for before in (CALM, draining):
-        assert news(before, gone) == [News("NodeLeft", "d1", "d1.a", "drained")]
+        assert cluster_changes(before, gone) == [ClusterChange("NodeLeft", "d1", "d1.a", "drained")]
     assert said(draining, silent) == [("NodeLeft", "d1")]
     assert said(silent, gone) == [], "it has left, and is not lost"
-    assert said(CALM, ClusterLook()) == [("NodeLeft", "d1")]
+    assert said(CALM, ClusterSnapshot()) == [("NodeLeft", "d1")]
 
 
 @pytest.mark.parametrize(
@@ -56,25 +56,25 @@ def test_a_node_comes_and_goes() -> None:
     ],
 )
 def test_states(before: NodeState, after: NodeState, reasons: list[str]) -> None:
-    found = news(with_node(state=before), with_node(state=after, detail="silent"))
+    found = cluster_changes(with_node(state=before), with_node(state=after, detail="silent"))
     assert [each.reason for each in found] == reasons
     assert all(each.is_warning and each.detail == "silent" for each in found if each.reason != "NodeReady")
 
 
 def test_one_that_is_forgotten_after_it_was_lost_is_no_news() -> None:
-    assert news(with_node(state=NodeState.LOST), ClusterLook()) == []
+    assert cluster_changes(with_node(state=NodeState.LOST), ClusterSnapshot()) == []
 
 
 def test_a_node_that_became_another_one() -> None:
     draining = with_node(state=NodeState.DRAINING)
-    after = ClusterLook(nodes={"d1.b": NodeLook("d1", "prefill", "h:1", NodeState.READY)})
+    after = ClusterSnapshot(nodes={"d1.b": NodeSnapshot("d1", "prefill", "h:1", NodeState.READY)})
     assert said(draining, after) == [
         ("NodeLeft", "d1"),
         ("NodeJoined", "d1"),
         ("RoleChanged", "d1"),
         ("NodeReady", "d1"),
     ]
-    assert news(draining, after)[2].detail == "decode to prefill"
+    assert cluster_changes(draining, after)[2].detail == "decode to prefill"
 
 
 def test_what_operators_want() -> None:
@@ -84,7 +84,7 @@ def test_what_operators_want() -> None:
 
 
 def test_breakers_links_registry_routers_and_health() -> None:
-    bad = ClusterLook(
+    bad = ClusterSnapshot(
         nodes={"d1.a": replace(READY, notice="KV layouts differ")},
         routers={"r1.a": "r1"},
         open_breakers=frozenset({"d1", "p1->d1"}),

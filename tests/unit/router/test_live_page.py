@@ -1,4 +1,4 @@
-"""What the live page shows, and how it is handed out: one picture for all, none for nobody."""
+"""What the live page shows, and how it is handed out: one live_page_data for all, none for nobody."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.errors import Overloaded
 from baton.messages.cluster import ClusterStatus
 from baton.messages.steering import ClusterEvent
 from router.http.live import MAX_VIEWERS, LiveFeed
-from router.operations.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, picture
+from router.operations.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, live_page_data
 from tests.support.live_cluster_page import node, row
 
 
@@ -26,7 +26,7 @@ def drawn(**changed: object) -> dict[str, object]:
         "router": "r0",
         "wall": 5.0,
     }
-    return picture(**{**parts, **changed})  # type: ignore[arg-type]
+    return live_page_data(**{**parts, **changed})  # type: ignore[arg-type]
 
 
 def test_routers_come_first_and_then_the_baton_s_way() -> None:

@@ -96,10 +96,10 @@ class GenerationHandler:
         card, codec = self._card(), self._text_codec()
         check_model(model, card)
         if len(token_ids) > card.max_model_len:
-            story = (
+            message = (
                 f"has {len(token_ids)} entries; at most {card.max_model_len} are taken, as many as {card.name} reads"
             )
-            raise InvalidRequest("token_ids", story)
+            raise InvalidRequest("token_ids", message)
 
         def decode() -> str:
             check_token_ids("token_ids", token_ids, card.vocab_size)

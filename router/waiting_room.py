@@ -138,8 +138,8 @@ class WaitingRoom:
         active, now = ticket.item, self._timers.monotonic()
         if not ticket.is_retry:
             if self._view.could_hold(demand_of(active.request), now):
-                story = f"{error}; one that was large enough was lost a short time ago"
-                raise NoCapacity(story, self._line(active).retry_after_s)
+                message = f"{error}; one that was large enough was lost a short time ago"
+                raise NoCapacity(message, self._line(active).retry_after_s)
             raise error
         active.why_waiting = NoCapacity(f"no node that is up is large enough: {error}")
         self._too_large[active] = None
@@ -283,8 +283,8 @@ class WaitingRoom:
         active.ticket, active.waiting_since = ticket, now
         self._await_patience(active)
         if displaced is not None:
-            story = "the queue is full, and a more urgent request came"
-            self._give_up(displaced.item, QueueFull(story, line.retry_after_s))
+            message = "the queue is full, and a more urgent request came"
+            self._give_up(displaced.item, QueueFull(message, line.retry_after_s))
 
     def _await_patience(self, active: ActiveRequest) -> None:
         """Give it up when it has waited long enough for what it waits for by then."""

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible front: HTTP in and out, the router's core behind. Nothing below knows of it."""
+"""The OpenAI-compatible HTTP front of the router. No other folder of the router imports it."""

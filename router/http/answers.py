@@ -1,4 +1,4 @@
-"""From the core's events to what a client gets: a stream of events, or one object at the end."""
+"""Makes answers from the core's events: a stream of server-sent events, or one object at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, 
 from baton.wire.codec.generation import path_to_metadata
 from router.http.client import Client
 from router.http.errors import Headers
-from router.http.events import EventWriter, Label, Wishes, usage_of
+from router.http.events import AnswerOptions, EventWriter, Label, usage_of
 from router.http.logprobs import Spelling
 from router.http.shapes import Shape
 
@@ -23,9 +23,9 @@ Events = AsyncGenerator[GenerateEvent, None]
 
 
 async def stream(client: Client, events: Events, writer: EventWriter, opening: bytes) -> None:
-    """Send events as they come. An error before anything was sent is raised; later it becomes the stream's last event.
+    """Send events as they come. An error before anything was sent is raised; a later one becomes the last event.
 
-    `opening` goes out with the first tokens, so that until then a failure has a status of its own.
+    `opening` is sent with the first tokens, so that a failure before them is answered with its own status.
     """
     pending = opening
     try:
@@ -42,7 +42,7 @@ async def stream(client: Client, events: Events, writer: EventWriter, opening: b
             if pending:
                 data, pending = pending, b""
                 await client.write(data)
-        raise BatonError("a stream ended without an end")
+        raise BatonError("the stream ended before its request did")
     except BatonError as error:
         if not client.has_begun:
             raise
@@ -55,15 +55,15 @@ async def stream(client: Client, events: Events, writer: EventWriter, opening: b
 
 
 async def accepted_of(events: Events) -> Accepted:
-    """A stream's first event; raises what the request is refused with."""
+    """The first event of a stream; raises the error with which the request is refused."""
     first = await anext(events, None)
     if not isinstance(first, Accepted):
-        raise BatonError(f"a stream began with {type(first).__name__}")
+        raise BatonError(f"the stream began with {type(first).__name__} instead of Accepted")
     return first
 
 
 async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Collected:
-    """One prompt's answer, once it is complete; raises the error of the stream."""
+    """Collect the complete answer of one prompt; raises the error of the stream."""
     chunks: list[list[Chunk]] = [[] for _ in range(num_sequences)]
     ends: list[tuple[str, int | str | None]] = [("", None)] * num_sequences
     async for event in events:
@@ -75,41 +75,45 @@ async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Col
             if num_sequences == 1:
                 ends[0] = (event.finish_reason, event.stop_reason)
             return Collected(accepted, chunks, ends, event)
-    raise BatonError("a stream ended without an end")
+    raise BatonError("the stream ended before its request did")
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One prompt's answer, put together."""
+    """The complete answer of one prompt."""
 
     accepted: Accepted
     chunks: Sequence[Sequence[Chunk]]
-    """Of each sequence."""
+    """The chunks of each sequence."""
     ends: Sequence[tuple[str, int | str | None]]
     """Why each sequence ended, and by which stop token or string."""
     finished: Finished
 
-    def choices(self, shape: Shape, wishes: Wishes, spelling: Spelling, first_index: int) -> list[dict[str, Any]]:
-        """OpenAI's choices."""
-        return [self._choice(shape, wishes, spelling, place, first_index + place) for place in range(len(self.chunks))]
+    def choices(
+        self, shape: Shape, options: AnswerOptions, spelling: Spelling, first_index: int
+    ) -> list[dict[str, Any]]:
+        """The sequences as OpenAI's choices."""
+        return [self._choice(shape, options, spelling, place, first_index + place) for place in range(len(self.chunks))]
 
-    def _choice(self, shape: Shape, wishes: Wishes, spelling: Spelling, place: int, index: int) -> dict[str, Any]:
+    def _choice(
+        self, shape: Shape, options: AnswerOptions, spelling: Spelling, place: int, index: int
+    ) -> dict[str, Any]:
         chunks = self.chunks[place]
         finish_reason, stop_reason = self.ends[place]
         positions = [position for chunk in chunks for position in chunk.logprobs]
         choice = {
             "index": index,
             **shape.in_choice("".join(chunk.text for chunk in chunks)),
-            "logprobs": shape.logprobs(spelling).take(positions) if wishes.logprobs else None,
+            "logprobs": shape.logprobs(spelling).take(positions) if options.logprobs else None,
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
         }
-        if wishes.token_ids:
+        if options.token_ids:
             choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
         return choice
 
 
-def whole(shape: Shape, label: Label, choices: Sequence[dict[str, Any]], ends: Sequence[Finished]) -> bytes:
+def whole_answer(shape: Shape, label: Label, choices: Sequence[dict[str, Any]], ends: Sequence[Finished]) -> bytes:
     """The answer as one JSON object."""
     usage = usage_of(
         sum(end.prompt_tokens for end in ends),
@@ -121,10 +125,10 @@ def whole(shape: Shape, label: Label, choices: Sequence[dict[str, Any]], ends: S
 
 
 def path_headers(finished: Finished) -> Headers:
-    """Which nodes served the request, for people who debug: named as gRPC's trailing metadata."""
+    """Headers that name the nodes of the request, with the names of gRPC's trailing metadata."""
     return [(key.encode(), value.encode()) for key, value in path_to_metadata(finished)]
 
 
 def seed_headers(accepted: Accepted) -> Headers:
-    """The seed in use: sending it again gives the same tokens."""
+    """A header with the seed in use: a request with this seed gives the same tokens."""
     return [(b"baton-seed", b"%d" % accepted.seed)]

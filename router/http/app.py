@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and the barrier at which everything that goes wrong becomes OpenAI's error object."""
+"""The ASGI application: its routes, and the barrier that turns every exception into OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from router.http.pages import pages
 _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-"""After so much silence a stream gets a comment."""
+"""A stream on which nothing was sent for so long gets a comment."""
 
 
 class HttpFront:
-    """The application of one router."""
+    """The ASGI application of one router."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class HttpFront:
         authenticator: PageAuthenticator | None = None,
         more: Sequence[Route] = (),
     ) -> None:
-        """Without an authenticator every caller is permitted. `more`: pages of others."""
+        """Without an authenticator every caller is permitted. `more`: further pages."""
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s)
@@ -63,7 +63,7 @@ class HttpFront:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One exchange. Never raises."""
+        """Serve one exchange. Never raises."""
         request_id = ""
         scope["state"] = {}
         try:
@@ -71,11 +71,11 @@ class HttpFront:
             current_caller.set(self._authenticator.check(scope["path"], scope["headers"]))
             request_id = request_id_of(scope, self._rng)
             scope["state"]["request_id"] = request_id
-            # With this, a wrong method is raised, and not answered in starlette's own way.
+            # With this, starlette raises for a wrong method instead of answering by itself.
             scope["app"] = self
             await (self._routes if is_page(scope["path"]) else _no_such_path)(scope, receive, send)
         except (ClientGone, asyncio.CancelledError):
-            # Nobody is there any more, or the server stops and cuts what is left: either way this task ends here.
+            # The client is gone, or the server stops and cuts its connections: this task ends either way.
             return
         except BatonError as error:
             await self._refuse(scope, send, error, request_id)
@@ -100,11 +100,11 @@ class HttpFront:
 
 
 async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:
-    story = f"there is no {scope['path'][:200]!r}"
-    raise HttpError(Kind(404, "invalid_request_error", "unknown_url"), story)
+    message = f"there is no {scope['path'][:200]!r}"
+    raise HttpError(Kind(404, "invalid_request_error", "unknown_url"), message)
 
 
 def _translated(scope: Scope, error: HTTPException) -> HttpError:
     headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    story = error.detail if error.status_code != 405 else f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
-    return HttpError(Kind(error.status_code, "invalid_request_error", "method_not_allowed"), story, headers)
+    message = error.detail if error.status_code != 405 else f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
+    return HttpError(Kind(error.status_code, "invalid_request_error", "method_not_allowed"), message, headers)

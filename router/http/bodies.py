@@ -1,7 +1,7 @@
-"""What clients may send: one model for each endpoint. Field names are OpenAI's, and vLLM's for what OpenAI lacks.
+"""The bodies that clients may send: one model for each endpoint. Names of fields are OpenAI's, or else vLLM's.
 
-A field that is unknown is refused by its name. One that is known but not served is, too, unless its value changes
-nothing; whatever can be ignored without anybody missing it, is.
+An unknown field is refused by its name. A field that is known but not served is refused, too, unless its value changes
+nothing. Fields that change no answer are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.messages.sampling import RepetitionDetection
 
 _ANY_OBJECT = '{"type": "object"}'
 _MAX_NAME_CHARS = 80
-"""Of a field, in a refusal. Longer ones are compared with no known name, which would take seconds."""
+"""Longer names of fields are cut in refusals, and not compared with known names, which would take seconds."""
 B = TypeVar("B", bound="Body")
 M = TypeVar("M", bound="_Strict")
 
@@ -61,7 +61,7 @@ def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    """Raises ValueError for more than any request may have."""
+    """Whether this is a list of token ids; raises ValueError for more than any request may have."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         return False
     if len(value) > MAX_TOKEN_IDS:
@@ -107,7 +107,7 @@ def _logit_bias(value: Any) -> Mapping[int, float]:
 
 
 def _content(value: Any) -> str:
-    """Text; parts are joined by newlines, as vLLM does."""
+    """The text of a message; parts are joined by newlines, as in vLLM."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -116,13 +116,13 @@ def _content(value: Any) -> str:
     for place, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
-            raise ValueError(f"part {place} must be {{'type': 'text', 'text': ...}}: nothing but text is served")
+            raise ValueError(f"part {place} must be {{'type': 'text', 'text': ...}}: only text is served")
         texts.append(part["text"])
     return "\n".join(texts)
 
 
 def _messages(value: Any) -> Any:
-    """Counted, and nothing else: each is looked at afterwards."""
+    """Only the number is checked here, before each message is."""
     if isinstance(value, list) and len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are taken")
     return value
@@ -154,7 +154,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream has beside the text."""
+    """What a stream contains beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -162,7 +162,7 @@ class StreamOptions(_Strict):
 
 
 class JsonSchema(_Strict):
-    """A schema with OpenAI's wrapping; an answer fits it always, `strict` or not."""
+    """A schema in OpenAI's wrapping. Every answer conforms to it, whether `strict` is set or not."""
 
     name: str | None = None
     description: str | None = None
@@ -171,34 +171,34 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """What an answer's text must be."""
+    """The format that the text of an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def as_schema(self) -> str | None:
-        """The schema as JSON, None for any text; raises InvalidRequest for a type that lacks it or has too much."""
+        """The schema as JSON, None for any text; raises InvalidRequest if type and schema do not fit."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise InvalidRequest("response_format.json_schema", "goes with the type json_schema, and the type with it")
+            raise InvalidRequest("response_format.json_schema", "and the type json_schema need each other")
         if self.json_schema is None:
             return _ANY_OBJECT if self.type == "json_object" else None
         return json.dumps(self.json_schema.schema_)
 
 
 class RepetitionBody(_Strict):
-    """vLLM's: which repetition ends the output with an error."""
+    """Which repetition ends the output with an error; as in vLLM."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
     min_count: int = 2
 
     def rule(self) -> RepetitionDetection:
-        """What the engine is told."""
+        """The rule for the engine."""
         return RepetitionDetection(self.max_pattern_size, self.min_pattern_size, self.min_count)
 
 
 class Body(_Strict):
-    """What both endpoints have."""
+    """The fields that completions and chats have in common."""
 
     model: str | None = None
     n: int | None = None
@@ -233,7 +233,7 @@ class Body(_Strict):
     tpot_slo_ms: Positive | None = None
     response_format: ResponseFormat | None = None
 
-    # Served in one way only.
+    # Only these values are served.
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
@@ -241,13 +241,13 @@ class Body(_Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
-    # Changes nothing here.
+    # Ignored: they change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # Known and not served.
+    # Known, but not served.
     allowed_token_ids: NotServed = None
     bad_words: NotServed = None
     guided_choice: NotServed = None
@@ -263,19 +263,19 @@ class Body(_Strict):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with an event of what it cost."""
+        """Whether a stream ends with an event that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def usage_in_all(self) -> bool:
-        """Whether each event says what has come so far."""
+        """Whether each event has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
-        """The core's request, for one prompt; raises InvalidRequest for a beam search without beams."""
+        """The request to the core, for one prompt; raises InvalidRequest for an invalid response format."""
         beam_width, best_of = self.beam_width, self.best_of
         if self.use_beam_search:
-            # In vLLM's words `n`, in older ones `best_of`, is the width.
+            # In vLLM the width is `n`; in older versions it is `best_of`.
             beam_width, best_of = beam_width or best_of or self.n or 1, None
         return GenerateRequest(
             prompt=prompt,
@@ -303,7 +303,7 @@ _AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & Body.mo
     "repetition_detection",
     "request_id",
 }
-"""Fields that the core's request has under the same name and takes as they are."""
+"""Fields that the request to the core has under the same name and with the same value."""
 
 
 class CompletionBody(Body):
@@ -317,7 +317,7 @@ class CompletionBody(Body):
 
 
 class Message(_Strict):
-    """One message of a chat. What clients send back with an answer of ours is taken, as long as it is empty."""
+    """One message of a chat. Fields of our own answers are accepted while they are empty: clients send them back."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = ""
@@ -358,9 +358,9 @@ class ChatBody(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As the core has it; raises InvalidRequest for a number without the switch."""
+        """The number of log-probabilities for the core; raises InvalidRequest for `top_logprobs` without `logprobs`."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequest("top_logprobs", "goes with logprobs alone")
+            raise InvalidRequest("top_logprobs", "needs logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -375,18 +375,18 @@ class EmbeddingBody(_Strict):
     cache_salt: str | None = None
     request_id: str | None = None
 
-    # Served in one way only.
+    # Only these values are served.
     add_special_tokens: Literal[True] | None = None
     normalize: Literal[True] | None = None
 
-    # Changes nothing here.
+    # Ignored: they change no answer.
     user: str | None = None
 
-    # Known and not served.
+    # Known, but not served.
     truncate_prompt_tokens: NotServed = None
 
     def request(self, prompt: str | Sequence[int], request_id: str, traceparent: str = "") -> GenerateRequest:
-        """The core's request, for one input."""
+        """The request to the core, for one input."""
         return GenerateRequest(
             prompt=prompt,
             request_id=request_id,
@@ -399,15 +399,15 @@ class EmbeddingBody(_Strict):
 
 
 def read(kind: type[B], found: Mapping[str, Any]) -> B:
-    """The body as its model; raises InvalidRequest naming the first field that is wrong."""
+    """The body as its model; raises InvalidRequest that names the first wrong field."""
     body = read_as(kind, found)
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options", "goes with stream alone")
+        raise InvalidRequest("stream_options", "needs stream")
     return body
 
 
 def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
-    """What clients sent as this model; raises InvalidRequest naming the first field that is wrong."""
+    """A client's JSON as this model; raises InvalidRequest that names the first wrong field."""
     try:
         return kind.model_validate(found)
     except ValidationError as error:

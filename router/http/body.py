@@ -1,4 +1,4 @@
-"""A request's JSON: bounded while it arrives, and nothing in it that two readers could understand differently."""
+"""Reads the JSON of a request: bounded while it arrives, and unambiguous for every parser."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ MAX_HEADER_BYTES = 8 << 10
 _SMALL_BYTES = 16 << 10
 _SMALL_CONTAINERS = 256
 _PATIENCE_S = 60.0
+"""How long a body may take to arrive."""
 
 CLOSE = (b"connection", b"close")
 _IS_READ = "body_is_read"
 
 
 class ClientGone(Exception):
-    """The client left before it had said what it wants: there is nobody to answer."""
+    """The client left before its request had arrived, so there is no one to answer."""
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """The whole body; raises HttpError for one that is too long or no JSON by its own account, or ClientGone."""
+    """Read the whole body; raises HttpError if it is too long or not declared as JSON, or ClientGone."""
     headers = dict(scope["headers"])
     _check_content_type(headers.get(b"content-type", b""))
     if int(headers.get(b"content-length") or 0) > MAX_BODY_BYTES:
@@ -47,8 +48,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             scope["state"][_IS_READ] = True
             return body
     except TimeoutError:
-        story = f"the body did not come within {_PATIENCE_S:g} s"
-        raise HttpError(Kind(408, "timeout_error", "request_timeout"), story, [CLOSE]) from None
+        message = f"the body did not come within {_PATIENCE_S:g} s"
+        raise HttpError(Kind(408, "timeout_error", "request_timeout"), message, [CLOSE]) from None
 
 
 async def _read(receive: Receive) -> bytes:
@@ -65,27 +66,27 @@ async def _read(receive: Receive) -> bytes:
 
 
 def is_unread(scope: Scope) -> bool:
-    """Whether there is a body that nobody has read, or not to its end: then the connection can't be used again."""
+    """Whether there is a body that was not read to its end, so that the connection can't be used again."""
     headers = dict(scope["headers"])
     has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
     return has_body and not scope.get("state", {}).get(_IS_READ, False)
 
 
 def check_headers(scope: Scope) -> None:
-    """Raises HttpError when the headers are too long."""
+    """Raises HttpError if the headers are too long."""
     num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     if num_bytes > MAX_HEADER_BYTES:
-        story = f"the headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are taken"
-        raise HttpError(Kind(431, "invalid_request_error", "headers_too_large"), story, [CLOSE])
+        message = f"the headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are taken"
+        raise HttpError(Kind(431, "invalid_request_error", "headers_too_large"), message, [CLOSE])
 
 
 def is_small(body: bytes) -> bool:
-    """Whether a body is parsed, checked and tokenized within a few milliseconds, and so on the loop itself."""
+    """Whether a body is parsed, checked and tokenized within a few milliseconds, and so on the event loop."""
     return len(body) <= _SMALL_BYTES and body.count(b"[") + body.count(b"{") <= _SMALL_CONTAINERS
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body; raises InvalidRequest naming what is wrong with it."""
+    """The JSON object in a body; raises InvalidRequest that says what is wrong with it."""
     if len(body) > _SMALL_BYTES:
         _check_counts(body)
     try:
@@ -97,7 +98,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     except ValueError:
-        # An integer of more digits than Python reads.
+        # An integer with more digits than Python reads.
         raise InvalidRequest("body", "has a number that is too long") from None
     if not isinstance(found, dict):
         raise InvalidRequest("body", "must be a JSON object")
@@ -109,8 +110,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _check_counts(body: bytes) -> None:
-    """Before it is parsed: a megabyte of brackets becomes 350,000 lists, for which Python needs a third of a second
-    and runs nothing else meanwhile.
+    """Check the numbers of values before parsing: a megabyte of brackets becomes 350,000 lists, for which Python needs
+    a third of a second and runs nothing else meanwhile.
     """
     outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     _check_count("strings", outside.count(b'"') // 2, MAX_BODY_STRINGS)
@@ -125,16 +126,16 @@ def _check_count(what: str, count: int, most: int) -> None:
 
 
 def _check_content_type(content_type: bytes) -> None:
-    # What a form on some web page could send here without being asked would otherwise be served, too.
+    # Otherwise a form on any web page could send requests here, since browsers do not ask before they send a form.
     kind = content_type.partition(b";")[0].strip().lower()
     if kind != b"application/json":
-        story = "content-type must be application/json (curl: -H 'content-type: application/json', or --json)"
-        raise HttpError(Kind(415, "invalid_request_error", "unsupported_media_type"), story)
+        message = "content-type must be application/json (curl: -H 'content-type: application/json', or --json)"
+        raise HttpError(Kind(415, "invalid_request_error", "unsupported_media_type"), message)
 
 
 def _too_long() -> BatonError:
-    story = f"the body has more than the {MAX_BODY_BYTES} bytes that are taken"
-    return HttpError(Kind(413, "invalid_request_error", "body_too_large"), story, [CLOSE])
+    message = f"the body has more than the {MAX_BODY_BYTES} bytes that are taken"
+    return HttpError(Kind(413, "invalid_request_error", "body_too_large"), message, [CLOSE])
 
 
 def _too_deep() -> InvalidRequest:

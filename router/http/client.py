@@ -1,4 +1,4 @@
-"""The client of one exchange, while it is being answered: what is sent to it, and whether it is still there."""
+"""The client of one HTTP exchange while it is being answered: sends to it, and notices when it leaves."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from router.http.events import COMMENT
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies that collect answers before they pass them on are asked not to.
+    # Asks proxies that buffer answers not to do so.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 class Client:
-    """As a context: whoever is inside is cancelled when the client leaves, and goes on behind the context.
+    """A context in which the current task is cancelled when the client leaves; it then continues after the context.
 
-    A task of its own waits for that, so sending costs nothing more; it also sends a comment when `keep_alive_s` (at
-    most twice that) went by without anything else. The body must have been read before.
+    A separate task watches the client, so sending costs nothing more. It also sends a comment when nothing was sent for
+    `keep_alive_s` (at most twice that). The body must have been read before.
     """
 
     def __init__(self, receive: Receive, send: Send, keep_alive_s: float) -> None:
@@ -36,7 +36,7 @@ class Client:
         self._is_sending = False
         self._was_silent = True
         self.has_begun = False
-        """Whether the status is out: what goes wrong from now on can't change it any more."""
+        """Whether the status was sent, so that a later error can't change it any more."""
         self.is_gone = False
 
     async def __aenter__(self) -> Client:
@@ -50,11 +50,15 @@ class Client:
         assert self._owner is not None
         assert self._watcher is not None
         self._watcher.cancel()
-        owner, self._owner, self._watcher = self._owner, None, None  # a cancelled task keeps the frames that keep this
+        owner, self._owner, self._watcher = (
+            self._owner,
+            None,
+            None,
+        )  # a cancelled task keeps its frames, which refer to this
         return self.is_gone and owner.uncancel() == 0 and isinstance(error, asyncio.CancelledError)
 
     def will_stream(self, headers: Headers) -> None:
-        """The answer is a stream with these headers; it begins with the first thing that is sent."""
+        """Answer with a stream with these headers, which begins with the first piece that is sent."""
         self._stream_headers = [*STREAM_HEADERS, *headers]
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
@@ -75,11 +79,11 @@ class Client:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _watch(self) -> None:
-        """Until the client leaves. Nobody would notice that after a fault here, so the exchange ends with it."""
+        """Wait until the client leaves. A fault in here ends the exchange, since nothing else would notice that."""
         try:
             await self._until_it_leaves()
         except OSError:
-            pass  # its connection failed under a comment
+            pass  # the connection failed while a comment was sent
         except Exception:
             self._leave()
             raise

@@ -1,13 +1,13 @@
 """One client's HTTP/1 connection: uvicorn's protocol on httptools, with every wait and every amount bounded.
 
-What a stranger may cost before anybody knows who it is:
+The bounds of an unauthenticated client:
 
-- A request's head has a time, a size and a number of fields; what is no HTTP by RFC 9112 ends the connection.
-- A body is taken apart only once the application asks for it, so one that is refused for its head costs nothing; what
-  it needs on the wire is bounded, too, since chunks of one byte need six.
-- All connections share one budget of each turn of the loop (`baton.wire.turn_budget`).
-- Who is answered before everything was read is heard no more: a bounded rest is read and dropped, so that the answer
-  is not lost to a reset (RFC 9112, 9.6), then the connection is closed.
+- A request's head is bounded in time, size and number of fields; what is not HTTP by RFC 9112 ends the connection.
+- A body is parsed only once the application asks for it, so a request that is refused for its head costs no more. Its
+  bytes on the wire are bounded, too, since a chunk of one byte takes six.
+- All connections share one budget for each turn of the event loop (`baton.wire.turn_budget`).
+- After an answer that is sent before the whole request was read, a bounded rest of it is read and dropped, so that the
+  answer is not lost to a reset (RFC 9112, 9.6), and then the connection is closed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from router.http.body import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from router.http.errors import HttpError, Kind, error_body, error_headers
 
 HEAD_S = 20.0
-"""For a request's head, from the connection or from its first byte on."""
+"""The time for a request's head, from the beginning of the connection or from its first byte on."""
 LINGER_S = 1.0
 """How long a connection that was answered early is read and dropped before it is closed."""
 READ_BYTES = 16 << 10
 """The bytes that are read of one connection in one turn of the loop."""
 STEP_BYTES = 4 << 10
-"""What is taken apart at a time: in chunks of one byte about half a millisecond's work."""
+"""The bytes that are parsed at a time: about half a millisecond's work for chunks of one byte."""
 MAX_HEAD_BYTES = 2 * MAX_HEADER_BYTES
-"""Of a head while it comes; what is in it is bounded exactly by `check_headers`."""
+"""The most bytes of a head while it arrives; `check_headers` then bounds its content exactly."""
 MAX_HEADERS = 100
 MAX_WIRE_BYTES = 8 * MAX_BODY_BYTES
-"""The largest body with the marks of its chunks, in bytes."""
+"""The most bytes of a body with its chunk headers."""
 MAX_DROPPED_BYTES = 256 << 10
+"""The most bytes that are read and dropped after an early answer."""
 _OWS = b" \t"
 
 
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One for each connection; what they share comes from `budget` and `read_buffer`."""
+    """One connection. All connections share `budget` and `read_buffer`."""
 
     def __init__(self, head_s: float, budget: TurnBudget, read_buffer: memoryview, place: Place, **parts: Any) -> None:
-        """`read_buffer`: what is read is copied out of it before anything else is read. `parts` are uvicorn's."""
+        """`read_buffer`: bytes are copied out of it before the next read. `parts`: uvicorn's arguments."""
         super().__init__(**parts)
         self.parser = None  # type: ignore[assignment]  # it refers back here, and a connection that fails in its handshake is never lost
         self._place = place
@@ -56,28 +57,28 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._read_buffer = read_buffer
         self._unparsed = b""
         self._is_in_turn = False
-        """Whether the budget will let it step."""
+        """Whether the budget will call `step`."""
         self._expects_head = True
         self._num_parsed = 0
-        """Bytes of this head, or of this body with its chunks' marks."""
+        """Bytes of this head, or of this body with its chunk headers."""
         self._refusal: HttpError | None = None
-        """Why what is being parsed is not taken."""
+        """Why the request that is being parsed is refused."""
         self._head_due: asyncio.TimerHandle | None = None
         self._linger_due: asyncio.TimerHandle | None = None
         self._num_dropped = 0
         self._is_lingering = False
         self._real: asyncio.Transport | None = None
 
-    # What the transport says.
+    # --- called by the transport ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.parser = httptools.HttpRequestParser(self)
-        # As uvicorn: what follows a request with `connection: close` does not undo that request.
+        # As in uvicorn: bytes after a request with `connection: close` do not undo that request.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._real = transport
-        self.transport = closing = _Closing(self, transport)  # type: ignore[assignment]
-        self.flow = _Flow(self, closing)
+        self.transport = closing = _ClosingTransport(self, transport)  # type: ignore[assignment]
+        self.flow = _ConnectionFlowControl(self, closing)
         self._head_due = self.loop.call_later(self._head_s, self.transport.close)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -87,7 +88,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._is_lingering:
             self._drop(nbytes)
             return
-        # With TLS some may come although reading is paused.
+        # With TLS some bytes may come although reading is paused.
         self._unparsed += self._read_buffer[:nbytes]
         if not self._is_in_turn and self._may_parse:
             self._is_in_turn = True
@@ -96,26 +97,28 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._place.release()
-        self._head_is_there()
+        self._stop_head_timer()
         if self._linger_due is not None:
             self._linger_due.cancel()
         self._unset_keepalive_if_required()
         self._unparsed = b""
         super().connection_lost(exc)
-        self._let_go()
+        self._drop_references()
 
-    def _let_go(self) -> None:
-        """End the references that lead back here. A cycle stays until the collector looks at it, and with TLS what was
-        read and not decrypted, up to half a megabyte, stays with it.
+    def _drop_references(self) -> None:
+        """Drop the references that lead back here.
+
+        A reference cycle stays until the garbage collector finds it, and with TLS it keeps up to half a megabyte of
+        bytes that were read and not decrypted.
         """
-        assert isinstance(self.transport, _Closing)
-        assert isinstance(self.flow, _Flow)
-        self.transport.let_go()
-        self.flow.let_go()
+        assert isinstance(self.transport, _ClosingTransport)
+        assert isinstance(self.flow, _ConnectionFlowControl)
+        self.transport.drop_references()
+        self.flow.drop_references()
         self.pipeline.clear()
         self._real = None
 
-    # What the budget and the flow control say.
+    # --- called by the budget and the flow control ---
 
     def step(self) -> bool:
         """Parse a small piece of what was read; returns whether there is more that may be parsed."""
@@ -129,7 +132,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self._is_in_turn
 
     def flow_changed(self) -> None:
-        """The application asks for more, or must not be given any."""
+        """The application asks for more, or can't take more."""
         if not self._is_in_turn and self._may_parse:
             self._is_in_turn = True
             self._budget.step_later(self)
@@ -146,7 +149,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         )
 
     def _read_or_pause(self) -> None:
-        """What is not parsed yet waits here; what comes behind it waits in the kernel, and there at the client."""
+        """Pause reading while there are unparsed bytes: later ones wait in the kernel, and then at the client."""
         if self._real is None or self._real.is_closing():
             return
         if self._is_lingering or not (self._unparsed or self.flow.read_paused):
@@ -154,11 +157,11 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         else:
             self._real.pause_reading()
 
-    # What the parser says.
+    # --- called by the parser ---
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._expects_head:
-            return  # trailers: nobody here wants any, and they must not become headers (RFC 9110, 6.5.1)
+            return  # trailers are not used here, and must not become headers (RFC 9110, 6.5.1)
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(
                 431, "headers_too_large", f"there are more than the {MAX_HEADERS} header fields that are taken"
@@ -167,7 +170,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         self._check_head()
-        self._head_is_there()
+        self._stop_head_timer()
         self._place.asked()
         self._expects_head = False
         self._num_parsed = 0
@@ -180,13 +183,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def on_response_complete(self) -> None:
         if self.cycle.response_complete and not self._expects_head:
-            # Answered before its body was here: what comes is nobody's, and bounded.
+            # Answered before the whole body has arrived: the rest is dropped, and bounded.
             self.transport.close()
         super().on_response_complete()
         self.flow_changed()
 
     def _check_head(self) -> None:
-        """What the parser takes and HTTP/1.1 doesn't, or this server can't."""
+        """Refuse heads that the parser accepts, but HTTP/1.1 or this server does not."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse(505, "http_version_not_supported", "this is a server of HTTP/1.1")
@@ -200,17 +203,17 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if codings not in ([], [b"chunked"]):
             self._refuse(501, "not_implemented", "the one transfer-encoding that is taken is chunked")
 
-    def _refuse(self, status: int, code: str, story: str) -> None:
-        """End parsing, from within it."""
-        self._refusal = HttpError(Kind(status, "invalid_request_error", code), story)
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """End parsing from within a callback of the parser."""
+        self._refusal = HttpError(Kind(status, "invalid_request_error", code), message)
         raise self._refusal
 
-    def _head_is_there(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_due is not None:
             self._head_due.cancel()
             self._head_due = None
 
-    # Parsing.
+    # --- parsing ---
 
     def _parse(self, piece: bytes) -> None:
         if self._expects_head and self._head_due is None:
@@ -223,23 +226,23 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 self.parser.feed_data(piece)
                 break
             except httptools.HttpParserUpgrade as upgrade:
-                # Nothing else is spoken here, and the other protocol must be refused by going on with this one.
+                # No other protocol is served here, and an upgrade is refused by continuing with this one.
                 piece = piece[upgrade.args[0] :]
             except httptools.HttpParserError as error:
                 self._answer_refusal(self._refusal or _malformed(error))
                 return
         if self._expects_head and self._num_parsed > MAX_HEAD_BYTES:
-            story = f"the request's head has more than the {MAX_HEAD_BYTES} bytes that are taken"
-            self._answer_refusal(HttpError(Kind(431, "invalid_request_error", "headers_too_large"), story))
+            message = f"the request's head has more than the {MAX_HEAD_BYTES} bytes that are taken"
+            self._answer_refusal(HttpError(Kind(431, "invalid_request_error", "headers_too_large"), message))
         elif not self._expects_head and self._num_parsed > MAX_WIRE_BYTES:
-            story = f"the body takes more than {MAX_WIRE_BYTES} bytes in its chunks"
-            self._answer_refusal(HttpError(Kind(413, "invalid_request_error", "body_too_large"), story))
+            message = f"the body takes more than {MAX_WIRE_BYTES} bytes in its chunks"
+            self._answer_refusal(HttpError(Kind(413, "invalid_request_error", "body_too_large"), message))
         elif self.cycle is not was_asked and not self._expects_head:
-            # The application looks at the head first.
+            # The application checks the head first.
             self.flow.pause_reading()
 
     def _answer_refusal(self, error: HttpError) -> None:
-        """Say what is wrong, unless an answer has begun, and close; whoever is answering hears that nobody listens."""
+        """Answer with an error unless another answer has begun, and close; running exchanges see the client leave."""
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
         if is_answering:
@@ -259,17 +262,17 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             ]
             head = b"".join(b"%b: %b\r\n" % field for field in fields)
             self.transport.write(STATUS_LINE[error.kind.status] + head + b"\r\n" + body)
-        self._expects_head = False  # whatever it was, it has not been read to its end
+        self._expects_head = False  # the request was not read to its end
         self.transport.close()
 
-    # The end.
+    # --- closing ---
 
     def close_soon(self) -> None:
-        """Close once the client has had a chance to read the answer although it is still sending."""
+        """Close when the client has had time to read the answer, although it is still sending."""
         assert self._real is not None
         if self._real.is_closing() or self._is_lingering:
             return
-        self._head_is_there()
+        self._stop_head_timer()
         if self._expects_head and not self._unparsed:
             close_transport(self._real)
             return
@@ -279,7 +282,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             try:
                 self._real.write_eof()
             except OSError:
-                # The client has reset the connection, and that was not read yet: nobody is left to read an answer.
+                # The client has reset the connection, so no one can read an answer.
                 self._real.abort()
                 return
         self._linger_due = self.loop.call_later(LINGER_S, self._real.close)
@@ -292,8 +295,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._real.close()
 
 
-class _Closing:
-    """The transport as uvicorn has it: to close is the connection's business."""
+class _ClosingTransport:
+    """The transport that uvicorn gets: its `close` lets the connection close when it is time."""
 
     def __init__(self, connection: Connection, real: asyncio.Transport) -> None:
         self._connection: Connection | None = connection
@@ -310,8 +313,8 @@ class _Closing:
         if self._connection is not None:
             self._connection.close_soon()
 
-    def let_go(self) -> None:
-        """The connection is lost: what is written from now on goes nowhere, as with any transport."""
+    def drop_references(self) -> None:
+        """The connection is lost: later writes are dropped, as by any transport."""
         self._connection = self._real = None
         self.write = _to_nowhere
         self.get_extra_info = _unknown
@@ -325,10 +328,10 @@ def _unknown(_name: str, default: Any = None) -> Any:
     return default
 
 
-class _Flow(FlowControl):
-    """uvicorn's, but it is the connection that pauses its transport."""
+class _ConnectionFlowControl(FlowControl):
+    """uvicorn's flow control, but it is the connection that pauses its transport."""
 
-    def __init__(self, connection: Connection, transport: _Closing) -> None:
+    def __init__(self, connection: Connection, transport: _ClosingTransport) -> None:
         super().__init__(transport)  # type: ignore[arg-type]
         self._connection: Connection | None = connection
 
@@ -341,7 +344,7 @@ class _Flow(FlowControl):
             if self._connection is not None:
                 self._connection.flow_changed()
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         """The connection is lost."""
         self._connection = None
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings: each input is a request of its own to the core; their vectors are one answer."""
+"""The endpoint /v1/embeddings: each input is a request to the core, and their vectors are one answer."""
 
 from __future__ import annotations
 
@@ -19,25 +19,33 @@ from router.http.answers import accepted_of, path_headers
 from router.http.bodies import EmbeddingBody, read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
-from router.http.endpoints import Handler, all_of, check_request_id, ids_of_parts, off_loop, renamed, timeout_of
+from router.http.endpoints import (
+    Handler,
+    check_request_id,
+    gather_all,
+    in_thread_if_large,
+    part_ids,
+    timeout_of,
+    with_client_names,
+)
 from router.http.model import ServedModel
 
 _MOST_AT_ONCE = 32
-"""Of one call's inputs: the others wait here, where they keep nobody else from the nodes."""
+"""The most inputs of one call that are sent to the core at once; the others wait here, and take no place of others."""
 _NO_COMMENTS_S = 3600.0
 _NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
 
 
 class _Part(NamedTuple):
-    """What one input came to."""
+    """The result of one input."""
 
     json: str
-    """Written as soon as it is there: the numbers of hundreds of inputs at once would keep the loop for a second."""
+    """Written as soon as the vector is there: writing hundreds at once would hold the event loop for a second."""
     finished: Finished
 
 
 class Embeddings:
-    """POST /v1/embeddings. An ASGI application; what it raises is for the front."""
+    """POST /v1/embeddings: an ASGI application, whose exceptions the front turns into answers."""
 
     def __init__(self, handler: Handler, model: ServedModel) -> None:
         self._handler = handler
@@ -46,37 +54,37 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
         content = await read_body(scope, receive)
-        found = await off_loop(self._handler, content, parse_json, content)
+        found = await in_thread_if_large(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         traceparent = headers.get(b"traceparent", b"").decode("latin-1")
-        with renamed(_NAMES, found):
-            body = await off_loop(self._handler, content, read_as, EmbeddingBody, found)
+        with with_client_names(_NAMES, found):
+            body = await in_thread_if_large(self._handler, content, read_as, EmbeddingBody, found)
             check_request_id(body.request_id, request_id)
             self._check_dimensions(body)
             async with Client(receive, send, _NO_COMMENTS_S) as client:
                 parts = await self._embed_all(body, request_id, traceparent, timeout_s)
-                told = [
+                answer_headers = [
                     (b"content-type", b"application/json"),
                     (b"x-request-id", request_id.encode()),
                     *path_headers(parts[0].finished),
                 ]
-                await client.answer(200, told, _whole(self._model.card.name, parts))
+                await client.answer(200, answer_headers, _whole(self._model.card.name, parts))
 
     def _check_dimensions(self, body: EmbeddingBody) -> None:
-        """Where no node has said yet how many there are, the vector itself will."""
+        """Check the wanted number of dimensions; if no node has reported its own yet, the vector is checked later."""
         check_model(body.model or "", self._model.card)
         if size := self._model.card.embedding_size:
             self._check_size(body, size)
 
     def _check_size(self, body: EmbeddingBody, size: int) -> None:
         if body.dimensions not in (None, size):
-            story = f"must be {size}, or left out: embeddings of {self._model.card.name} can't be cut"
-            raise InvalidRequest("dimensions", story)
+            message = f"must be {size}, or left out: embeddings of {self._model.card.name} can't be cut"
+            raise InvalidRequest("dimensions", message)
 
     async def _embed_all(
         self, body: EmbeddingBody, request_id: str, traceparent: str, timeout_s: float | None
     ) -> Sequence[_Part]:
-        """The first error ends the others."""
+        """Embed all inputs; the first error ends the others."""
         room = asyncio.Semaphore(min(_MOST_AT_ONCE, self._handler.most_at_once() or _MOST_AT_ONCE))
         loop = asyncio.get_running_loop()
         due = None if timeout_s is None else loop.time() + timeout_s
@@ -86,13 +94,13 @@ class Embeddings:
             field = "input" if len(body.inputs) == 1 else f"input[{place}]"
             async with room:
                 left_s = None if due is None else max(0.0, due - loop.time())
-                with renamed({"prompt": (field,)}, {}):
+                with with_client_names({"prompt": (field,)}, {}):
                     finished = await self._embed(body.request(body.inputs[place], name, traceparent), left_s)
                 self._check_size(body, len(finished.embedding) // 4)
-                told = {"object": "embedding", "index": place, "embedding": write(finished.embedding)}
-                return _Part(json.dumps(told), finished)
+                item = {"object": "embedding", "index": place, "embedding": write(finished.embedding)}
+                return _Part(json.dumps(item), finished)
 
-        return await all_of([embed(*part) for part in enumerate(ids_of_parts(request_id, len(body.inputs)))])
+        return await gather_all([embed(*part) for part in enumerate(part_ids(request_id, len(body.inputs)))])
 
     async def _embed(self, request: GenerateRequest, timeout_s: float | None) -> Finished:
         async with aclosing(self._handler.generate(request, timeout_s)) as events:
@@ -115,5 +123,5 @@ def _as_base64(vector: bytes) -> Any:
 
 
 def _as_numbers(vector: bytes) -> Any:
-    """Each number exactly: read as float32, it is the same bits."""
+    """The numbers, each of which is the same float32 when it is read again."""
     return struct.unpack(f"<{len(vector) // 4}f", vector)

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: from a client's request to its answer."""
+"""The endpoints /v1/completions and /v1/chat/completions: from a client's request to its answer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from router.http.answers import (
     path_headers,
     seed_headers,
     stream,
-    whole,
+    whole_answer,
 )
 from router.http.bodies import Body, ChatBody, CompletionBody, read
 from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
-from router.http.events import EventWriter, Label, Wishes
+from router.http.events import AnswerOptions, EventWriter, Label
 from router.http.model import ServedModel
 from router.http.position import parse_event_id
 from router.http.shapes import CHAT, COMPLETION, Shape
@@ -39,14 +39,14 @@ _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
 
 class Handler(Protocol):
-    """What the router's core does for this front; `router.front.GenerationHandler` is one. Errors are BatonErrors."""
+    """The router's core as the HTTP front uses it; `router.front.GenerationHandler` is the real one."""
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished. Closing the generator cancels the request."""
         ...
 
     def most_at_once(self) -> int | None:
-        """How many requests whoever asks may have running; None: any number."""
+        """How many requests the caller may have running at once; None: any number."""
         ...
 
     def resume(
@@ -57,43 +57,44 @@ class Handler(Protocol):
         *,
         repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, what lies behind these positions, Finished; raises RequestNotFound. `repeat`: the request, which
-        comes again with each call of a client of HTTP.
+        """Accepted, the events after these positions, Finished; raises RequestNotFound.
+
+        `repeat`: the request itself, which a client of HTTP sends again with each call.
         """
         ...
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Do what takes long without keeping the loop from others; raises Overloaded when too much of it waits."""
+        """Do long work in a thread, beside the event loop; raises Overloaded if too much of it waits."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a client asks for."""
+class EndpointRequest:
+    """The parsed request of a client."""
 
     request_id: str
     body: Body
     requests: Sequence[GenerateRequest]
-    """One for each prompt."""
-    wishes: Wishes
+    """One request to the core for each prompt."""
+    options: AnswerOptions
     timeout_s: float | None
 
-    def traced(self, traceparent: str) -> Question:
-        """The same, of a caller whose span has this W3C traceparent."""
+    def traced(self, traceparent: str) -> EndpointRequest:
+        """The same request from a caller whose span has this W3C traceparent."""
         return replace(self, requests=[replace(request, traceparent=traceparent) for request in self.requests])
 
     @property
     def num_sequences(self) -> int:
-        """Of each prompt, once the core has accepted it."""
+        """Number of sequences for each prompt, once the core has accepted it."""
         return 1 if self.body.n is None else self.body.n
 
 
 class Endpoint:
-    """What the two have in common. An ASGI application; what it raises is for the front."""
+    """The common part of both endpoints: an ASGI application, whose exceptions the front turns into answers."""
 
     shape: Shape
     names: Mapping[str, Sequence[str]] = {}
-    """The core's names of fields, where this endpoint has others: the first of them that the client has sent counts."""
+    """The client's names of the core's fields that have other names here; the first one that it sent counts."""
 
     def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
         self._handler = handler
@@ -104,77 +105,75 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         content = await read_body(scope, receive)
-        found = await off_loop(self._handler, content, parse_json, content)
+        found = await in_thread_if_large(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
-        with renamed(self.names, found):
+        with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s) as client:
                 about = found, scope["state"]["request_id"], timeout_s, self._model.card
-                question = await off_loop(self._handler, content, self._question, *about)
+                parsed = await in_thread_if_large(self._handler, content, self._parse, *about)
                 if (traceparent := headers.get(b"traceparent")) is not None:
-                    question = question.traced(traceparent.decode("latin-1"))
+                    parsed = parsed.traced(traceparent.decode("latin-1"))
                 if last_event_id is not None:
-                    positions = _positions(last_event_id, b"x-request-id" in headers, question)
-                    await self._resume(client, question, positions)
-                elif question.body.stream:
-                    await self._stream(client, question)
+                    positions = _positions(last_event_id, b"x-request-id" in headers, parsed)
+                    await self._resume(client, parsed, positions)
+                elif parsed.body.stream:
+                    await self._stream(client, parsed)
                 else:
-                    await self._whole(client, question)
+                    await self._whole(client, parsed)
 
-    def _question(
+    def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> Question:
-        """May be called in a thread. Raises InvalidRequest."""
+    ) -> EndpointRequest:
+        """Make the request from the parsed JSON; raises InvalidRequest. May be called in a thread."""
         raise NotImplementedError
 
-    async def _stream(self, client: Client, question: Question) -> None:
-        if len(question.requests) > 1:
-            raise InvalidRequest("prompt", f"has {len(question.requests)} prompts; a stream takes one")
-        events = self._handler.generate(question.requests[0], question.timeout_s)
-        await self._send_events(client, question, events, None)
+    async def _stream(self, client: Client, parsed: EndpointRequest) -> None:
+        if len(parsed.requests) > 1:
+            raise InvalidRequest("prompt", f"has {len(parsed.requests)} prompts; a stream takes one")
+        events = self._handler.generate(parsed.requests[0], parsed.timeout_s)
+        await self._send_events(client, parsed, events, None)
 
-    async def _resume(self, client: Client, question: Question, positions: Sequence[int]) -> None:
-        events = self._handler.resume(question.request_id, positions, question.timeout_s, repeat=question.requests[0])
-        await self._send_events(client, question, events, positions)
+    async def _resume(self, client: Client, parsed: EndpointRequest, positions: Sequence[int]) -> None:
+        events = self._handler.resume(parsed.request_id, positions, parsed.timeout_s, repeat=parsed.requests[0])
+        await self._send_events(client, parsed, events, positions)
 
     async def _send_events(
-        self, client: Client, question: Question, events: Events, positions: Sequence[int] | None
+        self, client: Client, parsed: EndpointRequest, events: Events, positions: Sequence[int] | None
     ) -> None:
-        """`positions` are where a stream that was begun before goes on."""
+        """Send a stream. `positions`: where a stream that was begun before continues; None: at its beginning."""
         async with aclosing(events):
             accepted = await accepted_of(events)
             client.will_stream([(b"x-request-id", accepted.request_id.encode()), *seed_headers(accepted)])
             writer = EventWriter(
                 self.shape,
                 self._label(accepted.request_id),
-                question.wishes,
-                [0] * question.num_sequences if positions is None else positions,
+                parsed.options,
+                [0] * parsed.num_sequences if positions is None else positions,
                 accepted.prompt_tokens,
                 self._model.spelling,
             )
             await stream(client, events, writer, writer.opening() if positions is None else b"")
 
-    async def _whole(self, client: Client, question: Question) -> None:
-        answers = await all_of([self._collect(request, question) for request in question.requests])
+    async def _whole(self, client: Client, parsed: EndpointRequest) -> None:
+        answers = await gather_all([self._collect(request, parsed) for request in parsed.requests])
         choices = [
             choice
             for place, answer in enumerate(answers)
-            for choice in answer.choices(
-                self.shape, question.wishes, self._model.spelling, place * question.num_sequences
-            )
+            for choice in answer.choices(self.shape, parsed.options, self._model.spelling, place * parsed.num_sequences)
         ]
         ends = [answer.finished for answer in answers]
         headers = [
             (b"content-type", b"application/json"),
-            (b"x-request-id", question.request_id.encode()),
+            (b"x-request-id", parsed.request_id.encode()),
             *seed_headers(answers[0].accepted),
             *path_headers(ends[0]),
         ]
-        await client.answer(200, headers, whole(self.shape, self._label(question.request_id), choices, ends))
+        await client.answer(200, headers, whole_answer(self.shape, self._label(parsed.request_id), choices, ends))
 
-    async def _collect(self, request: GenerateRequest, question: Question) -> Collected:
-        async with aclosing(self._handler.generate(request, question.timeout_s)) as events:
-            return await collect(await accepted_of(events), events, question.num_sequences)
+    async def _collect(self, request: GenerateRequest, parsed: EndpointRequest) -> Collected:
+        async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
+            return await collect(await accepted_of(events), events, parsed.num_sequences)
 
     def _label(self, request_id: str) -> Label:
         return Label(self.shape.id_prefix + request_id, self._model.card.name, int(self._clock.wall()))
@@ -191,14 +190,14 @@ class Completions(Endpoint):
         "beam_width": ("beam_width", "use_beam_search"),
     }
 
-    def _question(
+    def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> Question:
+    ) -> EndpointRequest:
         body = read(CompletionBody, found)
         check_request_id(body.request_id, request_id)
-        ids = ids_of_parts(request_id, len(body.prompts))
+        ids = part_ids(request_id, len(body.prompts))
         requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(body.prompts, ids, strict=True)]
-        return Question(request_id, body, requests, _wishes(body, body.logprobs is not None), timeout_s)
+        return EndpointRequest(request_id, body, requests, _options(body, body.logprobs is not None), timeout_s)
 
 
 class ChatCompletions(Endpoint):
@@ -212,28 +211,28 @@ class ChatCompletions(Endpoint):
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }
 
-    def _question(
+    def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> Question:
+    ) -> EndpointRequest:
         body = read(ChatBody, found)
         check_request_id(body.request_id, request_id)
         check_model(body.model or "", card)
         prompt = self._model.chat_prompt(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
-            # As far as the model goes; of completions 16 are the default.
+            # The default of chats is as many as the model takes; that of completions is 16.
             max_tokens = max(1, card.max_model_len - len(prompt))
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
-        return Question(request_id, body, [request], _wishes(body, bool(body.logprobs)), timeout_s)
+        return EndpointRequest(request_id, body, [request], _options(body, bool(body.logprobs)), timeout_s)
 
 
-async def off_loop(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:
-    """What `work` makes of a body, in a thread if that may take long."""
+async def in_thread_if_large(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:
+    """The result of `work` on a body, in a thread if the body is so large that it may take long."""
     return work(*args) if is_small(content) else await handler.in_thread(work, *args)
 
 
 def request_id_of(scope: Scope, rng: Random) -> str:
-    """The client's x-request-id, or a new one; raises InvalidRequest for one that can't be taken."""
+    """The client's x-request-id, or a new id; raises InvalidRequest for an id that is not valid."""
     found = dict(scope["headers"]).get(b"x-request-id")
     if found is None:
         return new_request_id(rng)
@@ -243,44 +242,44 @@ def request_id_of(scope: Scope, rng: Random) -> str:
     return str(text)
 
 
-def ids_of_parts(request_id: str, count: int) -> Sequence[str]:
-    """What the requests are called that a call is made of."""
+def part_ids(request_id: str, count: int) -> Sequence[str]:
+    """The ids of the requests to the core that one call makes."""
     return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
 
 
 def check_request_id(in_body: str | None, request_id: str) -> None:
-    """Raises InvalidRequest where the body has another one than the header."""
+    """Raises InvalidRequest if the body has another request id than the header."""
     if in_body not in (None, request_id):
-        raise InvalidRequest("request_id", "is another one than x-request-id; send the header alone")
+        raise InvalidRequest("request_id", "differs from x-request-id: send only the header")
 
 
-def _wishes(body: Body, logprobs: bool) -> Wishes:
-    return Wishes(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
+def _options(body: Body, logprobs: bool) -> AnswerOptions:
+    return AnswerOptions(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
 
 
 def timeout_of(header: bytes | None) -> float | None:
-    """Seconds, of an x-request-timeout-ms; raises InvalidRequest."""
+    """The seconds of an x-request-timeout-ms header; raises InvalidRequest."""
     if header is None:
         return None
-    # Bounded first: Python reads no number of thousands of digits.
+    # The length is checked first: Python reads no number of thousands of digits.
     if not (len(header) <= 12 and header.isdigit() and 0 < int(header) <= _MAX_TIMEOUT_MS):
         raise InvalidRequest("x-request-timeout-ms", f"must be 1 to {_MAX_TIMEOUT_MS}")
     return int(header) / 1e3
 
 
-def _positions(last_event_id: bytes, has_request_id: bool, question: Question) -> Sequence[int]:
+def _positions(last_event_id: bytes, has_request_id: bool, parsed: EndpointRequest) -> Sequence[int]:
     if not has_request_id:
         raise InvalidRequest("x-request-id", "is required with last-event-id: it names the stream that goes on")
-    if not question.body.stream:
+    if not parsed.body.stream:
         raise InvalidRequest("stream", "must be true with last-event-id")
     positions = parse_event_id(last_event_id.decode("latin-1"))
-    if len(positions) != question.num_sequences:
-        raise InvalidRequest("last-event-id", f"is of {len(positions)} sequences, but n is {question.num_sequences}")
+    if len(positions) != parsed.num_sequences:
+        raise InvalidRequest("last-event-id", f"is of {len(positions)} sequences, but n is {parsed.num_sequences}")
     return positions
 
 
-async def all_of(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; the first error ends the others."""
+async def gather_all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error cancels the other tasks."""
     if len(parts) == 1:
         return [await parts[0]]
     tasks = [asyncio.create_task(part) for part in parts]
@@ -293,8 +292,8 @@ async def all_of(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 @contextmanager
-def renamed(names: Mapping[str, Sequence[str]], found: Mapping[str, Any]) -> Iterator[None]:
-    """What is raised in here names fields as the client does; see `Endpoint.names`."""
+def with_client_names(names: Mapping[str, Sequence[str]], found: Mapping[str, Any]) -> Iterator[None]:
+    """In this context InvalidRequest gets the client's name of its field; see `Endpoint.names`."""
     try:
         yield
     except InvalidRequest as error:

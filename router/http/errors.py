@@ -1,4 +1,4 @@
-"""Errors to HTTP: the one place where the two vocabularies meet."""
+"""Maps Baton's errors to HTTP: statuses, error objects and headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of error looks to a client."""
+    """The status, type and code of one kind of error, as a client gets them."""
 
     status: int
     type: str
@@ -57,7 +57,7 @@ _BY_TYPE: dict[type[BatonError], Kind] = {
 
 
 class HttpError(BatonError):
-    """What only HTTP can get wrong: a path, a method, a body that is too long."""
+    """An error that exists only in HTTP: a wrong path or method, a body that is too long."""
 
     def __init__(self, kind: Kind, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class HttpError(BatonError):
 
 
 def kind_of(error: BatonError) -> Kind:
-    """The error's status and words; a kind that has none of its own takes its parent's, at last its gRPC status's."""
+    """The kind of an error: that of its class, of a parent class, or else of its gRPC status."""
     if isinstance(error, HttpError):
         return error.kind
     if isinstance(error, TransferFailed):
@@ -82,23 +82,23 @@ def error_body(error: BatonError) -> bytes:
     kind = kind_of(error)
     param = error.field if isinstance(error, InvalidRequest) else None
     found = {"message": str(error), "type": kind.type, "param": param, "code": kind.code}
-    # ASCII, since a message may quote text that is no Unicode.
+    # ASCII, since a message may quote text that is not valid Unicode.
     return json.dumps({"error": found}).encode()
 
 
 def error_headers(error: BatonError) -> Headers:
-    """Whether and when trying again makes sense, in the words of OpenAI's clients."""
+    """Headers that say whether and when to try again, as OpenAI's clients read them."""
     status = kind_of(error).status
     headers: Headers = list(error.headers) if isinstance(error, HttpError) else []
     if status == 401:
-        # A browser asks for a name, which may be anything, and for a password, which is the key.
+        # A browser asks for a user name, which may be anything, and for a password, which is the key.
         headers.append((b"www-authenticate", b'Bearer, Basic realm="baton"'))
     if status in (429, 503):
         seconds = _retry_after_s(error)
         headers.append((b"retry-after", b"%d" % math.ceil(seconds)))
         headers.append((b"retry-after-ms", b"%d" % math.ceil(seconds * 1e3)))
     if status in (408, 409, 429) or status >= 500:
-        # Those that clients try again unless they are told.
+        # Clients try again after these statuses unless this header says not to.
         headers.append((b"x-should-retry", b"true" if error.retryable else b"false"))
     return headers
 

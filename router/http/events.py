@@ -1,4 +1,4 @@
-"""One stream's server-sent events: bytes from the core's events, with as little work for each as can be."""
+"""Writes the server-sent events of one stream from the core's events, with as little work for each as possible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from router.http.shapes import Shape, quote
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
-"""What comes while nothing comes: it tells proxies and clients that somebody is there."""
+"""Sent while there is nothing else to send, so that proxies and clients see a live connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a client wants beside the text."""
+class AnswerOptions:
+    """What a client wants in an answer beside the text."""
 
     usage: bool = False
     usage_in_all: bool = False
@@ -30,7 +30,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What is the same in every object of one answer."""
+    """The fields that are the same in every object of one answer."""
 
     id: str
     model: str
@@ -54,28 +54,28 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0)
 
 
 class EventWriter:
-    """Writes one stream. Positions are those of each sequence when it begins."""
+    """Writes one stream. `positions`: where each sequence begins."""
 
     def __init__(
         self,
         shape: Shape,
         label: Label,
-        wishes: Wishes,
+        options: AnswerOptions,
         positions: Sequence[int],
         prompt_tokens: int,
         spelling: Spelling,
     ) -> None:
         self._shape = shape
-        self._wishes = wishes
+        self._options = options
         self._positions = list(positions)
         self._prompt_tokens = prompt_tokens
         self._num_tokens = sum(positions)
         head = label.head(shape.event)
         self._head = head
         self._heads = [f'{head}{{"index":{index},' for index in range(len(positions))]
-        self._end = '],"usage":null}\n\n' if wishes.usage else "]}\n\n"
+        self._end = '],"usage":null}\n\n' if options.usage else "]}\n\n"
         self._plain = f'{shape.text_tail},"logprobs":null,"finish_reason":null}}{self._end}'
-        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.usage_in_all)
+        self._is_plain = not (options.logprobs or options.token_ids or options.usage_in_all)
         self._logprobs = [shape.logprobs(spelling) for _ in positions]
         self._rests = [""] * len(positions)
 
@@ -84,14 +84,14 @@ class EventWriter:
         return len(self._positions)
 
     def opening(self) -> bytes:
-        """What precedes all text: in chats, who speaks."""
+        """The events before all text: in chats they have the role."""
         if not self._shape.opening:
             return b""
         behind = f'{self._shape.opening},"logprobs":null,"finish_reason":null}}{self._ending()}'
         return b"".join(self._event(f"{head}{behind}") for head in self._heads)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Tokens and their text. The rest of a text waits for the event that ends it, so nothing is returned for it."""
+        """The event for tokens and their text. Text without tokens is kept for the event that ends its sequence."""
         index = chunk.sequence_index
         self._positions[index] = chunk.next_position
         if not chunk.token_ids:
@@ -102,7 +102,7 @@ class EventWriter:
         return self._event(f"{self._heads[index]}{self._shape.text_head}{quote(chunk.text)}{behind}")
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
-        """A sequence ended."""
+        """The event for the end of a sequence."""
         rest, self._rests[index] = self._rests[index], ""
         shape = self._shape
         # A chat's last event has an empty delta, unless there is text.
@@ -111,30 +111,30 @@ class EventWriter:
         return self._event(f'{self._heads[index]}{text}{shape.text_tail},"logprobs":null,{reasons}}}{self._ending()}')
 
     def finish(self, finished: Finished) -> bytes:
-        """The request ended well: what it cost, if that is asked for, and the end."""
-        if not self._wishes.usage:
+        """The last events of a request that ended well: its usage, if that is wanted, and the end."""
+        if not self._options.usage:
             return DONE
         usage = usage_of(finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens)
         return self._event(f'{self._head}],"usage":{json.dumps(usage)}}}\n\n') + DONE
 
     def error(self, error: BatonError) -> bytes:
-        """The request failed: the last event of its stream."""
+        """The last event of a request that failed."""
         return b"data: " + error_body(error) + b"\n\n"
 
     def _event(self, data: str) -> bytes:
         return f"id: {event_id(self._positions)}\ndata: {data}".encode()
 
     def _behind(self, chunk: Chunk) -> str:
-        """What follows the text in an event that has more than text."""
+        """The part after the text, of an event that has more than text."""
         parts = [self._shape.text_tail]
-        logprobs = self._logprobs[chunk.sequence_index].take(chunk.logprobs) if self._wishes.logprobs else None
+        logprobs = self._logprobs[chunk.sequence_index].take(chunk.logprobs) if self._options.logprobs else None
         parts.append(f',"logprobs":{json.dumps(logprobs)},"finish_reason":null')
-        if self._wishes.token_ids:
+        if self._options.token_ids:
             parts.append(f',"token_ids":{json.dumps(list(chunk.token_ids))}')
         parts.append(f"}}{self._ending()}")
         return "".join(parts)
 
     def _ending(self) -> str:
-        if not self._wishes.usage_in_all:
+        if not self._options.usage_in_all:
             return self._end
         return f'],"usage":{json.dumps(usage_of(self._prompt_tokens, self._num_tokens))}}}\n\n'

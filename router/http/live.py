@@ -1,4 +1,4 @@
-"""The live page: one file without a build step, and what it shows, as server-sent events. To be looked at alone."""
+"""The live page: one HTML file, and its data as server-sent events. It can only be looked at."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _HEADERS = {
 
 
 class LiveFeed:
-    """One picture after the other for any number of viewers, and none while there are none. Belongs to the loop.
+    """Makes the page's data regularly while there are viewers, once for all of them. Belongs to the event loop.
 
-    A picture is made once, whoever looks. Who is slow misses some, and costs nobody anything.
+    A slow viewer misses some updates, and does not delay the others.
     """
 
-    def __init__(self, picture: Callable[[], bytes], every_s: float = 1.0) -> None:
-        self._picture = picture
+    def __init__(self, data: Callable[[], bytes], every_s: float = 1.0) -> None:
+        self._data = data
         self._every_s = every_s
         self._latest = b""
         self._number = 0
@@ -46,14 +46,14 @@ class LiveFeed:
         return self._viewers
 
     def close(self) -> None:
-        """Every viewer's pictures end."""
+        """End the updates of all viewers."""
         self._is_closed = True
-        self._tell()
+        self._wake_viewers()
 
     async def follow(self) -> AsyncIterator[bytes]:
-        """The latest picture as soon as there is a newer one; raises Overloaded when too many look already."""
+        """Each update as soon as it is there; raises Overloaded if there are MAX_VIEWERS already."""
         if self._viewers >= MAX_VIEWERS:
-            raise Overloaded(f"{MAX_VIEWERS} look at this page already")
+            raise Overloaded(f"{MAX_VIEWERS} viewers have this page open, as many as may: close one")
         self._viewers += 1
         seen = 0
         try:
@@ -74,35 +74,35 @@ class LiveFeed:
 
     async def _draw(self) -> None:
         while True:
-            self._latest = self._picture()
+            self._latest = self._data()
             self._number += 1
-            self._tell()
+            self._wake_viewers()
             await asyncio.sleep(self._every_s)
 
-    def _tell(self) -> None:
+    def _wake_viewers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def live_pages(feed: LiveFeed) -> list[Route]:
-    """/ui and what it asks for."""
+    """The routes /ui and /ui/events."""
     page = _PAGE.read_bytes()
 
     async def show(_request: Request) -> Response:
         return Response(page, media_type="text/html", headers=_HEADERS)
 
     async def follow(_request: Request) -> Response:
-        pictures = feed.follow()
-        # Too many viewers hear so before the answer begins.
-        first = await anext(pictures, b"")
-        return StreamingResponse(_events(first, pictures), media_type="text/event-stream", headers=_HEADERS)
+        datas = feed.follow()
+        # Awaited here, so that too many viewers are refused before the answer begins.
+        first = await anext(datas, b"")
+        return StreamingResponse(_events(first, datas), media_type="text/event-stream", headers=_HEADERS)
 
     return [Route("/ui", show), Route("/ui/events", follow)]
 
 
-async def _events(first: bytes, pictures: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(pictures):  # type: ignore[type-var]
+async def _events(first: bytes, datas: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(datas):  # type: ignore[type-var]
         if first:
             yield b"data: %b\n\n" % first
-        async for picture in pictures:
-            yield b"data: %b\n\n" % picture
+        async for data in datas:
+            yield b"data: %b\n\n" % data

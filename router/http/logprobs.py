@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that OpenAI's two endpoints have for them."""
+"""Writes log-probabilities in the formats of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from baton.messages.sampling import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no infinity; as in vLLM."""
+"""In place of minus infinity, which JSON does not have; as in vLLM."""
 
 Spelling = Callable[[int], bytes]
 
 
 class CompletionLogprobs:
-    """Of one sequence of /v1/completions, piece by piece: parallel lists."""
+    """The log-probabilities of one sequence of /v1/completions, piece by piece, as parallel lists."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
@@ -39,7 +39,7 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """Of one sequence of /v1/chat/completions, piece by piece: an object for each token."""
+    """The log-probabilities of one sequence of /v1/chat/completions, piece by piece, as an object for each token."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
@@ -70,5 +70,5 @@ def _text(spelling: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    # NaN, too, becomes the least.
+    # NaN becomes the least one, too.
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

@@ -1,4 +1,4 @@
-"""The model as this front needs it: messages to tokens, tokens to their spelling."""
+"""The model as the HTTP front uses it: it makes tokens from messages, and has the spelling of tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_RENDERED_BYTES = 2 << 20
 
 
 class Vocabulary(Protocol):
-    """What this front asks of a tokenizer; `baton.text.tokenizer.Tokenizer` is one."""
+    """The tokenizer as the HTTP front uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
 
     def encode_rendered(self, text: str) -> list[int]: ...
 
@@ -40,7 +40,7 @@ class ServedModel:
 
     @property
     def card(self) -> ModelCard:
-        """What it can do now."""
+        """The model's card at present."""
         return self._card()
 
     def spelling(self, token_id: int) -> bytes:
@@ -50,10 +50,10 @@ class ServedModel:
         return self._vocabulary.spelling(token_id)
 
     def chat_prompt(self, body: ChatBody) -> list[int]:
-        """The token ids of a chat; raises InvalidRequest naming the field that is wrong. May be called in a thread."""
+        """The token ids of a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
         if self._vocabulary is None or self._template is None:
-            story = "this model is served without a tokenizer; send token ids to /v1/completions"
-            raise InvalidRequest("messages", story)
+            message = "this model is served without a tokenizer; send token ids to /v1/completions"
+            raise InvalidRequest("messages", message)
         text = self._template.render(
             [_plain(message.role, message.content, message.name) for message in body.messages],
             self._now(),
@@ -70,7 +70,7 @@ def _plain(role: str, content: str, name: str | None) -> Mapping[str, str]:
 
 
 def _checked(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Only what a template can't stumble over: names and scalars."""
+    """The variables, if a template can use them safely: their keys are names, their values scalars."""
     for name, value in (variables or {}).items():
         if not name.isidentifier():
             raise InvalidRequest("chat_template_kwargs", f"has the key {name[:32]!r}, which is no name")

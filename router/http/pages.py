@@ -1,4 +1,4 @@
-"""What can be read here: the models, the health of this router, and its figures."""
+"""Pages: the models, the health of this router, and its metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.http.model import ServedModel
 def pages(
     model: ServedModel, started_at: float, why_not_ready: Callable[[], str], figures: Callable[[], bytes]
 ) -> list[Route]:
-    """The routes. `why_not_ready` is empty when requests can be served; `figures` is a page for Prometheus."""
+    """The routes. `why_not_ready` returns an empty text if requests can be served, `figures` the metrics page."""
 
     def card() -> dict[str, object]:
         served = model.card

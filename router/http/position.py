@@ -1,7 +1,7 @@
-"""How far a client has read a stream: the `id:` of its events and, when it comes back, its `Last-Event-ID`.
+"""Positions of a client in its stream: the `id:` of events and, when it comes back, its `Last-Event-ID`.
 
 For each sequence of the request its position (`Chunk.next_position`), joined by dots: how many of its tokens the client
-has, and one more for a rest of text that came without any. So an id says all that is needed to go on, at any router.
+has, plus one if it has text that came without tokens. So an id is enough to continue, at any router.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*\Z")
 
 
 def event_id(positions: Sequence[int]) -> str:
-    """The id of an event behind which a client stands there."""
+    """The id of the event after which a client has these positions."""
     return ".".join(map(str, positions))
 
 
 def parse_event_id(text: str) -> list[int]:
-    """The positions in a Last-Event-ID; raises InvalidRequest for what is none of ours."""
+    """The positions in a Last-Event-ID; raises InvalidRequest for an id that no event of ours has."""
     if not _PATTERN.match(text) or text.count(".") >= MAX_SEQUENCES:
         raise InvalidRequest("last-event-id", "is not the id of an event of a stream")
     return [int(number) for number in text.split(".")]

@@ -1,4 +1,4 @@
-"""uvicorn inside this process: our socket, our signals, our loop; it has the connections alone."""
+"""The HTTP server: uvicorn inside this process, with our own socket, signal handlers and event loop."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class HttpServer:
         limit: ConnectionLimit | None = None,
         budget: TurnBudget | None = None,
     ) -> None:
-        """`stall_s`: how long a connection may take nothing of what waits for it before it is cut; `head_s`: and how
-        long to say what it wants. `limit` and `budget`: of all connections of the process; without them the server has
-        its own.
+        """`stall_s`: a connection that reads nothing of what waits for it for so long is cut; `head_s`: how long a
+        request's head may take. `limit` and `budget`: those of all connections of the process; without them the server
+        has its own.
         """
         self._stall_s = stall_s
         self._head_s = head_s
@@ -72,27 +72,27 @@ class HttpServer:
 
     @property
     def num_connections(self) -> int:
-        """Open ones."""
+        """Number of open connections."""
         return len(self._server.server_state.connections)
 
     def bind(self, host: str, port: int) -> int:
-        """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
+        """Bind a port (0: any free one) and return it; raises ConfigError if it can't be bound."""
         try:
             listener = listening_socket(host, port)
         except OSError as error:
-            story = (
+            message = (
                 f"can't listen on {host}:{port} for HTTP: the port is taken or not ours; choose another one"
                 " with --http-port, 0 takes a free one"
             )
-            raise ConfigError(story) from error
-        # The kernel hands these on to every connection.
-        _watch_over(listener, self._stall_s)
+            raise ConfigError(message) from error
+        # The kernel applies these options to every connection.
+        _set_connection_options(listener, self._stall_s)
         self._socket = listener
         bound: int = listener.getsockname()[1]
         return bound
 
     async def start(self) -> None:
-        """Serve; returns once connections are taken."""
+        """Begin to serve; returns once connections are accepted."""
         assert self._socket is not None, "bind first"
         self._budget = self._budget or TurnBudget(asyncio.get_running_loop())
         serve = partial(self._server.serve, [self._socket])
@@ -104,7 +104,7 @@ class HttpServer:
             await self._serving
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more connections, let running exchanges end within the grace, then cut them. Idempotent."""
+        """Accept no more connections, let running exchanges end within the grace, then cut them. Idempotent."""
         serving, self._serving = self._serving, None
         if serving is not None:
             self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # any number will do
@@ -124,7 +124,7 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers, and with an event for its start."""
+    """uvicorn's server without its signal handlers, and with an event for its start."""
 
     def __init__(self, config: uvicorn.Config, limit: ConnectionLimit, num_unheard: Callable[[], int]) -> None:
         super().__init__(config)
@@ -155,11 +155,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _watch_over(listener: socket.socket, stall_s: float) -> None:
-    """Options that the kernel hands on to every connection.
+def _set_connection_options(listener: socket.socket, stall_s: float) -> None:
+    """Set options that the kernel applies to every connection of the listener.
 
-    A client whose machine is gone, or that takes nothing any more, closes nothing: what it asked for would run on. And
-    what it does not read should wait here, where it is counted, not in the kernel.
+    A client whose machine is gone, or that reads nothing any more, does not close its connection: its request would run
+    on. And bytes that it does not read should wait here, where they are counted, and not in the kernel.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -170,13 +170,13 @@ def _watch_over(listener: socket.socket, stall_s: float) -> None:
         ("TCP_USER_TIMEOUT", int(stall_s * 1e3)),
         ("TCP_NODELAY", 1),
     ):
-        # Not every system has them all.
+        # Not every system has all of them.
         if (option := getattr(socket, name, None)) is not None:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have: every connection is one."""
+    """Raise the limit of open files as far as this process may: every connection is one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

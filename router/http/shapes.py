@@ -1,4 +1,4 @@
-"""What the answers of the two endpoints look like, as far as they differ."""
+"""The differences between the answers of the two endpoints."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class LogprobWriter(Protocol):
-    """One sequence's log-probabilities, piece by piece."""
+    """Writes the log-probabilities of one sequence, piece by piece."""
 
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One endpoint's."""
+    """The format of one endpoint's answers."""
 
     id_prefix: str
     whole: str
-    """The object's name when it comes as a whole..."""
+    """The name of the object that is a whole answer."""
     event: str
-    """... and of each event of a stream."""
+    """The name of the object of each event of a stream."""
     text_head: str
     text_tail: str
-    """What is around the text in an event's choice, as JSON."""
+    """JSON before (`text_head`) and after the text in an event's choice."""
     opening: str
-    """What a stream's first choice has, before any text; empty: there is no such event."""
+    """The content of an event before any text; empty: there is no such event."""
     logprobs: Callable[[Spelling], LogprobWriter]
     in_choice: Callable[[str], dict[str, Any]]
     """The text in a choice of a whole answer."""

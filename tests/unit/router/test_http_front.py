@@ -236,7 +236,7 @@ async def test_a_stream_that_just_stops_says_so_to_its_client() -> None:
     call.tell(chunk(0, "c"), None)
     await exchange.end()
     first, last = exchange.events
-    assert (first.text, last.json["error"]["message"]) == ("c", "a stream ended without an end")
+    assert (first.text, last.json["error"]["message"]) == ("c", "the stream ended before its request did")
 
 
 @pytest.mark.parametrize("stream", [False, True])

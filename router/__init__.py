@@ -1,1 +1,1 @@
-"""The router: admission, cluster view, placement, flights, dispatch, and the front that clients talk to."""
+"""The router: admission, the view of the cluster, placement, flights, dispatching, and the fronts for clients."""

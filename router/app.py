@@ -1,4 +1,4 @@
-"""The router process: puts the parts together, starts them, drains them, stops them."""
+"""The router process: creates its parts, starts them, drains them and stops them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RouterAddresses:
-    """Where a router is reached, and which run of it this is."""
+    """The addresses of a router, and the incarnation that serves them."""
 
     incarnation: str
     grpc: str
@@ -93,7 +93,7 @@ class RouterAddresses:
 
 
 class _Cards:
-    """What the model can do: what is known without nodes until some are attached, then their word."""
+    """The model's card: known from the model directory until nodes are attached, then from their descriptions."""
 
     def __init__(self, known: ModelCard, view: ClusterView, now: Callable[[], float]) -> None:
         """`now`: seconds on the view's clock."""
@@ -101,16 +101,16 @@ class _Cards:
         self._now = now
         self._known = known
         self._of: Sequence[NodeDescription] = ()
-        """Whose word it is."""
+        """The descriptions from which the card was made."""
 
     def __call__(self) -> ModelCard:
         descriptions = self._view.descriptions()
         if descriptions is self._of:
-            return self._known  # asked for by every request
+            return self._known  # called for every request
         self._of = descriptions
         nodes = [node for node in descriptions if node.model == self._known.name]
         if nodes:
-            # Also of nodes that went away a moment ago: who needs such a one is asked to come again, not refused.
+            # With nodes that left a short time ago: a request that needs one is told to come again, and not refused.
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
             vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
             width = max(node.embedding_size for node in nodes)
@@ -131,7 +131,7 @@ class _Router:
         card: ModelCard,
         asks: Asks,
     ) -> None:
-        """`asks`: who answers at a record's address, for a router of its name that started at the same moment."""
+        """`asks`: finds out which router answers at an address, if another one of this name starts, too."""
         rng, clock = Random(), SystemClock()
         self._config = config
         self._clock = clock
@@ -154,14 +154,14 @@ class _Router:
             self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
-        # Of all ports for strangers together.
+        # Shared by all public ports.
         self._connections = limit = ConnectionLimit()
         budget = TurnBudget(asyncio.get_running_loop())
         if config.grpc_server == "own":
             self._public = streaming_server(public, barrier, config.tls, limit, budget)
         else:
             self._public = RpcServer(public, barrier, tls)
-        # With certificates an operator shows his own, and without them a key.
+        # With TLS an operator has a certificate, otherwise a key.
         operators = Authenticator(keys) if tls is None else Authenticator(cluster=config.cluster)
         private = FaultBarrier(authenticator=operators)
         self._private = RpcServer((operator_service.SERVICE_NAME,), private, tls, asks_certificates=True)
@@ -212,12 +212,12 @@ class _Router:
         self._lease: Lease | None = None
         self._is_draining = False
         self._awaited = asyncio.Event()
-        """As many nodes have joined as were asked for."""
+        """Set when as many nodes have joined as `await_nodes` wants."""
 
     async def run(
         self, ready: Callable[[RouterAddresses], None], stop: asyncio.Event, fault: asyncio.Future[BackgroundFault]
     ) -> None:
-        """Serve until `stop`, then drain. Raises `fault` as soon as it is there."""
+        """Serve until `stop` is set, then drain. Raises `fault` as soon as it is set."""
         record = self._record
         works = {
             "router-watch": self._watch,
@@ -233,7 +233,7 @@ class _Router:
             await self._private.start()
             await self._http.start()
             await self._private.set_ready(True)
-            # Nodes may have come while the servers started, and starting says "not ready".
+            # Nodes may have joined while the servers started, which report "not ready" at their start.
             self._dispatcher.requests.changed.set()
             number = await start_number(self._membership, record.name)
             self._record = record = replace(record, start_number=number)
@@ -271,12 +271,12 @@ class _Router:
             self._dispatcher.requests.changed.clear()
             await self._public.set_ready(not self._why_not_ready())
             self._steering.check_cluster()
-            # Those that take no requests now are there, too.
+            # Nodes that take no requests at present count, too.
             if len(self._view.descriptions()) >= self._config.await_nodes:
                 self._awaited.set()
 
     async def _drain(self, health: asyncio.Task[None]) -> None:
-        """Refuse what is new, let what runs end, within the bound."""
+        """Refuse new requests, and wait until the running ones have ended, at most `drain_s`."""
         health.cancel()
         self._is_draining = True
         self._dispatcher.drain()
@@ -309,7 +309,7 @@ class _Router:
         return render([*found, *self._tenants.figures(), *held, *process_figures()], labels)
 
     def _picture(self) -> bytes:
-        """For the live page."""
+        """The data of the live page, as JSON."""
         requests, operator = self._dispatcher.requests, self._operator
         counters = requests.counters
         attempts = counters.attempts.total() - counters.attempts[AttemptCause.FIRST]
@@ -328,7 +328,7 @@ class _Router:
 
     async def _shut_down(self) -> None:
         if num_live := self._dispatcher.requests.num_live:
-            _log.info("%d requests did not end in time and are left to other routers", num_live)
+            _log.info("%d requests have not ended in time and are left to other routers", num_live)
         self._dispatcher.leave_all_to_other_routers()
         self._live.close()
         self._collector.stop()
@@ -351,7 +351,7 @@ async def run_router(
     """Run a router until `stop` is set, then drain it. `ready` is called once, when the ports answer.
 
     Raises ConfigError, before anything is started, for a bad model directory, a taken port or an unreachable registry;
-    BackgroundFault when work that it can't go on without has failed.
+    BackgroundFault if a background task without which the router can't go on has failed.
     """
     loop = asyncio.get_running_loop()
     fault: asyncio.Future[BackgroundFault] = loop.create_future()
@@ -385,15 +385,15 @@ async def run_router(
 
 
 def asks_with(dialer: Dialer) -> Asks:
-    """Ask the router at a record's address who it is."""
+    """A function that asks the router at a record's address for its incarnation."""
 
     def ask(address: str) -> str:
         with contextlib.closing(OperatorStub(address, dialer)) as stub:
-            # Itself comes first.
+            # The router that answers is the first of its nodes.
             return stub.status(_ANSWER_S).nodes[0].incarnation
 
     async def asks(record: NodeRecord) -> str:
-        # A thread of its own: one of asyncio's would stay, in those routers alone that met a record of their name.
+        # In a separate thread: one of asyncio's would stay for ever, in just those routers that met such a record.
         thread = ThreadPoolExecutor(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(
@@ -422,9 +422,9 @@ def _placement(config: RouterConfig) -> PlacementSettings:
 
 
 def main(config: RouterConfig) -> int:
-    """Run a router until SIGTERM or SIGINT; the second signal forces. Returns the exit code.
+    """Run a router until SIGTERM or SIGINT; a second signal forces its end. Returns the exit code.
 
-    `config.notify_fd` is told when it answers. Raises ConfigError when it can't start.
+    `config.notify_fd` gets a message when the router answers. Raises ConfigError if it can't start.
     """
 
     def ready(addresses: RouterAddresses) -> None:

@@ -1,7 +1,7 @@
-"""Clients' streams in front of the live requests: admits a request, gives its events to its client, lets a client come
-back for it, and drains the router.
+"""The dispatcher: admits requests, gives their events to their clients, lets clients come back, and drains the router.
 
-Everything runs on one event loop, and only a client's generator waits, for its next event.
+Everything runs on one event loop, and only a client's generator waits, for its next event. The requests themselves are
+in `router.live_requests`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Links(NodeSender, Protocol):
     """The links to nodes, as a dispatcher uses them; `router.node_links.NodeLinks` is the real one."""
 
     def listen(self, listener: LinkListener) -> None:
-        """Set who is told what happens to the links."""
+        """Set the listener of the links' events."""
         ...
 
 
 class Dispatcher:
-    """The streams of this router's clients."""
+    """Serves the streams of this router's clients."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Dispatcher:
         schemas: SchemaCheck | None = None,
     ) -> None:
         """Without a journal no other router can continue a flight of this one, nor this one another's. Without
-        a placer the least loaded nodes are chosen, without `spans` nothing is traced.
+        a placer the least loaded nodes are chosen; without `spans` nothing is traced.
         """
         self._limits = limits = limits or DispatchLimits()
         self.requests = LiveRequests(view, links, timers, rng, limits, journal, placer, spans)
@@ -94,12 +94,12 @@ class Dispatcher:
     def generate(
         self, raw: GenerateRequest, timeout_s: float | None = None, take: TakeChunk | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, Chunks, Finished; any end that is not a Finished is a BatonError. Closing it cancels the request.
+        """Yields Accepted, Chunks and Finished; any other end raises a BatonError. Closing it cancels the request.
 
-        `timeout_s` counts from the first step of the generator. Who is turned away at once hears no Accepted. Chunks
-        that `take` takes while the generator is waited for are not among its events.
+        `timeout_s` counts from the first step of the generator. A request that is turned away at once gets no Accepted.
+        Chunks that `take` accepts while the generator is awaited are not among its events.
         """
-        return self._answer(lambda started: self._admit(raw, started, timeout_s), take)
+        return self._stream(lambda started: self._admit(raw, started, timeout_s), take)
 
     def resume(
         self,
@@ -110,19 +110,19 @@ class Dispatcher:
         call: int = 0,
         repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, then what lies behind these positions (`Chunk.next_position`, one for each sequence), Finished.
+        """Yields Accepted, the events after these positions (`Chunk.next_position`, one for each sequence), Finished.
 
         For a client that lost its stream, here or at another router; a stream that is still open ends with Cancelled.
-        `call`: the how-manieth call of its client for this request it is; 0: the client does not say. Raises
-        ContinuedElsewhere when a later one is served, RequestNotFound when nobody knows the request, or nobody has its
-        prompt any more, at once or later: the same request with the same seed gives the same. `repeat`: the request,
-        where the client sent it again, for its prompt.
+        `call`: the number of the client's call for this request; 0: the client does not say. `repeat`: the request
+        itself, if the client sent it again, for its prompt. Raises ContinuedElsewhere if a later call is served;
+        RequestNotFound, at once or later, if no process has the request or its prompt any more: then the same request
+        with the same seed gives the same tokens.
         """
-        return self._answer(
-            lambda started: self._come_back(request_id, next_token_index, started, timeout_s, call, repeat), take
+        return self._stream(
+            lambda started: self._resume(request_id, next_token_index, started, timeout_s, call, repeat), take
         )
 
-    async def _answer(
+    async def _stream(
         self, enter: Callable[[float], Awaitable[ActiveRequest]], take: TakeChunk | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         active = await enter(self._timers.monotonic())
@@ -137,21 +137,21 @@ class Dispatcher:
                 self.requests.stop_stall_timer_if_read(active)
                 yield event
         finally:
-            # Another stream may have taken the request over.
+            # Another stream of the client may have taken the request over.
             if active.queue is queue:
                 self.requests.close(active)
 
     async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> ActiveRequest:
         with self._counted_if_rejected():
             if self._draining:
-                raise self._closing()
-            # Before anything is done for it.
+                raise self._shutting_down()
+            # Checked before any work is done for the request.
             self.requests.check_room(raw.priority, embeds=raw.embeds)
             request = await self._validated(raw)
             answer, takeover = Answer(self._codec, request), max(1, raw.call)
             return self._open(request, answer, started, timeout_s, raw.traceparent, takeover)
 
-    async def _come_back(
+    async def _resume(
         self,
         request_id: str,
         positions: Sequence[int],
@@ -165,23 +165,25 @@ class Dispatcher:
             record = await self._record(request_id)
             if record is not None and repeat is not None:
                 record = replace(record, request=await self._with_prompt(record.request, repeat))
-            # Another call may have opened it meanwhile.
+            # Another call may have opened the request meanwhile.
             active = self.requests.find(request_id)
             if active is None and record is None:
-                raise RequestNotFound(f"nobody knows a request {unscoped(request_id)[:80]!r}")
+                raise RequestNotFound(f"no router knows request {unscoped(request_id)[:80]!r}: send it again")
         if active is not None and active.request.embeds:
-            raise RequestNotFound(f"request {unscoped(request_id)[:80]!r} is for an embedding, which is no stream")
+            raise RequestNotFound(
+                f"request {unscoped(request_id)[:80]!r} is for an embedding, which is no stream: send it again"
+            )
         if active is None:
             assert record is not None
-            takeover = _following(call, record.takeover)
+            takeover = _takeover_number(call, record.takeover)
             self.requests.counters.resumed += 1
             return self._reopen(record, positions, started, timeout_s, takeover)
-        takeover = _following(call, active.flight.takeover)
+        takeover = _takeover_number(call, active.flight.takeover)
         self.requests.counters.resumed += 1
-        return self._take_over(active, positions, started, timeout_s, takeover)
+        return self._take_over_stream(active, positions, started, timeout_s, takeover)
 
     async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
-        """Raises InvalidRequest for another request than that one."""
+        """The request with the prompt of its repetition; raises InvalidRequest if that is another request."""
         prompt = (await self._validated(repeat)).prompt_token_ids
         if len(prompt) != request.num_prompt_tokens:
             raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the request had {request.num_prompt_tokens}")
@@ -200,7 +202,7 @@ class Dispatcher:
         timeout_s: float | None,
         takeover: int,
     ) -> ActiveRequest:
-        """Continue a flight that another router began, or this one before its client went away."""
+        """Continue a flight that another router began, or this one before its client left."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
         active = self._open(record.request, answer, started, timeout_s, record.traceparent, takeover)
@@ -213,10 +215,10 @@ class Dispatcher:
             active.start_flight = partial(self.requests.adopt, active, record, placement)
         return active
 
-    def _take_over(
+    def _take_over_stream(
         self, active: ActiveRequest, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
     ) -> ActiveRequest:
-        """Let another stream of the same client continue a live request."""
+        """Let a new stream of the same client continue a live request."""
         check_positions(active.request, positions)
         timers = active.deadline_timer, active.stall_timer
         self.requests.set_deadline(active, started, timeout_s)
@@ -245,7 +247,7 @@ class Dispatcher:
         self.requests.feed(active, Cancel("cancelled by the client"))
 
     def drain(self) -> None:
-        """Take no new requests. Idempotent."""
+        """Accept no new requests. Idempotent."""
         self._draining = True
 
     async def idle(self) -> None:
@@ -253,14 +255,15 @@ class Dispatcher:
         await self.requests.idle.wait()
 
     def close(self) -> None:
-        """End its threads and processes; waits for them. No request may be live. Idempotent."""
+        """End the threads and processes of the dispatcher, and wait for them. No request may be live. Idempotent."""
         self._schemas.close()
         self._texts.close()
 
     def leave_all_to_other_routers(self) -> None:
-        """End every live stream here and leave its nodes to whichever router the client goes to.
+        """End all live streams, and leave their attempts to the routers to which the clients go.
 
-        What no other router could find ends on its nodes, too: embeddings, what waits for nodes, all without a journal.
+        Requests that no other router can continue are aborted on their nodes: embeddings, requests without nodes, and
+        all if there is no journal.
         """
         for active in reversed([*self.requests.active_requests()]):
             if active.has_record and not active.flight.is_over:
@@ -268,7 +271,7 @@ class Dispatcher:
                     active, LeaveToOtherRouter(ContinuedElsewhere("this router is shutting down: go on at another one"))
                 )
             else:
-                self.requests.feed(active, GiveUp(self._closing()))
+                self.requests.feed(active, GiveUp(self._shutting_down()))
 
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
         encode = self._codec.encode if self._codec is not None else None
@@ -283,7 +286,7 @@ class Dispatcher:
         return request
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
-        """Do long work in a thread, beside the event loop; raises QueueFull when too much of it waits."""
+        """Do long work in a thread, beside the event loop; raises QueueFull if too much of it waits."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._texts.of(tenant), work, *args)
         except QueueFull as error:
@@ -300,11 +303,11 @@ class Dispatcher:
         takeover: int,
     ) -> ActiveRequest:
         if self._draining:
-            raise self._closing()
+            raise self._shutting_down()
         queue = EventQueue(self._turns)
         return self.requests.open(request, answer, queue, started, timeout_s, traceparent, takeover)
 
-    def _closing(self) -> Draining:
+    def _shutting_down(self) -> Draining:
         return Draining("this router is shutting down", self._rng.uniform(0.75, 1.25))
 
     @contextmanager
@@ -316,8 +319,11 @@ class Dispatcher:
             raise
 
 
-def _following(call: int, takeover: int) -> int:
-    """The number of a call that wants what call number `takeover` has; raises ContinuedElsewhere for an earlier one."""
+def _takeover_number(call: int, takeover: int) -> int:
+    """The number of a call that takes over the request of call number `takeover`.
+
+    Raises ContinuedElsewhere for the number of an earlier call.
+    """
     if 0 < call <= takeover:
-        raise ContinuedElsewhere(f"call {call} of its client came behind call {takeover}, which is served")
+        raise ContinuedElsewhere(f"call {call} of the client came after call {takeover}, which is served")
     return call or takeover + 1

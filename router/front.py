@@ -1,4 +1,4 @@
-"""What the router's gRPC services call: clients' requests on one side, operators' questions on the other."""
+"""The handlers behind the router's ports: one for clients' requests (gRPC and HTTP), one for operators' calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GenerationHandler:
     def generate(
         self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, Chunks, Finished. Closing the generator cancels the request."""
+        """Yields Accepted, Chunks, Finished. Closing the generator cancels the request."""
         caller = current_caller.get()
         if not caller.tenant:
             return self._dispatcher.generate(request, timeout_s, take)
@@ -58,7 +58,7 @@ class GenerationHandler:
         return self._tenants.counted(caller, lambda: self._dispatcher.generate(owned, timeout_s, take))
 
     def most_at_once(self) -> int | None:
-        """How many requests whoever asks may have running; None: any number."""
+        """How many requests the caller may have running at once; None: any number."""
         return current_caller.get().max_concurrent
 
     def resume(
@@ -70,7 +70,7 @@ class GenerationHandler:
         call: int = 0,
         repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
+        """Yields Accepted, the events after these positions, Finished. Closing the generator cancels the request."""
         caller = current_caller.get()
         if not caller.tenant:
             return self._dispatcher.resume(request_id, next_token_index, timeout_s, take, call, repeat)
@@ -88,7 +88,7 @@ class GenerationHandler:
         """The token ids that `generate` would see; raises InvalidRequest."""
         check_model(model, self._card())
         check_text("text", text, MAX_PROMPT_BYTES)
-        # In a thread: a long text takes a second, in which nobody else would hear anything.
+        # In a thread, since a long text takes a second.
         return await self.in_thread(self._text_codec().encode, text)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
@@ -108,7 +108,7 @@ class GenerationHandler:
         return await self.in_thread(decode)
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Do what takes long without keeping the loop from others; raises Overloaded when too much of it waits."""
+        """Do long work in a thread, beside the event loop; raises Overloaded if too much of it waits."""
         return await self._dispatcher.in_thread(current_caller.get().tenant, work, *args)
 
     def list_models(self) -> Sequence[ModelCard]:
@@ -121,7 +121,7 @@ class GenerationHandler:
 
 
 class OperatorHandler:
-    """Answers operators; see `baton.wire.services.operator_service.OperatorHandler`."""
+    """Serves operators; see `baton.wire.services.operator_service.OperatorHandler`."""
 
     def __init__(
         self, view: ClusterView, dispatcher: Dispatcher, membership: Membership, clock: Clock, own: NodeRecord
@@ -134,11 +134,11 @@ class OperatorHandler:
         self._routers: tuple[NodeRecord, ...] = ()
 
     def own_record(self, record: NodeRecord) -> None:
-        """This router's record changed."""
+        """Take this router's new record."""
         self._own = record
 
     def registered_routers(self, records: Sequence[NodeRecord]) -> None:
-        """These routers are in the registry now."""
+        """Take the routers that are in the registry now."""
         self._routers = tuple(records)
 
     def status(self) -> ClusterStatus:
@@ -155,7 +155,7 @@ class OperatorHandler:
         return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
 
     def requests(self, limit: int, request_id: str = "") -> Sequence[RequestRow]:
-        """Those that run and those that are over; see `baton.wire.services.operator_service.OperatorHandler`."""
+        """Live and ended requests; see `baton.wire.services.operator_service.OperatorHandler`."""
         if not request_id:
             return [*self.running(limit or None), *self.ended(limit)]
         name, now = self._own.name, self._clock.monotonic()
@@ -168,17 +168,17 @@ class OperatorHandler:
         return list(ended_rows([traced], name, now)) if traced is not None else []
 
     def running(self, limit: int | None) -> list[RequestRow]:
-        """Requests that this router serves, the latest first."""
+        """The requests that this router serves, the latest first."""
         active_requests = islice(self._dispatcher.requests.active_requests(), limit)
         return list(running_rows(active_requests, self._own.name, self._clock.monotonic()))
 
     def ended(self, limit: int) -> list[RequestRow]:
-        """Requests that are over, as far as they are remembered, the latest first."""
+        """The ended requests that are still kept, the latest first."""
         latest = islice(self._dispatcher.requests.timelines.latest(), limit)
         return list(ended_rows(latest, self._own.name, self._clock.monotonic()))
 
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
-        """Why a request went where it went; raises RequestNotFound for one that is unknown or long ago."""
+        """Why a request was placed as it was; raises RequestNotFound if it is unknown or too long ago."""
         now = self._clock.monotonic()
         found = self._dispatcher.requests.placer.explain(request_id, now)
         if not found:
@@ -186,10 +186,10 @@ class OperatorHandler:
         return [explained(explanation, now) for explanation in found]
 
     def timeline(self, request_id: str) -> Timeline:
-        """Where a request's time went; raises RequestNotFound for one that is unknown, not over or long ago."""
+        """Where a request's time went; raises RequestNotFound if it is unknown, live, or too long ago."""
         traced = self._dispatcher.requests.timelines.find(request_id)
         if traced is None and self._dispatcher.requests.find(request_id) is not None:
-            raise RequestNotFound(f"request {request_id[:80]!r} is not over yet: its timeline is known at its end")
+            raise RequestNotFound(f"request {request_id[:80]!r} has not ended yet: its timeline is known when it has")
         if traced is None:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
         return timeline(traced, self._own.name, self._clock.monotonic())

@@ -1,4 +1,4 @@
-"""What one router takes at most, and what it has counted."""
+"""The bounds of one router, and its counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.flight.flight_table import AttemptCause
 from router.served import Served
 
 NUM_TEXT_THREADS = 2
-"""More of them would keep the loop from Python's lock, 5 ms each at a time."""
+"""More threads would keep the event loop from Python's global lock, each for 5 ms at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +23,27 @@ class DispatchLimits:
     """Bounds of one router."""
 
     capacity_wait_s: float = 10.0
-    """How long a new request waits for a node to come before it is turned away."""
+    """How long a new request waits for any node to be attached before it is turned away."""
     recovery_wait_s: float = 120.0
-    """How long a request whose nodes were lost waits for one to come back: long enough to load a model."""
+    """How long a request whose nodes were lost waits for others: long enough to load a model."""
     queue_wait_s: float = 120.0
-    """How long a request waits for nodes that are there but full."""
+    """How long a request waits while all nodes are full."""
     max_queue: int = 1024
-    """New requests that may wait, of text and of embeddings each."""
+    """The most new requests that may wait, for text and for embeddings each."""
     max_running: int = 16_384
-    """Requests on nodes; more wait."""
+    """The most requests on nodes; more of them wait."""
     priority_ageing_s: float = 60.0
-    """Seconds of waiting that weigh as much as one step of priority; 0: none ever do."""
+    """Seconds of waiting that weigh as much as one step of priority; 0: waiting does not count."""
     max_tokenizing: int = 64
-    """Long requests that may wait for a thread that parses, renders and tokenizes them."""
+    """The most long requests that may wait for a thread that parses, renders and tokenizes them."""
     max_backlog_tokens: int = 256
+    """A client that has left more tokens unread is a slow reader."""
     stall_s: float = 30.0
-    """How long a client may leave more than the backlog unread."""
+    """How long a client may be a slow reader before its request is ended."""
     min_priority: int = MIN_PRIORITY
-    """Requests with a smaller one are refused."""
+    """Requests with a smaller number are refused."""
     thread_text_chars: int = 4096
-    """Longer prompts are tokenized, and checked, in a thread, so that nobody else waits."""
+    """Longer prompts are checked and tokenized in a thread, so that other requests do not wait."""
 
 
 def _in_snake_case(name: str) -> str:

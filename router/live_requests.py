@@ -266,7 +266,7 @@ class LiveRequests:
     def on_attached(self, description: NodeDescription) -> None:
         """A stream to a node is open: waiting requests may be placed there."""
         incarnation = description.incarnation
-        self._losses.settle()
+        self._losses.resolve_flights()
         self._view.attached(description, self._timers.monotonic())
         if self.placer.on_attached(description):
             self._nodes.send(incarnation, WatchKVCache())
@@ -275,7 +275,7 @@ class LiveRequests:
             self.counters.links_back += 1
             for abort in aborts:
                 self._nodes.send(incarnation, abort)
-            self._losses.back(incarnation)
+            self._losses.link_back(incarnation)
         self.changed.set()
         self._serve_queue()
 
@@ -336,7 +336,7 @@ class LiveRequests:
         _log.info("the link to a node is cut", extra={"node": incarnation, "error": reason})
         self._aborts_at_cut_nodes[incarnation] = []
         self._view.detached(incarnation, reason, now)
-        self._losses.suspected(incarnation, now)
+        self._losses.link_cut(incarnation, now)
         self.changed.set()
 
     def on_lost(self, incarnation: str, reason: str) -> None:
@@ -345,7 +345,7 @@ class LiveRequests:
         self._aborts_at_cut_nodes.pop(incarnation, None)
         self._view.detached(incarnation, reason, now)
         self.placer.on_lost(incarnation, now)
-        self._losses.lost(incarnation, reason, now)
+        self._losses.node_lost(incarnation, reason, now)
         self.changed.set()
 
     def _forget(self, active: ActiveRequest) -> None:
@@ -442,7 +442,7 @@ class LiveRequests:
             why = "was lost with the nodes that another router had chosen, and no other process has its prompt"
             name = unscoped(active.request.request_id)
             return active.flight.handle(GiveUp(RequestNotFound(f"request {name!r} {why}: ask for it again")))
-        choice = self._waiting.seat(active, place)
+        choice = self._waiting.find_nodes(active, place)
         if choice is None:
             return ()
         if isinstance(choice, GiveUp):
@@ -559,7 +559,7 @@ class LiveRequests:
         if self._spans is not None and active.span is not None:
             self._spans.end(active.span, ended)
         active.wanted = None
-        self._waiting.leave(active)
+        self._waiting.remove(active)
         self.placer.over(active.request.request_id)
         active.cancel_timers()
         active.queue.end(error)

@@ -1,11 +1,12 @@
-"""One stream per node incarnation, kept for as long as there is hope. Bytes and time only; what they mean is elsewhere.
+"""The links of a router: one stream to each node incarnation, opened again and again while that may succeed.
 
-A link is cut when its stream breaks: the connection is gone, and the node may live. It is lost when the node says
-nothing for three heartbeats, or when a cut link is not there again after as long. A node that is known to have ended
-(nobody listens at its address, or another incarnation does) is lost at once; so is one whose streams break again and
-again. The listener hears of each at once: after `on_attached` either `on_lost`, or `on_cut` and then `on_attached` or
-`on_lost`. A lost link tries again, with back-off and jitter, for as long as the registry names the incarnation. What
-the registry forgets does not end a stream that works.
+This module knows connections and times; `router.live_requests` knows what the messages mean. A link is cut when its
+stream breaks: the connection is gone, and the node may live. It is lost when the node sends nothing for three
+heartbeats, or when a cut link is not open again after as long. A node that is known to have ended (no process listens
+at its address, or another incarnation does) is lost at once; so is one whose streams break again and again. The
+listener is called for each: after `on_attached` either `on_lost`, or `on_cut` and then `on_attached` or `on_lost`. A
+lost link is tried again, with back-off and jitter, while the registry has the incarnation. A stream that works does not
+end because the registry loses the incarnation.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from baton.registry import NodeRecord
 from router.timers import Timers, sleep_until
 
 MAX_BROKEN = 3
-"""Streams of a link that may break in a row, each at once or before it brought anything, until the next one that breaks
-counts as lost: else the same trouble could be met for ever."""
+"""So many streams of a link may break in a row, each soon or without a report. After that a broken stream counts as
+lost, so that the same fault is not met for ever."""
 
 
 class NodeStream(Protocol):
-    """One attached incarnation; `baton.wire.clients.node_client.NodeStream` is the real one."""
+    """The stream to one incarnation; `baton.wire.clients.node_client.NodeStream` is the real one."""
 
     @property
     def welcome(self) -> NodeDescription: ...
@@ -45,7 +46,7 @@ class NodeStream(Protocol):
 
 
 class NodeClient(Protocol):
-    """Speaks to one address; `baton.wire.clients.node_client.NodeClient` is the real one."""
+    """A client of one address; `baton.wire.clients.node_client.NodeClient` is the real one."""
 
     async def attach(
         self,
@@ -59,10 +60,10 @@ class NodeClient(Protocol):
 
 
 class LinkListener(Protocol):
-    """Who hears of links. Called on the event loop; must return at once and never raise."""
+    """Receives the events of links. Called on the event loop; must return at once and never raise."""
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
-        """What is to go on at a node whose link was cut; asked when the node is about to be attached again."""
+        """The attempts that are to continue on a node whose link was cut; called before it is attached again."""
         ...
 
     def on_attached(self, description: NodeDescription) -> None: ...
@@ -70,7 +71,7 @@ class LinkListener(Protocol):
     def on_report(self, incarnation: str, report: StepReport) -> None: ...
 
     def on_cut(self, incarnation: str, reason: str) -> None:
-        """Nothing can be sent. Either the node is attached again soon, with what it ran, or it is lost."""
+        """Nothing can be sent. The node is either attached again soon, with the attempts that run there, or lost."""
         ...
 
     def on_lost(self, incarnation: str, reason: str) -> None: ...
@@ -78,18 +79,19 @@ class LinkListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Bounds in seconds."""
+    """Bounds of a link's times, in seconds."""
 
     silence_s: float = 3 * HEARTBEAT_S
+    """A node that sends nothing for so long is lost."""
     return_s: float = 3 * HEARTBEAT_S
-    """How long a link that was cut has to be there again."""
+    """A link that was cut and is not open again after so long is lost."""
     attach_s: float = 5.0
     first_retry_s: float = 0.05
     last_retry_s: float = 2.0
 
 
 class NodeLinks:
-    """Every link of this router. `update` says who is registered, `send` reaches who is attached."""
+    """All links of a router. `update` takes the registered nodes, `send` reaches the attached ones."""
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ class NodeLinks:
         times: LinkTimes | None = None,
         router_incarnation: str = "",
     ) -> None:
-        """`router_incarnation`: which run of the router this is; a node ends what an earlier stream of it asked for,
-        but for what the router says that it keeps.
+        """`router_incarnation` identifies this run of the router: a node ends the attempts of an earlier stream of the
+        same router, except for those that the router keeps (`LinkListener.attempts_on`).
         """
         self._connect = connect
         self._router_id = router_id
@@ -115,11 +117,11 @@ class NodeLinks:
         self.watch = current_watch.get()
 
     def listen(self, listener: LinkListener) -> None:
-        """Who hears of links; to be set before the first `update`."""
+        """Set the listener; to be called before the first `update`."""
         self._listener = listener
 
     def update(self, records: Iterable[NodeRecord]) -> None:
-        """These incarnations are registered now: open links to the new, give up the gone ones that don't answer."""
+        """Take the registered nodes: open links to new ones, and stop those of nodes that are gone and don't answer."""
         current = {record.incarnation: record for record in records}
         for incarnation, record in current.items():
             link = self._links.get(incarnation)
@@ -136,24 +138,24 @@ class NodeLinks:
         self._stopping = {link for link in self._stopping if not link.is_over}
 
     def send(self, incarnation: str, message: RouterMessage) -> bool:
-        """Queue a message, never waits. False when there is no stream to that incarnation."""
+        """Queue a message without waiting; False if there is no stream to that incarnation."""
         link = self._links.get(incarnation)
         return link is not None and link.send(message)
 
     async def close(self) -> None:
-        """End every link and wait until nothing of it runs. Idempotent."""
+        """Stop all links, and wait until their tasks have ended. Idempotent."""
         links = [*self._links.values(), *self._stopping]
         self._links, self._stopping = {}, set()
         for link in links:
             link.stop()
-        await asyncio.gather(*(link.ended() for link in links))
+        await asyncio.gather(*(link.wait_ended() for link in links))
 
-    # What a link needs of its owner.
+    # --- for the links ---
 
     @property
     def listener(self) -> LinkListener:
         if self._listener is None:
-            raise RuntimeError("nobody listens to the links")
+            raise RuntimeError("the links have no listener: call listen before update")
         return self._listener
 
     @property
@@ -170,7 +172,7 @@ class NodeLinks:
     async def attach(
         self, client: NodeClient, record: NodeRecord, keeps: Sequence[AttemptKey], until: float
     ) -> NodeStream:
-        """Open the stream by then; raises BatonError."""
+        """Open a stream before the time `until`; raises BatonError."""
         attaching = asyncio.ensure_future(
             client.attach(self._router_id, record.incarnation, self._router_incarnation, keeps)
         )
@@ -187,33 +189,35 @@ class NodeLinks:
             bound.cancel()
         if stream.welcome.incarnation != record.incarnation:
             await stream.close()
-            raise ConfigError(f"{record.address} is {stream.welcome.incarnation}, not {record.incarnation}")
+            raise ConfigError(
+                f"{record.address} is served by {stream.welcome.incarnation}, not by {record.incarnation}"
+            )
         return stream
 
     def retry_at(self, failures: int) -> float:
-        """When to try again after this many failures in a row: exponential, with full jitter over its upper half."""
+        """When to try again after so many failures in a row: exponential back-off, with jitter over its upper half."""
         longest = min(self._times.last_retry_s, self._times.first_retry_s * 2.0 ** min(failures, 16))
         return self._timers.monotonic() + longest * (0.5 + 0.5 * self._rng.random())
 
 
-class _Loss(NamedTuple):
-    """How a stream ended."""
+class _StreamEnd(NamedTuple):
+    """How a stream ended, and why."""
 
     reason: str
     is_cut: bool
-    """The connection broke: the node may live, and be reached again."""
+    """Whether only the connection broke: the node may live, and be reached again."""
 
 
-class _Cut(NamedTuple):
-    """A link that waits for its node to be there again."""
+class _CutLink(NamedTuple):
+    """The state of a link that was cut."""
 
     reason: str
     until: float
-    """When it is lost."""
+    """When it is lost, if it is not open again before."""
 
 
 class _Link:
-    """One incarnation's stream and its task, which opens it, and opens it again when it is cut or lost."""
+    """The link to one incarnation: its stream, and the task that opens the stream again when it is cut or lost."""
 
     def __init__(self, owner: NodeLinks, record: NodeRecord) -> None:
         self.registered = True
@@ -221,13 +225,13 @@ class _Link:
         self._record = record
         self._stream: NodeStream | None = None
         self._last_message = 0.0
-        self._heard = False
-        """The stream has brought a report."""
-        self._loss: asyncio.Future[_Loss] | None = None
-        """How the stream ended, once it has."""
-        self._cut: _Cut | None = None
+        self._has_reported = False
+        """Whether the stream has brought a report."""
+        self._stream_end: asyncio.Future[_StreamEnd] | None = None
+        """The end of the stream, once it has ended."""
+        self._cut: _CutLink | None = None
         self._num_broken = 0
-        """Streams in a row that brought nothing or broke at once."""
+        """Number of streams in a row that brought no report or broke soon."""
         self._task = owner.watch.start(
             self._run, "node-link", record.incarnation, on_fault=OnFault.RESTART, may_end=True
         )
@@ -250,47 +254,47 @@ class _Link:
         try:
             self._stream.send(message)
         except BatonError as error:
-            self._end(str(error), is_cut=True)
+            self._end_stream(str(error), is_cut=True)
         except Exception as fault:
-            self._fail(fault)
+            self._end_after_fault(fault)
         return True
 
     def stop(self) -> None:
         self._task.cancel()
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         client, timers = self._owner.client(self._record.address), self._owner.timers
-        failures, at_once = 0, False
+        failures, retries_at_once = 0, False
         try:
             while self.registered or self._cut is not None:
-                if failures and not at_once:
+                if failures and not retries_at_once:
                     await sleep_until(timers, self._retry_at(failures))
-                    self._lose_if_late()
-                at_once = False
+                    self._lose_if_due()
+                retries_at_once = False
                 try:
                     stream = await self._attach(client)
                     await self._serve(stream)
                     failures = self._num_broken
-                    # Most cuts are over when they are noticed, and who was killed says so.
-                    at_once = self._cut is not None and failures <= 1
+                    # Most cuts are over when they are noticed, and a killed node is noticed by trying.
+                    retries_at_once = self._cut is not None and failures <= 1
                 except BatonError as error:
                     failures += 1
                     if _proves_end(error):
-                        self._lose()
+                        self._lose_cut_link()
                 except Exception as fault:
-                    # Whatever it was, without a link nobody could use the node any more.
+                    # Without a link no request could use the node any more.
                     self._owner.watch.note("node-link", fault, "the link is opened again")
                     failures += 1
-                self._lose_if_late()
+                self._lose_if_due()
         finally:
-            self._lose()
+            self._lose_cut_link()
             await client.close()
 
     async def _attach(self, client: NodeClient) -> NodeStream:
-        self._heard = False
+        self._has_reported = False
         until = self._owner.timers.monotonic() + self._owner.times.attach_s
         if self._cut is None:
             return await self._owner.attach(client, self._record, (), until)
@@ -301,79 +305,79 @@ class _Link:
         at = self._owner.retry_at(failures)
         return at if self._cut is None else min(at, self._cut.until)
 
-    def _lose_if_late(self) -> None:
+    def _lose_if_due(self) -> None:
         if self._cut is not None and self._owner.timers.monotonic() >= self._cut.until:
-            self._lose()
+            self._lose_cut_link()
 
-    def _lose(self) -> None:
-        """A link that is cut is lost. Idempotent."""
+    def _lose_cut_link(self) -> None:
+        """If the link is cut, it is lost now. Idempotent."""
         cut, self._cut = self._cut, None
         if cut is not None:
-            self._tell_lost(cut.reason)
+            self._report_lost(cut.reason)
 
-    def _tell_lost(self, reason: str) -> None:
-        # Requests that did not hear of the loss would wait for ever: a router that fails at that must end.
+    def _report_lost(self, reason: str) -> None:
+        # Requests that are not told of the loss would wait for ever, so a router whose listener raises must end.
         listener, incarnation = self._owner.listener, self._record.incarnation
         self._owner.watch.guarded(lambda: listener.on_lost(incarnation, reason), "node-lost")()
 
-    def _tell_cut(self, reason: str) -> None:
+    def _report_cut(self, reason: str) -> None:
         listener, incarnation = self._owner.listener, self._record.incarnation
-        self._cut = _Cut(reason, self._owner.timers.monotonic() + self._owner.times.return_s)
+        self._cut = _CutLink(reason, self._owner.timers.monotonic() + self._owner.times.return_s)
         self._owner.watch.guarded(lambda: listener.on_cut(incarnation, reason), "node-lost")()
 
     async def _serve(self, stream: NodeStream) -> None:
-        """Hear it until it ends. The listener hears of that before anything is awaited."""
+        """Serve a stream until it ends. The listener is told of the end before anything is awaited."""
         timers, listener, incarnation = self._owner.timers, self._owner.listener, self._record.incarnation
         self._stream, self._cut = stream, None
         began = timers.monotonic()
         self._last_message = timers.monotonic()
-        self._loss = asyncio.get_running_loop().create_future()
+        self._stream_end = asyncio.get_running_loop().create_future()
         silence = self._owner.watch.start(
             self._await_silence, "link-silence", incarnation, on_fault=OnFault.RESTART, may_end=True
         )
-        loss = _Loss("the router let go of it", is_cut=False)
+        loss = _StreamEnd("the router closed its link", is_cut=False)
         try:
             listener.on_attached(stream.welcome)
-            stream.listen(self._on_report, lambda lost: self._end(str(lost), is_cut=True))
-            loss = await self._loss
+            stream.listen(self._on_report, lambda lost: self._end_stream(str(lost), is_cut=True))
+            loss = await self._stream_end
         except Exception as fault:
-            loss = _Loss(f"the router failed at it: {fault}", is_cut=False)
+            loss = _StreamEnd(f"the router failed while it handled a message: {fault}", is_cut=False)
             raise
         finally:
             self._stream = None
-            # One that brought nothing, or broke at once, is no better than none: it may go so for ever.
-            is_good = self._heard and timers.monotonic() - began >= self._owner.times.silence_s
+            # A stream that brings nothing or breaks soon is no better than none, and that may go on for ever.
+            is_good = self._has_reported and timers.monotonic() - began >= self._owner.times.silence_s
             self._num_broken = 0 if is_good else self._num_broken + 1
             if loss.is_cut and self._num_broken <= MAX_BROKEN:
-                self._tell_cut(loss.reason)
+                self._report_cut(loss.reason)
             else:
-                self._tell_lost(loss.reason)
+                self._report_lost(loss.reason)
             silence.cancel()
-            # First: whoever stops the link meanwhile would leave it open.
+            # Closed before anything else is awaited: otherwise a stop of the link would leave it open.
             with contextlib.suppress(BatonError):
                 await stream.close()
             await asyncio.gather(silence, return_exceptions=True)
 
     def _on_report(self, report: StepReport) -> None:
-        if self._loss is None or self._loss.done():
+        if self._stream_end is None or self._stream_end.done():
             return
-        self._heard = True
+        self._has_reported = True
         self._last_message = self._owner.timers.monotonic()
         try:
             self._owner.listener.on_report(self._record.incarnation, report)
         except Exception as fault:
-            self._fail(fault)
+            self._end_after_fault(fault)
 
-    def _fail(self, fault: Exception) -> None:
-        """The router's own fault; it must not be met again at once, for ever."""
+    def _end_after_fault(self, fault: Exception) -> None:
+        """End the stream after a fault of the router itself, which must not be met again at once and for ever."""
         self._owner.watch.note("node-link", fault, "the link is opened again")
-        self._heard = False
-        self._end(f"the router failed at it: {fault}", is_cut=False)
+        self._has_reported = False
+        self._end_stream(f"the router failed while it handled a message: {fault}", is_cut=False)
 
-    def _end(self, reason: str, *, is_cut: bool) -> None:
-        """The stream is over. Only the first reason counts."""
-        if self._loss is not None and not self._loss.done():
-            self._loss.set_result(_Loss(reason, is_cut))
+    def _end_stream(self, reason: str, *, is_cut: bool) -> None:
+        """End the stream. Only the first reason counts."""
+        if self._stream_end is not None and not self._stream_end.done():
+            self._stream_end.set_result(_StreamEnd(reason, is_cut))
 
     async def _await_silence(self) -> None:
         timers, bound = self._owner.timers, self._owner.times.silence_s
@@ -383,15 +387,15 @@ class _Link:
             if self._last_message + bound > deadline:
                 continue
             if timers.monotonic() - deadline > bound / 4:
-                # We woke late: it was this process that slept, and what the node said meanwhile is still unread.
+                # This process was not run for a while, and the node's messages of that time are still unread.
                 self._last_message = timers.monotonic() - bound / 2
                 continue
-            self._end(f"node {self._record.name} said nothing for {bound:g} s", is_cut=False)
+            self._end_stream(f"node {self._record.name} sent nothing for {bound:g} s", is_cut=False)
             return
 
 
 def _proves_end(error: BatonError) -> bool:
-    """Whether it says that the incarnation is not there any more, or about to end: another one is, or nobody."""
+    """Whether an error shows that the incarnation has ended or is ending: its address has another one, or none."""
     return isinstance(error, NobodyListens | ConfigError | Draining)
 
 

@@ -1,4 +1,4 @@
-"""What a router's clients got: how much, how it ended, and how long it took them."""
+"""What a router counts of requests that ended well: tokens, finish reasons and latencies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Served:
         self.e2e.observe(finished.total_ms / 1e3)
         self.prefill.observe(finished.prefill_ms / 1e3)
         if finished.embedding:
-            return  # there are no tokens whose time would be told
+            return  # an embedding has no output tokens
         self.ttft.observe(finished.ttft_ms / 1e3)
         self.decode.observe((finished.total_ms - finished.ttft_ms) / 1e3)
         if finished.completion_tokens > 1:

@@ -1,4 +1,4 @@
-"""Time for the router: a clock, and callbacks at a time of that clock."""
+"""The router's clock, and callbacks at times of that clock."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class TimerHandle(Protocol):
     """A callback that has not run yet."""
 
     def cancel(self) -> None:
-        """Don't run it. Idempotent; without effect once it ran."""
+        """Cancel the callback. Idempotent; without effect once it has run."""
         ...
 
 
 class Timers(Protocol):
-    """Where the router's time comes from. Seconds, monotonic; belongs to one event loop."""
+    """A monotonic clock in seconds with timers; belongs to one event loop."""
 
     def monotonic(self) -> float: ...
 
@@ -27,12 +27,12 @@ class Timers(Protocol):
         ...
 
     def call_soon(self, callback: Callable[[], None], name: str) -> None:
-        """Run the callback once in the next turn of the loop. `name` is what a report of its failure calls it."""
+        """Run the callback once in the next turn of the loop. `name` names it in the report of a fault."""
         ...
 
 
 class LoopTimers:
-    """The running event loop's clock."""
+    """The timers of the running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -49,7 +49,7 @@ class LoopTimers:
 
 
 async def sleep_until(timers: Timers, when: float) -> None:
-    """Return at or after `when`."""
+    """Wait until `when` or a little later."""
     woken = asyncio.get_running_loop().create_future()
 
     def wake() -> None:

@@ -1,6 +1,7 @@
-"""Where requests are that have no nodes: finds some for them, in their order, or says why they must wait or go.
+"""The waiting room: requests without nodes get nodes here in their order, or wait, or are turned away with the reason.
 
-Who waits in which order is `admission`'s, where requests go `placer`'s; here is what happens between the two, and time.
+`admission` has the order of waiting requests, and `placer` chooses nodes; this module connects the two, and has the
+timers of waiting requests.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from router.placement.placer import Choice, Placer, demand_of
 from router.placement.view import ClusterView
 from router.timers import Timers
 
-SEATED_PER_TURN = 32
+PLACED_PER_TURN = 32
 """Waiting requests that are placed in one turn of the event loop: thousands may wait when nodes come back."""
 
 
-class _Line:
-    """Those that wait for the same: text, or embeddings, which fewer nodes may give and one alone does. What embeddings
-    take says nothing of what text will, so each line has its own count and times.
+class _WaitingLine:
+    """The requests of one kind: text, or embeddings, which fewer nodes may compute and which take one node alone.
+
+    The times of embeddings say nothing about those of text, so each line has its own count and times.
     """
 
     def __init__(self, limits: DispatchLimits, rng: Random) -> None:
@@ -34,15 +36,15 @@ class _Line:
 
     @property
     def retry_after_s(self) -> float:
-        """What to tell somebody who is turned away now."""
+        """After how many seconds a request that is turned away now should come again."""
         return self.queue.retry_after_s(self.num_placed)
 
 
 class WaitingRoom:
-    """The requests of one router that wait for nodes, and how many have some.
+    """The requests of one router that wait for nodes, and the number of those that have nodes.
 
-    Text and embeddings wait in lines of their own: whoever is first in one holds up nobody in the other. Room that both
-    could use goes to whoever comes first by the rules of `admission`.
+    Text and embeddings wait in separate lines, so that the first request of one does not hold up the other line. Room
+    that both could use goes to the request that comes first by the rules of `admission`.
     """
 
     def __init__(
@@ -55,42 +57,45 @@ class WaitingRoom:
         place: Callable[[ActiveRequest, Place], None],
         give_up: Callable[[ActiveRequest, BatonError], None],
     ) -> None:
-        """`place` is called for whoever is to try again, `give_up` for whoever has waited too long or must give way."""
+        """`place` is called to place a waiting request, `give_up` for one that waited too long or must give way."""
         self._view = view
         self._placer = placer
         self._timers = timers
         self._limits = limits
         self._place = place
         self._give_up = give_up
-        self._text, self._embeddings = _Line(limits, rng), _Line(limits, rng)
+        self._text, self._embeddings = _WaitingLine(limits, rng), _WaitingLine(limits, rng)
         self._too_large: dict[ActiveRequest, None] = {}
         """Requests that were placed before, and wait for a node that is large enough. They are in no queue: room on
-        smaller nodes is nothing to them, and they must not hold up others."""
-        self._looked_at: Sequence[NodeDescription] = ()
-        """The nodes that were attached when those were tried last."""
+        smaller nodes does not help them, and they must not hold up others."""
+        self._requeued_for: Sequence[NodeDescription] = ()
+        """The nodes that were attached when `_requeue_fitting` ran last."""
 
     def __len__(self) -> int:
         return len(self._text.queue) + len(self._embeddings.queue) + len(self._too_large)
 
     @property
     def num_placed(self) -> int:
-        """Requests that are on nodes, or whose client still reads what came from them."""
+        """Number of requests that are on nodes, or whose client still reads their output."""
         return self._text.num_placed + self._embeddings.num_placed
 
     def check_room(self, priority: int, *, embeds: bool = False) -> None:
-        """Raises QueueFull if a newcomer of this priority could not even wait."""
+        """Raises QueueFull if a new request of this priority could not even wait."""
         line = self._embeddings if embeds else self._text
         if line.queue:
             line.queue.check_room(priority, line.num_placed)
 
-    def seat(self, active: ActiveRequest, place: Place) -> Choice | GiveUp | None:
-        """Nodes for an attempt, which goes there. None: it is over, or waits now, and `wanted` stays set meanwhile."""
+    def find_nodes(self, active: ActiveRequest, place: Place) -> Choice | GiveUp | None:
+        """Find nodes for an attempt, which is sent there. None: its request has ended, or waits now with `wanted` set.
+
+        GiveUp: the request can't be placed and can't wait.
+        """
         if active.flight.is_over:
             return None
         active.wanted = place
         try:
-            self._check_anybody_embeds(active, place)
-            choice = self._find_nodes(active, place)
+            self._check_embedding_possible(active, place)
+            choice = self._find_nodes_or_wait(active, place)
         except (InvalidRequest, Overloaded) as error:
             return GiveUp(error)
         if choice is not None:
@@ -98,10 +103,10 @@ class WaitingRoom:
             self._placer.placed(choice, self._timers.monotonic())
         return choice
 
-    def _check_anybody_embeds(self, active: ActiveRequest, place: Place) -> None:
-        """Raises NoCapacity for an embedding where nodes are up and none gives any: that won't change soon.
+    def _check_embedding_possible(self, active: ActiveRequest, place: Place) -> None:
+        """Raises NoCapacity for a new embedding if nodes are up and none computes embeddings: that won't change soon.
 
-        One whose node was lost waits for that as everybody does.
+        An embedding whose node was lost waits as any request does.
         """
         if not active.request.embeds or place.attempt > 1:
             return
@@ -110,14 +115,14 @@ class WaitingRoom:
         if sizes and not any(sizes):
             raise NoCapacity(f"no node that embeds with {model} is up", self._embeddings.retry_after_s)
 
-    def _line(self, active: ActiveRequest) -> _Line:
+    def _line(self, active: ActiveRequest) -> _WaitingLine:
         return self._embeddings if active.request.embeds else self._text
 
-    def _find_nodes(self, active: ActiveRequest, place: Place) -> Choice | None:
-        """None: it waits now.
+    def _find_nodes_or_wait(self, active: ActiveRequest, place: Place) -> Choice | None:
+        """Find nodes, or let the request wait and return None.
 
-        Raises InvalidRequest when no node was large enough for long, NoCapacity when one was a moment ago and the
-        request is new, WouldBeLate when its time is too short, QueueFull.
+        Raises for a new request: InvalidRequest if no node has been large enough for long, NoCapacity if one was a
+        short time ago, WouldBeLate if a latency target can't be met, QueueFull.
         """
         ticket = active.ticket or self._new_ticket(active, place)
         try:
@@ -130,31 +135,31 @@ class WaitingRoom:
         except Overloaded as error:
             self._wait(ticket, error)
             return None
-        self.leave(active)
+        self.remove(active)
         return choice
 
     def _on_too_large(self, ticket: Ticket[ActiveRequest], error: InvalidRequest) -> None:
-        """No node that is there is large enough. What was placed before waits for one; raises for a new request."""
+        """No attached node is large enough. A request that was placed before waits for one; a new one is refused."""
         active, now = ticket.item, self._timers.monotonic()
         if not ticket.is_retry:
             if self._view.could_hold(demand_of(active.request), now):
-                message = f"{error}; one that was large enough was lost a short time ago"
+                message = f"{error}; a node that was large enough was lost a short time ago"
                 raise NoCapacity(message, self._line(active).retry_after_s)
             raise error
         active.why_waiting = NoCapacity(f"no node that is up is large enough: {error}")
         self._too_large[active] = None
         if active.ticket is None:
             active.ticket, active.waiting_since = ticket, now
-            self._await_patience(active)
+            self._give_up_when_due(active)
         else:
             self._line(active).queue.remove(ticket)
 
-    def _let_in_fitting(self) -> None:
-        """Nodes came or went: whoever may fit on one now waits with the others again."""
+    def _requeue_fitting(self) -> None:
+        """If nodes came or went, put requests that fit on a node now back into their queue."""
         nodes = self._view.descriptions()
-        if nodes is self._looked_at:
+        if nodes is self._requeued_for:
             return
-        self._looked_at, sizes = nodes, set(map(size_of, nodes))
+        self._requeued_for, sizes = nodes, set(map(size_of, nodes))
         for active in list(self._too_large):
             demand = demand_of(active.request)
             if active.ticket is not None and any(size.holds(demand) for size in sizes):
@@ -162,25 +167,25 @@ class WaitingRoom:
                 self._line(active).queue.add(active.ticket, self._timers.monotonic(), self._line(active).num_placed)
 
     def placed(self, active: ActiveRequest, at: float) -> None:
-        """It has nodes, for the first time."""
+        """Note that a request has nodes for the first time."""
         active.placed_at = at
         self._line(active).num_placed += 1
 
     def gone(self, active: ActiveRequest) -> None:
-        """Its client is served, or went away."""
-        self.leave(active)
+        """Forget a request whose client has everything, or has left."""
+        self.remove(active)
         self._line(active).num_placed -= active.placed_at is not None
 
     def ended(self, active: ActiveRequest, first_token_at: float) -> None:
-        """It ended well, now: what it took says what others will take."""
+        """Note the times of a request that has ended well, as a prediction for others."""
         if active.placed_at is not None:
             service_s = self._timers.monotonic() - active.placed_at
             times = self._line(active).queue.times
             num_tokens = active.flight.num_output_tokens
             times.add(first_token_at - active.placed_at, service_s, num_tokens, self._timers.monotonic())
 
-    def leave(self, active: ActiveRequest) -> None:
-        """It does not wait any more. Idempotent."""
+    def remove(self, active: ActiveRequest) -> None:
+        """Take a request out of its queue, and stop its timer. Idempotent."""
         if active.ticket is not None:
             self._line(active).queue.remove(active.ticket)
             self._too_large.pop(active, None)
@@ -190,12 +195,12 @@ class WaitingRoom:
             active.wait_timer = None
 
     def serve(self) -> bool:
-        """There may be room: let whoever can be placed be, in their order. True: there was no time for all of them."""
+        """Try to place waiting requests in their order. True: PLACED_PER_TURN were tried, and there are more."""
         if self._too_large:
-            self._let_in_fitting()
+            self._requeue_fitting()
         tried: set[Ticket[ActiveRequest]] = set()
         while (ticket := self._next(tried)) is not None:
-            if len(tried) >= SEATED_PER_TURN:
+            if len(tried) >= PLACED_PER_TURN:
                 return True
             tried.add(ticket)
             active = ticket.item
@@ -204,20 +209,20 @@ class WaitingRoom:
         return False
 
     def _next(self, tried: Set[Ticket[ActiveRequest]]) -> Ticket[ActiveRequest] | None:
-        """The first of a line, unless it was tried: then nobody of its line is next."""
+        """The first ticket of both lines. A line whose first ticket was tried already has no next one."""
         firsts = (self._text.queue.first(), self._embeddings.queue.first())
         ready = [first for first in firsts if first is not None and first not in tried]
         return min(ready, key=lambda ticket: ticket.order_key, default=None)
 
     def _nodes_for(self, ticket: Ticket[ActiveRequest], place: Place) -> Choice:
-        """Raises Overloaded, too, when there is no node or all are full."""
+        """Choose nodes; raises Overloaded, too, if there is no node or all are full."""
         active, candidates = ticket.item, self._view.candidates()
         if ticket.is_retry:
-            # Its client is in mid-stream: whatever a node has to do, this comes first.
+            # Its client is in mid-stream, so it does not wait for room on a node.
             return self._choose(candidates, active, place)
         queue = self._line(active).queue
         if (first := queue.first()) is not None and not queue.is_next(ticket):
-            raise _again(first.item.why_waiting)
+            raise _with_retry_after(first.item.why_waiting)
         if self.num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
         try:
@@ -232,20 +237,20 @@ class WaitingRoom:
         return choice
 
     def _check_in_time(self, ticket: Ticket[ActiveRequest], choice: Choice) -> None:
-        """Raises WouldBeLate if the nodes that were chosen would be too slow for what it hopes."""
+        """Raises WouldBeLate if the chosen nodes are predicted to miss the request's latency targets."""
         targets, line, now = ticket.targets, self._line(ticket.item), self._timers.monotonic()
         if targets == NO_TARGETS:
             return
         queue, num_placed, times = line.queue, line.num_placed, line.queue.times
         found = choice.way
         if found is None:
-            # This policy predicts nothing: what requests took here is all there is.
+            # The policy predicts nothing: only the times of earlier requests are known.
             if self._is_busy(choice.placement):
                 queue.check_in_time(targets, now, times.first_token_s(), times.token_s(), num_placed)
             queue.check_pace(targets, times.pace_s(now), num_placed)
             return
         first_s, each_s = found.terms.first_token_ms / 1e3, found.terms.token_ms / 1e3
-        # An idle node is always worth a try: else one bad measurement would refuse what could correct it.
+        # An idle node is always worth a try: otherwise one bad measurement would refuse the requests that correct it.
         if found.terms.queue_ms > 0.0:
             queue.check_in_time(targets, now, first_s, each_s, num_placed)
         if found.decode.streams > 0.0 and times.token_s() > 0.0:
@@ -273,7 +278,7 @@ class WaitingRoom:
         )
 
     def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:
-        """Raises QueueFull or WouldBeLate when it can't."""
+        """Let a request wait for the reason `why`; raises QueueFull or WouldBeLate if it can't."""
         active, now = ticket.item, self._timers.monotonic()
         active.why_waiting = why
         if active.ticket is not None:
@@ -281,26 +286,27 @@ class WaitingRoom:
         line = self._line(active)
         displaced = line.queue.add(ticket, now, line.num_placed)
         active.ticket, active.waiting_since = ticket, now
-        self._await_patience(active)
+        self._give_up_when_due(active)
         if displaced is not None:
             message = "the queue is full, and a more urgent request came"
             self._give_up(displaced.item, QueueFull(message, line.retry_after_s))
 
-    def _await_patience(self, active: ActiveRequest) -> None:
-        """Give it up when it has waited long enough for what it waits for by then."""
+    def _give_up_when_due(self, active: ActiveRequest) -> None:
+        """Give a request up if it has waited long enough for what it waits for now; otherwise check again later."""
         limits = self._limits
         if active.ticket is not None and active.ticket.is_retry:
-            patience_s = limits.recovery_wait_s
+            longest_s = limits.recovery_wait_s
         else:
-            patience_s = limits.capacity_wait_s if isinstance(active.why_waiting, NoCapacity) else limits.queue_wait_s
-        until = active.waiting_since + patience_s
+            longest_s = limits.capacity_wait_s if isinstance(active.why_waiting, NoCapacity) else limits.queue_wait_s
+        until = active.waiting_since + longest_s
         if (slo := active.request.ttft_slo_ms) is not None and active.first_token_at is None:
             until = min(until, active.started + slo / 1e3)
         if self._timers.monotonic() < until:
-            active.wait_timer = self._timers.call_at(until, lambda: self._await_patience(active))
+            active.wait_timer = self._timers.call_at(until, lambda: self._give_up_when_due(active))
             return
-        self._give_up(active, _again(active.why_waiting, self._line(active).retry_after_s))
+        self._give_up(active, _with_retry_after(active.why_waiting, self._line(active).retry_after_s))
 
 
-def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
+def _with_retry_after(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
+    """A new error with the same class and message: the first one may be raised for other requests."""
     return type(why)(str(why), retry_after_s)

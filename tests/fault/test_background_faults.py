@@ -112,7 +112,7 @@ async def test_a_timer_that_raises_ends_the_process(ended: asyncio.Queue[Backgro
 
 @pytest.mark.parametrize(
     ("owner", "work", "kind"),
-    [(NodeLosses, "settle", "lost-nodes"), (WaitingRoom, "serve", "request-queue")],
+    [(NodeLosses, "resolve_flights", "lost-nodes"), (WaitingRoom, "serve", "request-queue")],
 )
 async def test_a_turn_of_the_loop_that_raises_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault], owner: type, work: str, kind: str

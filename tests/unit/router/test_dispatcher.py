@@ -209,7 +209,7 @@ async def test_a_silent_node_is_as_good_as_dead() -> None:
         again = (await rig.submitted("p1")).attempt
         assert (await rig.submitted("d2")).attempt == again
         lost = next(node for node in rig.view.statuses(0, 0) if node.name == "d1")
-        assert (lost.status, lost.detail) == ("Suspect", "node d1 said nothing for 3 s")
+        assert (lost.status, lost.detail) == ("Suspect", "node d1 sent nothing for 3 s")
         rig.tell("p1", again, 0, "a", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "a"

@@ -15,7 +15,7 @@ from router.limits import DispatchLimits
 from router.losses import FLIGHTS_PER_TURN
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import SIZE_REMEMBERED_S
-from router.waiting_room import SEATED_PER_TURN
+from router.waiting_room import PLACED_PER_TURN
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 
@@ -85,7 +85,7 @@ async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_
         while rig.dispatcher.requests.num_waiting:
             await turns(1)
             waiting.append(rig.dispatcher.requests.num_waiting)
-        assert max(a - b for a, b in pairwise(waiting)) <= SEATED_PER_TURN
+        assert max(a - b for a, b in pairwise(waiting)) <= PLACED_PER_TURN
         await answer(rig)
         for reader in readers:
             await reader.tokens_read(4)

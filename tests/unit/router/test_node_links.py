@@ -133,7 +133,7 @@ async def test_a_link_that_is_cut_is_there_again_at_once_and_keeps_what_runs() -
     assert node.kept == [key()]
     assert rig.links.send("d1.1", Abort(key(), "x"))
     await rig.close()
-    assert await rig.hear() == ("lost", "the router let go of it")
+    assert await rig.hear() == ("lost", "the router closed its link")
 
 
 async def test_a_link_that_is_cut_is_lost_when_it_is_not_back_in_time() -> None:
@@ -266,7 +266,7 @@ async def test_closing_tells_the_listener_and_the_node() -> None:
     rig.links.update([record_of(decode())])
     await rig.hear()
     await rig.close()
-    assert await rig.hear() == ("lost", "the router let go of it")
+    assert await rig.hear() == ("lost", "the router closed its link")
     stream = rig.nodes["d1"].stream
     assert stream is not None
     assert stream.is_closed

@@ -1,1 +1,1 @@
-"""What a request must be before it is placed: valid fields, a tenant with quota, its turn among those that wait."""
+"""Admission: a request is placed once its fields are valid, its tenant has quota left, and it is first in the queue."""

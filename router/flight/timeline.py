@@ -161,7 +161,7 @@ def _until_end(request: EndedRequest, router: str, first_token: int, ended: int)
     node = last.decode_node or last.prompt_node
     chain = _chain(node, (last.decode if last.decode_node else last.prompt) or _NOTHING)
     if _is_one_attempt(request):
-        parts = _beyond(_told_by_then(request, first_token, chain), chain)
+        parts = _beyond(_work_before_first_token(request, first_token, chain), chain)
     else:
         begun = max(first_token, _ns(request.moments.placed_last or 0.0))
         yield TimelineStage("lost", router, begun - first_token, True)
@@ -173,12 +173,12 @@ def _until_end(request: EndedRequest, router: str, first_token: int, ended: int)
     yield from _cut(ended - begun, parts, rest, after_first_token=True)
 
 
-def _told_by_then(request: EndedRequest, first_token: int, chain: Sequence[_Part]) -> int:
+def _work_before_first_token(request: EndedRequest, first_token: int, chain: Sequence[_Part]) -> int:
     """How much of the work of the node that decodes lies before the first token, in nanoseconds."""
     first = request.at_first_token
-    told = first.decode if first.decode_node else first.prompt
-    if told is not None:
-        return _length(_chain("", told))
+    reported = first.decode if first.decode_node else first.prompt
+    if reported is not None:
+        return _length(_chain("", reported))
     if _is_replayed(request):
         return _length(chain[:-1])
     return first_token - _ns(request.moments.placed_for_first or 0.0)

@@ -162,7 +162,7 @@ class Steering:
         """
         await self.cordon([name])
         settled_at = self._timers.monotonic() + (SETTLE_S if len(self._routers) > 1 else 0.0)
-        told: DrainProgress | None = None
+        last_progress: DrainProgress | None = None
         stopping = ""
         reads_only_since: float | None = None
         while True:
@@ -175,11 +175,11 @@ class Steering:
             give_up_at = reads_only_since + GIVE_UP_AFTER_S if reads_only_since is not None else None
             gives_up = give_up_at is not None and now >= give_up_at
             progress = _progress(status, is_settled=now >= settled_at, stopping=stopping, gives_up=gives_up)
-            if progress.idle and progress.quarantined_blocks and status is not None and progress != told:
+            if progress.idle and progress.quarantined_blocks and status is not None and progress != last_progress:
                 blocks = f"{progress.quarantined_blocks} blocks in quarantine, whose reads do not end"
                 self._events.record("DrainGaveUp", name, incarnation=status.incarnation, detail=blocks)
-            if progress != told:
-                told = progress
+            if progress != last_progress:
+                last_progress = progress
                 yield progress
             if progress.stopped or (progress.idle and not stop):
                 return

@@ -1,1 +1,1 @@
-"""Which nodes a request gets: the view of the cluster, the cost of each pair, the choice. `placer.Placer` is asked."""
+"""Which nodes a request gets: the view of the cluster, the cost of each pair, the choice. See `placer.Placer`."""

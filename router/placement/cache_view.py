@@ -138,14 +138,14 @@ class CacheView:
 
     def cached_by_scheme(self, prompt: PromptKeys, names: Set[KeyScheme]) -> Mapping[str, int]:
         """`cached_tokens` of all nodes with these key schemes."""
-        told = [index for index in self._tiers.values() if not index.is_empty]
-        expects = not self._expected.is_empty
-        if not (told or expects):
+        reported = [index for index in self._tiers.values() if not index.is_empty]
+        has_expected = not self._expected.is_empty
+        if not (reported or has_expected):
             return {}
         found: dict[str, int] = {}
         for fields in names:
-            num_blocks = _leading(prompt, fields, told)
-            on_their_way = self._expected.leading(prompt.milestones(fields)) if expects else {}
+            num_blocks = _leading(prompt, fields, reported)
+            on_their_way = self._expected.leading(prompt.milestones(fields)) if has_expected else {}
             for incarnation, passed in on_their_way.items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():

@@ -94,7 +94,7 @@ class Intake:
         make_mover: Callable[[Callable[[MoverEvent], None]], Mover],
         tell_engine: Callable[[KVTransferOutput], None],
         record: Callable[[str, AttemptKey, int, str], None],
-        post: Callable[[Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], object],
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
         make_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT_DIALER.channel,
@@ -396,7 +396,7 @@ class Intake:
 class IntakeConnector:
     """The scheduler's interface to `Intake`: plans the transfers of decode legs. Belongs to the engine's thread."""
 
-    def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], object]) -> None:
         """`post` runs a callable on the event loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
         self._intake = intake
         self._layout = layout

@@ -81,7 +81,7 @@ class LazyInbox(Generic[Item]):
     The loop is woken for an item only if somebody waits for it: mostly nobody does, and each wake-up delays others.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], object]) -> None:
         """`wake` is called from the other thread when it adds an item, if the last `collect` found one awaited."""
         self._wake = wake
         self._items: deque[Item] = deque()

@@ -307,8 +307,8 @@ class OfferConnector:
         self,
         handoff: HandOff,
         layout: KVLayout,
-        post: Callable[[Callable[[], None]], None],
-        post_now: Callable[[Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], object],
+        post_now: Callable[[Callable[[], None]], object],
         after_step: Callable[[Callable[[], None]], None],
     ) -> None:
         """`post` and `post_now` run a callable on the event loop, in order: `post` once the step's tokens are on their

@@ -12,7 +12,7 @@ from collections.abc import Callable
 class Outbox:
     """The actions and the work that were kept back. Belongs to the engine's thread."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, post: Callable[[Callable[[], None]], object]) -> None:
         """`post` runs a callable on the event loop, in order."""
         self._post = post
         self._kept: list[Callable[[], None]] = []

@@ -271,7 +271,7 @@ async def test_a_client_that_goes_away_frees_both_nodes(model_dir: Path) -> None
         events = stub.generate(GenerateRequest("ab", request_id="mine"), None)
         await asyncio.to_thread(next, events)
         submitted = [await node.submitted() for node in one.nodes.values()]
-        await asyncio.to_thread(events.close)  # type: ignore[attr-defined]
+        await asyncio.to_thread(events.close)
         assert [(await node.aborted()).attempt for node in one.nodes.values()] == [s.attempt for s in submitted]
         stub.close()
 

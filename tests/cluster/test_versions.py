@@ -42,8 +42,8 @@ def transport() -> str:
 
 def older(context: RoleContext) -> NodeRole:
     """The role as the version before this one plays it."""
-    role = {"prefill": PrefillRole, "decode": DecodeRole}[context.config.role]
-    return role(context, lambda c: NixlBackend(c.incarnation, c.runner.memory), OLD)
+    make_role = PrefillRole if context.config.role == "prefill" else DecodeRole
+    return make_role(context, lambda c: NixlBackend(c.incarnation, c.runner.memory), OLD)
 
 
 @asynccontextmanager
@@ -86,8 +86,9 @@ async def test_versions_that_do_not_understand_each_other_are_never_a_pair(tmp_p
         async def pairs() -> set[tuple[str, str]]:
             answers = [await cluster.generate(request) for request in REQUESTS]
             assert [answer.token_ids for answer in answers] == right
-            assert all(answer.finished.path.attempts == 1 for answer in answers), "a pair had to be given up"
-            return {(answer.finished.path.prefill_node, answer.finished.path.decode_node) for answer in answers}
+            paths = [answer.end.path for answer in answers]
+            assert all(path.attempts == 1 for path in paths), "a pair had to be given up"
+            return {(path.prefill_node, path.decode_node) for path in paths}
 
         async with node(cluster, tmp_path, "prefill"):
             details = await statuses(operator, {"prefill-old": "Incompatible", "prefill-0": "Ready"})

@@ -8,7 +8,7 @@ import logging
 import ssl
 from asyncio import selector_events, sslproto
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -16,17 +16,20 @@ import pytest
 from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.tls_files import TlsFiles
+from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.wire.http2.frames import PREFACE
 from baton.wire.http2.server import Http2Server
 from baton.wire.http2.server_link import ServerLink
 from router.http.connection import Connection
 from router.http.server import HttpServer
 from tests.support.http2_frames import SETTINGS, frame
-from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
+from tests.support.http_rig import HttpRig
 from tests.support.left_behind import collector_off
 
 NUM_CONNECTIONS = 10
-_KINDS = (Connection, ServerLink, sslproto.SSLProtocol, selector_events._SelectorSocketTransport)
+# A class of asyncio's own, which its stubs leave out.
+_SOCKET_TRANSPORT: type = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+_KINDS = (Connection, ServerLink, sslproto.SSLProtocol, _SOCKET_TRANSPORT)
 PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 ASKED = {"http": PAGE, "grpc": PREFACE + frame(SETTINGS, 0, 0)}
 """What each server answers."""
@@ -61,6 +64,7 @@ def left() -> Iterator[Callable[[], Counter[str]]]:
 @asynccontextmanager
 async def serving(kind: str, files: TlsFiles | None, limit: ConnectionLimit) -> AsyncIterator[tuple[int, HttpRig]]:
     rig = HttpRig()
+    stop: Callable[[float], Awaitable[None]]
     if kind == "http":
         pages = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), tls=files, limit=limit)
         port = pages.bind("127.0.0.1", 0)

@@ -21,8 +21,9 @@ from baton.security.authority import make_certificates
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
+from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.server import HttpServer
-from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig, chunk, finished
+from tests.support.http_rig import HttpRig, chunk, finished
 from tests.support.router_parts import MODEL
 
 PROMPT = {"model": MODEL, "prompt": "ab"}
@@ -91,8 +92,7 @@ async def test_the_openai_client_does_not_try_again_when_it_is_told_not_to() -> 
 
 async def test_the_openai_client_hears_of_an_error_in_mid_stream() -> None:
     async with served() as one, one.client() as client:
-        messages = [{"role": "user", "content": "hi"}]
-        asked = client.chat.completions.create(model=MODEL, messages=messages, stream=True)  # type: ignore[call-overload]
+        asked = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True)
         stream = asyncio.create_task(asked)
         (await one.rig.called()).tell(chunk(0, "c"), EngineFault("NaN"))
         events = aiter(await stream)

@@ -21,12 +21,13 @@ from baton.observe.listener import ACCEPTED_AT_ONCE, HANDSHAKES_AT_ONCE, UNHEARD
 from baton.observe.metrics_page import MetricsPage
 from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit, Limits, Refusal
+from baton.text.chat_template import DEFAULT_TEMPLATE
 from baton.wire.http2.frames import PREFACE
 from baton.wire.http2.header_blocks import write_headers
 from baton.wire.http2.server import Http2Server
 from router.http.server import HttpServer
 from tests.support.http2_frames import END_HEADERS, HEADERS, SETTINGS, frame, request_fields
-from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
+from tests.support.http_rig import HttpRig
 
 LIMITS = Limits(process=4, listener=3, peer=2)
 PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -30,7 +30,7 @@ class Stranger:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
-        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))  # type: ignore[no-untyped-call]
+        pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         self._methods = {method.name: method for method in pool.FindServiceByName(SERVICE).methods}
         self.called: set[str] = set()
 
@@ -126,7 +126,7 @@ async def test_reflection_answers_under_both_names(cluster: MiniCluster, version
 
 
 async def test_metadata_is_bounded(cluster: MiniCluster) -> None:
-    ask = cluster.channel.unary_unary("/grpc.health.v1.Health/Check")
+    ask = cluster.channel.unary_unary("/grpc.health.v1.Health/Check", None, None)
     await ask(b"", metadata=(("x-note", "y" * 7_000),))
     with refused("RESOURCE_EXHAUSTED"):
         await ask(b"", metadata=(("x-note", "y" * 8_500),))

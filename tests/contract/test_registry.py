@@ -77,9 +77,10 @@ class RedisServer(RedisProcess):
     def socket_mode(self) -> int:
         return self.redis.socket.stat().st_mode & 0o777
 
-    def connect(self, cluster: str = "c") -> AnyRegistry:
-        self._made.append(Registry.connect(self.url_of(cluster), cluster))
-        return self._made[-1]
+    def connect(self, cluster: str = "c") -> Registry:
+        registry = Registry.connect(self.url_of(cluster), cluster)
+        self._made.append(registry)
+        return registry
 
     async def start_empty(self) -> None:
         await self.start()
@@ -431,7 +432,7 @@ async def test_a_record_that_somebody_changed_is_written_again(redis_server: Red
 async def test_starts_are_counted_by_what_is_there_where_the_user_may_not_count(redis_server: RedisServer) -> None:
     registry = redis_server.connect()
     async with redis_client.Redis.from_url(redis_server.url) as client:
-        await client.execute_command("ACL", "SETUSER", "c", "-incrby")
+        await client.execute_command("ACL", "SETUSER", "c", "-incrby")  # type: ignore[no-untyped-call]  # redis has no types here
     assert await registry.next_start("prefill-0") == 0
     await registry.lease(replace(node(), start_number=7))
     assert await registry.next_start("prefill-0") == 8
@@ -453,7 +454,7 @@ async def test_the_embedded_server_is_private(redis_server: RedisServer, tmp_pat
     assert config["port"] == "0"
     assert config["save"] == ""
     assert config["appendonly"] == "no"
-    assert int(config["maxmemory"]) > 0
+    assert int(config["maxmemory"] or 0) > 0
     assert config["maxmemory-policy"] == "noeviction"
     deep = tmp_path / ("d" * 120)
     deep.mkdir()

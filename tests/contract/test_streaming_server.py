@@ -22,6 +22,7 @@ from tests.support.http2_frames import HEADERS, PING, SETTINGS, frame, request_b
 
 LIMIT = 1 << 20
 Context = grpc.aio.ServicerContext[Any, Any]
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
 class Service:
@@ -101,7 +102,7 @@ async def code_of(answer: Any) -> grpc.StatusCode:
 
 
 async def read_to_its_end(stream: Any) -> None:
-    while await stream.read() is not grpc.aio.EOF:
+    while await stream.read() is not EOF:
         pass
 
 
@@ -139,12 +140,12 @@ async def test_messages_are_bounded_compressed_ones_too() -> None:
 
 async def test_streams_of_requests_are_answered_one_by_one() -> None:
     async with serving(Service()) as (_, channel):
-        stream = channel.stream_stream("/t.T/Count", None, None)()
+        stream = channel.stream_stream("/t.T/Count", None, None)(None)
         for size in (3, 70_000, 0):
             await stream.write(bytes(size))
             assert await stream.read() == str(size).encode()
         await stream.done_writing()
-        assert await stream.read() is grpc.aio.EOF
+        assert await stream.read() is EOF
 
 
 async def test_what_is_not_there_and_what_breaks_has_its_status() -> None:
@@ -173,7 +174,7 @@ async def test_who_leaves_is_heard(how: str) -> None:
         if how == "the call":
             flood.cancel()
         else:
-            await channel.close()
+            await channel.close(None)
         await service.cancelled.wait()
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -39,8 +40,8 @@ from baton.messages.generation import (
     GenerateEvent,
     GenerateRequest,
     ModelCard,
-    Path,
 )
+from baton.messages.generation import Path as NodePath
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.node import (
@@ -106,7 +107,7 @@ async def served(handler: FakeGenerationHandler, stall_s: float = 30.0) -> Async
     server = SERVERS[SERVING["kind"]](names, FaultBarrier(stall_s))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     GenerationServicer(handler).add_to_server(server.server)
-    OperatorServicer(handler, handler).add_to_server(server.server)
+    OperatorServicer(handler, handler).add_to_server(server.server)  # type: ignore[arg-type]  # status alone is asked
     await server.start()
     stub = GenerationStub(address)
     try:
@@ -314,7 +315,7 @@ async def test_what_is_taken_at_once_keeps_its_place_and_a_full_stream_takes_not
 
 async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
     handler = FakeGenerationHandler()
-    handler.events = [Accepted("r", 5, 3), replace(FINISHED, path=Path("prefill-ü", "d", 1, "zwei\nZeilen"))]
+    handler.events = [Accepted("r", 5, 3), replace(FINISHED, path=NodePath("prefill-ü", "d", 1, "zwei\nZeilen"))]
     async with served(handler) as (_, stub):
         *_, end = await ask(stub)
         assert isinstance(end, Finished)

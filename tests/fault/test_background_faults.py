@@ -188,8 +188,10 @@ async def test_a_lease_is_renewed_again(
     assert (current_watch.get().faults, ended.empty()) == ({"registry-lease": 1}, True)
 
 
-PACKAGES = ("router", "prefill_node", "decode_node", "kv_transfer", "baton/node", "baton/registry", "baton/wire")
-PACKAGES += ("baton/observe", "baton/text", "baton/security")
+PACKAGES = (
+    *("router", "prefill_node", "decode_node", "kv_transfer"),
+    *("baton/node", "baton/registry", "baton/wire", "baton/observe", "baton/text", "baton/security"),
+)
 STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "run_coroutine_threadsafe"}
 GUARDED_OTHERWISE = {
     "router/app.py": (5, "the run itself awaits them"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -76,7 +76,7 @@ def router_messages(draw: st.DrawFn) -> bytes:
     if kind == "submit":
         submit = message.submit
         is_good = draw(st.booleans())
-        submit.leg = draw(st.sampled_from([1, 1, 2, 3] if is_good else [0, 1, 2, 3, 99]))
+        submit.leg = draw(st.sampled_from([1, 1, 2, 3] if is_good else [0, 1, 2, 3, 99]))  # type: ignore[assignment]  # any number
         submit.prompt_token_ids.extend(draw(st.lists(st.integers(0, 96 if is_good else 97), min_size=1, max_size=12)))
         params = submit.sampling_params
         params.temperature, params.top_p, params.top_k = 0.0, 1.0, -1
@@ -117,7 +117,7 @@ async def attach(cluster: FuzzedCluster, node_id: str, messages: Sequence[bytes]
 
     stream = NodeServicer(node.service).Attach(requests(), _Context())  # type: ignore[arg-type]
 
-    outcomes = set()
+    outcomes: set[int] = set()
 
     async def listen() -> None:
         async for response in stream:
@@ -128,6 +128,7 @@ async def attach(cluster: FuzzedCluster, node_id: str, messages: Sequence[bytes]
     await asyncio.sleep(0.5)
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
+    assert isinstance(stream, AsyncGenerator)
     await stream.aclose()
     return outcomes
 

@@ -151,8 +151,10 @@ def test_prompts_that_fit_on_one_node_only_do_not_deadlock(seed: int) -> None:
 
     async def main() -> None:
         rng = Random(seed)
-        pools = {"num_prefill_blocks": rng.randrange(12, 20), "num_blocks": rng.randrange(14, 22)}
-        limits = replace(SMALL, max_num_seqs=8, lease=LeaseTimes(), **pools)
+        num_prefill_blocks, num_blocks = rng.randrange(12, 20), rng.randrange(14, 22)
+        limits = replace(
+            SMALL, max_num_seqs=8, lease=LeaseTimes(), num_prefill_blocks=num_prefill_blocks, num_blocks=num_blocks
+        )
         async with simulated_cluster(rng, limits=limits) as cluster:
 
             async def one(number: int) -> Finished:
@@ -238,7 +240,9 @@ def test_a_client_that_leaves_under_a_read_leaves_its_blocks_to_the_read(place: 
             await asyncio.sleep(10.0)
             stats = cluster.nodes["decode-0"].scheduler.make_stats()
             assert stats.quarantined_blocks > 0
-            assert cluster.nodes["prefill-0"].half.stats().suspect == 1  # type: ignore[union-attr]
+            sender = cluster.nodes["prefill-0"].half
+            assert isinstance(sender, HandOff)
+            assert sender.stats().suspect == 1
             assert not events(cluster, "decode-0", "quarantine_released")
             cluster.fabric.thaw("prefill-0.1")
             await idle(cluster, AT_ONCE_S)

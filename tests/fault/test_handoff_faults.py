@@ -30,17 +30,17 @@ def _leases_due(cluster: SimulatedCluster, sender: HandOff, _: Intake) -> None:
 
 
 def _reader_lost(cluster: SimulatedCluster, sender: HandOff, _: Intake) -> None:
-    sender.book.link_closed = _fail  # type: ignore[method-assign]
+    sender.book.link_closed = _fail  # type: ignore[method-assign, assignment]
     cluster.kill("decode-0")
 
 
 def _sender_lost(cluster: SimulatedCluster, _: HandOff, reader: Intake) -> None:
-    reader.book.peer_lost = _fail  # type: ignore[method-assign]
+    reader.book.peer_lost = _fail  # type: ignore[method-assign, assignment]
     cluster.kill("prefill-0")
 
 
 def _link_wanted_again(cluster: SimulatedCluster, _: HandOff, reader: Intake) -> None:
-    reader.book.reopen = _fail  # type: ignore[method-assign]
+    reader.book.reopen = _fail  # type: ignore[method-assign, assignment]
     for connection in cluster.network.between("decode-0.1", "prefill-0.1"):
         connection.cut()
 

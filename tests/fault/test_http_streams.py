@@ -13,7 +13,13 @@ from tests.support.slow_model import tokens_of as tokens_expected
 
 async def test_a_stream_continues_at_another_router(session: ClusterSession) -> None:
     request = ask("over-http", chunks=1, max_tokens=12)
-    body = {"prompt": request.prompt, "temperature": 0, "max_tokens": 12, "stream": True, "return_token_ids": True}
+    body: dict[str, object] = {
+        "prompt": request.prompt,
+        "temperature": 0,
+        "max_tokens": 12,
+        "stream": True,
+        "return_token_ids": True,
+    }
     first, second = (process for process in session.cluster.state.processes if process.role == "router")
     name = {"x-request-id": request.request_id}
 

@@ -19,10 +19,10 @@ from tests.support.slow_model import CHUNK, FLAGS, STEP_TIMES, ask, assert_right
 
 BLOCK_SIZE = 16
 KEPT_CHUNKS = 3
-TRANSPORTS = {"tcp": {"UCX_TLS": "tcp,self"}, "default": {}}
+TRANSPORTS: dict[str, dict[str, str]] = {"tcp": {"UCX_TLS": "tcp,self"}, "default": {}}
 
 
-@pytest.fixture(params=TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.fixture(params=[*TRANSPORTS.values()], ids=[*TRANSPORTS])
 def recomputing(
     request: pytest.FixtureRequest, tmp_path: Path, model: Path, metrics_ports: int
 ) -> Iterator[ProcessCluster]:
@@ -53,6 +53,7 @@ async def test_only_missing_blocks_are_computed_when_the_sender_dies(
     recomputing: ProcessCluster, metrics_ports: int
 ) -> None:
     request = ask("dies", chunks=KEPT_CHUNKS + 3, sampled=True)
+    assert request.prompt is not None
     num_tokens = len(request.prompt)
     async with recomputing.session() as session:
         await session.whole()

@@ -33,7 +33,8 @@ def main() -> None:
     with ThreadPoolExecutor(1) as pool:
         while line := sys.stdin.readline():
             said = json.loads(line)
-            target = Target(**{name: tuple(v) if isinstance(v, list) else v for name, v in said["target"].items()})
+            fields = said["target"]
+            target = Target(tuple(fields["grpc"]), tuple(fields["http"]), fields["has_tls"], fields["key"])
             over = threading.Event()
             attack = pool.submit(ATTACKS[said["attack"]], target, over)
             _tell({})

@@ -111,7 +111,7 @@ def greedy_with_transformers(
 ) -> list[int]:
     from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-    class Masked(LogitsProcessor):
+    class Masked(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             barred = torch.from_numpy(~allowed(input_ids[0, len(prompt) :].tolist()))
             return scores.masked_fill(barred, -torch.inf)

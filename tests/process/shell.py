@@ -52,20 +52,18 @@ class Shell:
         self, command: list[str], environment: Mapping[str, str] | None = None, **settings: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run any command to its end."""
-        output = {} if "stdout" in settings else {"stdout": subprocess.PIPE}
-        given = {} if "input" in settings else {"stdin": subprocess.DEVNULL}
-        return subprocess.run(
+        defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "timeout": BOUND_S, "cwd": self.home}
+        if "input" not in settings:
+            defaults["stdin"] = subprocess.DEVNULL
+        done: subprocess.CompletedProcess[str] = subprocess.run(
             command,
             env=self.environment | dict(environment or {}),
-            cwd=settings.pop("cwd", self.home),
             stderr=subprocess.PIPE,
             text=True,
-            timeout=settings.pop("timeout", BOUND_S),
             check=False,
-            **given,
-            **output,
-            **settings,
+            **defaults | settings,
         )
+        return done
 
     def start(self, *words: object, **settings: Any) -> subprocess.Popen[bytes]:
         """Start the command; `settings` as for subprocess.Popen."""

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -106,12 +107,12 @@ def ask(guarded: Guarded, request_id: str = "", key: str = "acme-client") -> Fin
 def code(dialer: Dialer, address: str, method: str) -> str:
     """What an empty message gets."""
     with dialer.blocking_channel(address) as channel:
-        metadata = dialer.metadata or ()
-        call = channel.stream_stream(method)(iter([b""]), timeout=BOUND_S, metadata=metadata)
+        metadata = tuple(dialer.metadata or ())
+        call: Any = channel.stream_stream(method, None, None)(iter([b""]), timeout=BOUND_S, metadata=metadata)
         try:
             next(call, None)
         except grpc.RpcError as error:
-            return str(error.code().name)  # type: ignore[attr-defined]
+            return str(error.code().name)
         finally:
             call.cancel()
     return "OK"

@@ -11,13 +11,14 @@ from random import Random
 from baton.messages.cluster import ClusterStatus
 from baton.messages.steering import ClusterEvent
 from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_handler import FakeHandler
 from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer
 from router.operations.live_page import live_page_data
 from tests.support.browser import Browser
-from tests.support.http_rig import CARD, FakeHandler
+from tests.support.http_rig import CARD
 from tests.support.live_cluster_page import node, row
 
 HOSTILE = "<img src=x onerror=window.pwned=1><script>window.pwned=1</script>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -15,8 +16,8 @@ from tests.support.http_streams import sse, text_of, tokens_of
 from tests.support.process_cluster import ProcessCluster
 
 MODEL = "tiny"
-CHAT = [{"role": "user", "content": "hello"}]
-GREEDY = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "temperature": 0}
+CHAT: list[Any] = [{"role": "user", "content": "hello"}]
+GREEDY: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_a_completion_is_what_the_command_prints(client: OpenAI, shell: Shell, c
     printed = json.loads(shell.baton(*ask, "--run-dir", cluster.run_dir).stdout)
     (choice,) = answer.choices
     assert choice.text == printed["text"]
-    assert choice.token_ids == printed["token_ids"]  # type: ignore[attr-defined]
+    assert choice.token_ids == printed["token_ids"]
     assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 8)
     assert answer.usage.prompt_tokens == printed["usage"]["prompt_tokens"]
 
@@ -53,7 +54,7 @@ def test_a_streamed_completion_is_the_whole_one(client: OpenAI) -> None:
 
 
 def test_a_chat_streamed_and_whole(client: OpenAI) -> None:
-    asked = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 6, "seed": 5, "n": 2}
+    asked: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 6, "seed": 5, "n": 2}
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     texts = ["", ""]
     for event in client.chat.completions.create(**asked, stream=True):
@@ -63,7 +64,9 @@ def test_a_chat_streamed_and_whole(client: OpenAI) -> None:
     assert all(len(token.top_logprobs) == 3 for token in whole.choices[0].logprobs.content)
     # What was answered can be sent back as it is.
     again = [*CHAT, whole.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
-    assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=3).usage.completion_tokens == 3
+    usage = client.chat.completions.create(model=MODEL, messages=again, max_tokens=3).usage
+    assert usage is not None
+    assert usage.completion_tokens == 3
 
 
 def test_embeddings_of_texts_and_of_token_ids(client: OpenAI) -> None:
@@ -82,9 +85,13 @@ def test_embeddings_of_texts_and_of_token_ids(client: OpenAI) -> None:
     first, second = client.embeddings.create(model=MODEL, input=ids).data
     assert first.embedding != second.embedding
     assert client.embeddings.create(model=MODEL, input=ids[1]).data[0].embedding == second.embedding
-    for bad, param in (({"input": ["x", ""]}, "input"), ({"input": "x", "dimensions": 3}, "dimensions")):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"input": ["x", ""]}, "input"),
+        ({"input": "x", "dimensions": 3}, "dimensions"),
+    ]
+    for bad, param in wrong:
         with pytest.raises(openai.BadRequestError) as refused:
-            client.embeddings.create(model=MODEL, **bad)  # type: ignore[call-overload]
+            client.embeddings.create(model=MODEL, **bad)
         assert refused.value.param == param
 
 
@@ -125,7 +132,13 @@ def test_a_stream_that_was_cut_goes_on_behind_its_last_event(cluster: ProcessClu
 
 
 async def test_who_leaves_in_mid_stream_leaves_nothing_behind(client: OpenAI, cluster: ProcessCluster) -> None:
-    asked = {"model": MODEL, "prompt": "hello", "max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "hello",
+        "max_tokens": 40,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
     with client.completions.create(**asked) as stream:
         assert next(iter(stream)).choices[0].index == 0
     async with cluster.session() as session:

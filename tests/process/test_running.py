@@ -122,12 +122,12 @@ def test_leases_and_descriptions_in_every_format(shell: Shell, cluster: ProcessC
     assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout) == nothing
     assert shell.baton(*ask, "-o", "name").stdout == ""
     assert shell.baton(*ask, "--no-headers").stdout == ""
-    ask = ("describe", "node", "decode-0", "--run-dir", cluster.run_dir)
-    described = json.loads(shell.baton(*ask, "-o", "json").stdout)
+    describe = ("describe", "node", "decode-0", "--run-dir", cluster.run_dir)
+    described = json.loads(shell.baton(*describe, "-o", "json").stdout)
     assert described["status"]["name"] == described["report"]["description"]["node_id"] == "decode-0"
     assert "arrived" in {ended["outcome"] for ended in described["report"]["ended_transfers"]}
-    assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout).keys() == described.keys()
-    assert f"  Layout:               {described['report']['layout']}\n" in shell.baton(*ask).stdout
+    assert yaml.safe_load(shell.baton(*describe, "-o", "yaml").stdout).keys() == described.keys()
+    assert f"  Layout:               {described['report']['layout']}\n" in shell.baton(*describe).stdout
     router = shell.baton("describe", "node", "router-0", "--run-dir", cluster.run_dir)
     assert router.stdout.startswith("Name:         router-0\n")
     unknown = shell.baton("describe", "node", "decode-9", "--run-dir", cluster.run_dir)

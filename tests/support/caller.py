@@ -111,6 +111,7 @@ class Caller:
 
 
 async def _as_error(call: Call) -> grpc.RpcError:
+    details = await call.details()
     return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details, details
     )

@@ -256,8 +256,8 @@ class _Context:
         self._down.send(message)
 
     async def abort(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> None:
-        raise _Aborted(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
+        raise _Aborted(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details, details))
 
 
 def _unavailable(details: str) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), (), details)  # type: ignore[arg-type]
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details, details)

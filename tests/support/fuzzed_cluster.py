@@ -147,7 +147,7 @@ class FuzzedCluster:
 
 
 def kinds_of_tasks() -> Counter[str]:
-    others = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+    others = asyncio.all_tasks() - {asyncio.current_task()}
     return Counter(str(task.get_coro().__qualname__) for task in others)  # type: ignore[union-attr]
 
 

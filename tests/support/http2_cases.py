@@ -169,7 +169,7 @@ def _generic() -> Iterator[Case]:
     for method in ("GET", "HEAD", "POST"):
         yield Case(f"generic/4 {method}", [headers([(":method", method), *FIELDS[1:]])], is_answered)
     yield Case("generic/4 POST with trailers", [OPEN + body(flags=0) + headers([("x", "y")])], is_answered)
-    for what, said in (
+    for what, digits in (
         ("indexed", "ba"),
         ("added, name of the table", "7a0474657374"),
         ("added, name of the table, Huffman", "7a849c48aca4"),
@@ -184,7 +184,7 @@ def _generic() -> Iterator[Case]:
         ("never kept, new name", "1006782d746573740474657374"),
         ("never kept, new name, Huffman", "1085f2b24a84ff849c48aca4"),
     ):
-        yield Case(f"generic/5 a field {what}", [block(BLOCK + bytes.fromhex(said))], is_answered)
+        yield Case(f"generic/5 a field {what}", [block(BLOCK + bytes.fromhex(digits))], is_answered)
     yield Case("generic/5 a new size of the table", [block(b"\x20" + BLOCK)], is_answered)
     yield Case("generic/5 two new sizes", [block(b"\x20\x3f\xe1\x1f" + BLOCK)], is_answered)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -48,7 +48,8 @@ class Exchange:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8000),
         }
-        self.task = asyncio.create_task(app(scope, self._to_read.get, self._take))  # type: ignore[arg-type]
+        answering: Coroutine[Any, Any, None] = app(scope, self._to_read.get, self._take)  # type: ignore[assignment]  # ASGI says Awaitable
+        self.task = asyncio.create_task(answering)
 
     async def _take(self, message: Message) -> None:
         if not self._may_send.is_set():

@@ -28,7 +28,7 @@ class Reply:
     @property
     def fields(self) -> set[str]:
         """Named as wrong."""
-        told = status_pb2.Status.FromString(self.trailer["grpc-status-details-bin"])  # type: ignore[arg-type]
+        told = status_pb2.Status.FromString(self.trailer["grpc-status-details-bin"])
         bad = error_details_pb2.BadRequest()
         return {violation.field for detail in told.details if detail.Unpack(bad) for violation in bad.field_violations}
 

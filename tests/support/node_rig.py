@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -84,7 +84,9 @@ def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
 
 async def heard(port: Port) -> list[StepReport]:
     """Everything that is queued for the router now."""
-    async with aclosing(port.reports()) as stream:
+    reports = port.reports()
+    assert isinstance(reports, AsyncGenerator)
+    async with aclosing(reports) as stream:
         return [await anext(stream) for _ in range(port.num_queued)]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.v1.generation_pb2 import GenerateRequest
@@ -60,7 +62,12 @@ def _unknown_numbers(pb: GenerateRequest) -> set[str]:
     parts = {"": pb, "sampling_params.": pb.sampling_params, "service_level.": pb.service_level}
     if pb.HasField("token_ids"):
         parts["token_ids."] = pb.token_ids
-    return {f"{path}{unknown.field_number}" for path, part in parts.items() for unknown in UnknownFieldSet(part)}
+    return {f"{path}{unknown.field_number}" for path, part in parts.items() for unknown in _unknown_fields(part)}
+
+
+def _unknown_fields(part: Message) -> Iterator[Any]:
+    fields: Any = UnknownFieldSet(part)  # the stubs do not know that it can be iterated
+    return iter(fields)
 
 
 def _wrong_ids(pb: GenerateRequest, present: dict[str, Any], served: Served) -> set[str]:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from random import Random
+from typing import Any
 
 from baton.client.continuation import Call, CallKind, Continuation, with_id_and_seed
 from baton.client.endpoint_rotation import EndpointRotation
@@ -51,7 +52,7 @@ class SimulatedRouter:
             raise Unreachable(f"{self.name} is gone")
         async with aclosing(ask(self.dispatcher)) as events:
             while True:
-                following = asyncio.ensure_future(anext(events))
+                following: asyncio.Future[Any] = asyncio.ensure_future(anext(events))
                 try:
                     await asyncio.wait({following, self._gone}, return_when=asyncio.FIRST_COMPLETED)
                 finally:

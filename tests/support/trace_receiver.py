@@ -38,6 +38,7 @@ class TraceReceiver:
             service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
             for scope in resource.scope_spans:
                 for span in scope.spans:
+                    attributes = {a.key: getattr(a.value, a.value.WhichOneof("value") or "") for a in span.attributes}
                     self.spans.append(
                         ReceivedSpan(
                             span.name,
@@ -48,7 +49,7 @@ class TraceReceiver:
                             span.end_time_unix_nano,
                             span.status.code == span.status.STATUS_CODE_ERROR,
                             service,
-                            {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes},
+                            attributes,
                         )
                     )
 

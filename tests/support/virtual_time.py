@@ -9,16 +9,17 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 
 class NothingWillHappen(AssertionError):
     """Somebody waits, and there is neither a timer nor anything else that could ever wake it."""
 
 
-class _Jump(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _Jump(selectors.DefaultSelector):
     """Never waits: it moves the clock."""
 
     now = 0.0
@@ -56,7 +57,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
         """At once, whosever threads it was meant for: no clock would await them."""
         return super().run_in_executor(None, func, *args)
 

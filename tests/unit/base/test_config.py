@@ -130,4 +130,4 @@ def test_sizes_have_units_and_threads_are_shared_out() -> None:
 def test_a_configuration_can_not_be_changed() -> None:
     config = load(NodeConfig, NODE, {}).config
     with pytest.raises(ValidationError):
-        config.block_size = 3  # type: ignore[misc]
+        config.block_size = 3

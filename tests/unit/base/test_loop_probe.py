@@ -141,8 +141,10 @@ def test_a_process_says_what_it_holds(loop_factory: type[asyncio.SelectorEventLo
         assert after["process_resident_memory_bytes"] > 1 << 20
         assert after["process_cpu_seconds_total"] > 0
         assert ("event_loop_held_seconds_max" in after) is (loop_factory is ProbedEventLoop)
-        for one in (*pair, *waiting):
-            one.close() if isinstance(one, socket.socket) else one.cancel()
+        for end in pair:
+            end.close()
+        for task in waiting:
+            task.cancel()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())
@@ -154,9 +156,13 @@ def test_a_crowd_that_says_something_at_one_moment_is_heard_some_in_each_turn() 
     readers = [os.dup(read) for _ in range(2 * READY_AT_ONCE + 10)]
     turns = []
 
+    def hear(reader: int) -> None:
+        heard.append(reader)
+        loop.remove_reader(reader)
+
     async def until_all_were_heard() -> None:
         for reader in readers:
-            loop.add_reader(reader, lambda one=reader: (heard.append(one), loop.remove_reader(one)))
+            loop.add_reader(reader, hear, reader)
         os.write(write, b"x")
         while len(heard) < len(readers):
             already = len(heard)

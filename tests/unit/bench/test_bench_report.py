@@ -256,7 +256,7 @@ class TestPage:
         assert found.attributes["data-tip"] == [text]
 
     def test_text_is_escaped_and_markup_is_not(self) -> None:
-        attributes = {
+        attributes: dict[str, str | float | bool | None] = {
             "class_": "a<b",
             "aria_label": "\"'",
             "hidden": True,

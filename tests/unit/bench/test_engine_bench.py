@@ -15,6 +15,7 @@ from baton.bench.results.spread import Spread
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
 from baton.runner.backends import reference
+from baton.runner.backends.operations import Activation
 from baton.runner.backends.timed_operations import TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
 from baton.runner.measuring.profile import load_timed
@@ -120,7 +121,7 @@ def test_timed_operations_pass_other_calls_on() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_unpadded_products_equal_torchs(activation: str) -> None:
+def test_unpadded_products_equal_torchs(activation: Activation) -> None:
     operations = UnpaddedOperations(reference)
     generator = torch.Generator().manual_seed(0)
     gate, up, x = (torch.randn(rows, 16, generator=generator) for rows in (8, 8, 3))

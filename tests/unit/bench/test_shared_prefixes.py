@@ -10,6 +10,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from statistics import mean
 from typing import Any
@@ -108,7 +109,7 @@ class Cluster:
     def run(self, arrivals: Sequence[tuple[float, ValidRequest, Sequence[bytes]]]) -> float:
         """Serves all requests; returns the mean time to first token in ms."""
         for when, request, keys in arrivals:
-            self._at(when, lambda work=Work(request, keys, when): self._arrive(work))
+            self._at(when, partial(self._arrive, Work(request, keys, when)))
         while self._events:
             self.now, _, happen = heapq.heappop(self._events)
             happen()
@@ -171,7 +172,8 @@ def arrivals(per_s: float, seed: int) -> list[tuple[float, ValidRequest, Sequenc
     """200 requests, each with one of 8 prefixes of 1,024 tokens and 32 tokens of its own."""
     rng = Random(seed)
     prefixes = [[rng.randrange(50_000) for _ in range(PREFIX)] for _ in range(8)]
-    found, when = [], 0.0
+    found: list[tuple[float, ValidRequest, Sequence[bytes]]] = []
+    when = 0.0
     for number in range(200):
         prompt = (*rng.choice(prefixes), *(rng.randrange(50_000) for _ in range(SUFFIX)))
         keys: list[bytes] = []

@@ -28,7 +28,7 @@ FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Pat
 
 def test_generate_json_has_exactly_the_documented_keys() -> None:
     answer = Answer()
-    events = [Accepted("r", 1, 5), Chunk(0, [7], "a"), Chunk(1, [8], "b"), FINISHED]
+    events: list[GenerateEvent] = [Accepted("r", 1, 5), Chunk(0, [7], "a"), Chunk(1, [8], "b"), FINISHED]
     assert "".join(answer.add(event) for event in events) == "ab"
     assert answer.to_json() == {
         "text": "ab",

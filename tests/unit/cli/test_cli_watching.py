@@ -40,6 +40,9 @@ def test_a_request_changes_with_its_state() -> None:
 
 
 def test_a_lease_changes_and_ends() -> None:
+    ends = leases.EndTracker()
+    known: dict[str, object] = {}
+
     def seen(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
         report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
         nonlocal known
@@ -48,7 +51,6 @@ def test_a_lease_changes_and_ends() -> None:
         known = {each.key: each.state for each in found}
         return [(str(each.cells[1]), str(each.cells[4])) for each in news]
 
-    ends, known = leases.EndTracker(), dict[str, object]()
     lease = OpenHandoff(AttemptKey("a", 1), HandoffSide.SENDER, "GRANTED", "", "", 2, 0.5)
     other = replace(lease, attempt=AttemptKey("b", 1))
     assert seen(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]

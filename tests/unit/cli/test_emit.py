@@ -46,7 +46,7 @@ def settings_of_command(words: list[str], environment: Mapping[str, str]) -> Nod
     flags = {
         flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(rest[::2], rest[1::2], strict=True)
     }
-    model = NodeConfig if command == "node" else RouterConfig
+    model: type[NodeConfig | RouterConfig] = NodeConfig if command == "node" else RouterConfig
     assert set(flags) <= set(model.model_fields), set(flags) - set(model.model_fields)
     fallbacks = {"node_id": "n"} if command == "node" else {"router_id": "r"}
     return load(model, flags, environment, None, fallbacks).config
@@ -352,9 +352,9 @@ def test_the_paths_of_the_written_files_are_returned(kind: Emission, tmp_path: P
 @pytest.mark.parametrize("kind", [Emission.COMPOSE, Emission.HELM, Emission.SLURM])
 def test_a_cluster_on_a_network_needs_certificates_and_keys(kind: Emission, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--certs DIR and --api-keys FILE"):
-        write(kind, UpConfig(), None, tmp_path)
+        write(kind, UpConfig.model_validate({}), None, tmp_path)
     assert not list(tmp_path.iterdir())
-    write(Emission.SYSTEMD, UpConfig(), None, tmp_path)
+    write(Emission.SYSTEMD, UpConfig.model_validate({}), None, tmp_path)
 
 
 def test_a_directory_that_can_not_be_written_is_named_in_the_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_beams_share_their_history_and_copy_what_they_write_to() -> None:
     ],
 )
 @pytest.mark.parametrize("caching", [True, False])
-def test_few_blocks_or_seats_change_no_result(limits: dict[str, int], caching: bool) -> None:
+def test_few_blocks_or_seats_change_no_result(limits: dict[str, Any], caching: bool) -> None:
     rig = EngineRig(enable_prefix_caching=caching, **limits)
     prompt = prompt_of(9, 2)
     rig.add("r", prompt, beam_width=6, n=6, max_tokens=14)
@@ -236,7 +237,7 @@ def test_the_models_maximum_length_ends_a_beam_search() -> None:
     ("field", "params"),
     [("beam_width", {"beam_width": 1}), ("beam_width", {"beam_width": 9}), ("n", {"beam_width": 3, "n": 4})],
 )
-def test_bounds(field: str, params: dict[str, int]) -> None:
+def test_bounds(field: str, params: dict[str, Any]) -> None:
     rig = EngineRig()
     with pytest.raises(InvalidRequest, match=field):
         rig.add("r", 4, **params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -132,9 +133,9 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("params", [{"n": 2}, {"beam_width": 2, "ignore_eos": False}])
-def test_one_of_several_sequences_becomes_as_long_as_the_pool_whatever_windows_leave(params: dict[str, int]) -> None:
+def test_one_of_several_sequences_becomes_as_long_as_the_pool_whatever_windows_leave(params: dict[str, Any]) -> None:
     """The sequences share their prompt: until all of them run, none frees blocks that its windows have passed."""
-    limits = {"num_blocks": 9, "windows": (3, 3), "enable_prefix_caching": False}
+    limits: dict[str, Any] = {"num_blocks": 9, "windows": (3, 3), "enable_prefix_caching": False}
     rig = EngineRig(**limits, max_num_batched_tokens=5, max_num_seqs=1 if "n" in params else 2)
     rig.add("r", 1, **{"max_tokens": 17, "ignore_eos": True} | params)
     rig.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
@@ -629,7 +631,7 @@ def test_under_other_policies_arrived_blocks_are_quarantined_with_the_rest(polic
 
 
 @pytest.mark.parametrize("many", [{"n": 3}, {"n": 2, "beam_width": 4}], ids=["siblings", "beams"])
-def test_several_sequences_of_a_failed_load_are_computed_here(many: dict[str, int]) -> None:
+def test_several_sequences_of_a_failed_load_are_computed_here(many: dict[str, Any]) -> None:
     rigs = [EngineRig(on_transfer_failure="recompute"), EngineRig()]
     for rig, leg in zip(rigs, (Leg.DECODE, Leg.WHOLE), strict=True):
         rig.add("r", 18, leg=leg, max_tokens=5, **many)
@@ -680,7 +682,7 @@ def test_a_load_lost_before_it_had_blocks_is_computed_here() -> None:
 
 
 @pytest.mark.parametrize("many", [{}, {"n": 3}, {"n": 2, "beam_width": 4}], ids=["one", "siblings", "beams"])
-def test_a_load_lost_before_it_had_blocks_ends_its_request(many: dict[str, int]) -> None:
+def test_a_load_lost_before_it_had_blocks_ends_its_request(many: dict[str, Any]) -> None:
     rig = EngineRig()
     rig.connector.unknown.add("d")
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=6, **many)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.engine.request import RequestStatus
@@ -12,7 +14,7 @@ from tests.support.engine_rig import EngineRig
 SCHEMA = '{"type": "integer"}'
 
 
-def with_all_loads_under_way(num_loads: int, **limits: int) -> EngineRig:
+def with_all_loads_under_way(num_loads: int, **limits: Any) -> EngineRig:
     """An engine with as many loads as may run at once, none of which has arrived."""
     rig = EngineRig(num_blocks=257, max_num_seqs=num_loads, **limits)
     for number in range(num_loads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ def test_equal_fingerprints_are_accepted() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(LayoutFingerprint)])
 def test_any_difference_is_named_and_both_sides_are_printed(name: str) -> None:
     value = getattr(OURS, name)
-    theirs = replace(OURS, **{name: value + 1 if isinstance(value, int) else value + "x"})
+    changed: dict[str, Any] = {name: value + 1 if isinstance(value, int) else value + "x"}
+    theirs = replace(OURS, **changed)
     detail = layout_mismatch(OURS, theirs)
     assert detail is not None
     assert f"differ in {name}:" in detail

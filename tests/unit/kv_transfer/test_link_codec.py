@@ -121,6 +121,7 @@ def test_each_message_of_the_protocol_is_known(
     for field in envelope.DESCRIPTOR.oneofs_by_name["message"].fields:
         message = envelope(**{field.name: {}})
         part = getattr(message, field.name)
+        assert field.message_type is not None
         if "attempt" in field.message_type.fields_by_name:
             part.attempt.request_id = "req-1"
         assert (read(message) is None) == (field.name == greeting)

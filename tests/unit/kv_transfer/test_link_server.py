@@ -29,7 +29,7 @@ class _WelcomeTakesAWhile:
         self._said = iter([write_hello(LinkHello(PROTOCOL_VERSION, "c", "d0", "d0.first", "p0.first", LAYOUT))])
 
     async def read(self) -> Any:
-        return next(self._said, grpc.aio.EOF)
+        return next(self._said, grpc.aio.EOF)  # type: ignore[attr-defined]  # the stubs lack it
 
     async def write(self, message: Any) -> None:
         self.server.close()
@@ -57,6 +57,6 @@ async def test_a_link_in_its_handshake_when_the_node_stops_is_not_opened() -> No
     memory = PeerMemory("p0.first", b"", 0, 1, 64, "DRAM", 0)
     call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), memory, handler)
     with pytest.raises(_Aborted, match="UNAVAILABLE the node stops"):
-        await call.server.Open(None, call)
+        await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert not handler.opened
     assert call.server.num_links == 0

@@ -250,7 +250,8 @@ def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() 
     rig.gate.wait_for_step(2)
     rig.driver.abort(["aborted"])
     rig.gate.allow(None)
-    ends, tokens = {}, []
+    ends: dict[str, Outcome] = {}
+    tokens: list[int] = []
     while len(ends) < 2:
         output = rig.outputs.get(timeout=LONG_S)
         if output.request_id == "other":

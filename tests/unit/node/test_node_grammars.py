@@ -180,7 +180,9 @@ def test_matchers_begin_after_the_output_of_an_earlier_attempt(rig: Rig) -> None
     resumed.output_token_ids = [5, 6, 7]
     compiler = GrammarCompiler(rig.compiler)
     compiler.compile(resumed, told.put, told.put)
-    (matcher,) = told.get(timeout=LONG_S)
+    compiled = told.get(timeout=LONG_S)
+    assert not isinstance(compiled, BatonError)
+    (matcher,) = compiled
     assert isinstance(matcher, FakeMatcher)
     assert matcher.tokens == [5, 6, 7]
     resumed.output_token_ids = [5000]

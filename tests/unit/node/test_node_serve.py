@@ -143,7 +143,8 @@ async def test_a_router_adopts_what_a_lost_router_had_submitted(tmp_path: Path) 
         await stream.close()
         second = HeardStream(await client.attach("router-1", router_incarnation="router-1.x"))
         second.send(Adopt(KEY))
-        end, tokens = None, []
+        end: Outcome | None = None
+        tokens: list[int] = []
         async for report in second:
             for delta in report.deltas:
                 assert not delta.token_ids or delta.first_index == len(tokens)

@@ -186,7 +186,7 @@ def test_whoever_applies_a_nodes_updates_knows_what_it_has(seed: int) -> None:
     position: int | None = None
     view.watch(RUN)
     for _ in range(300):
-        tier = rng.choice(("device", "host"))
+        tier: Tier = rng.choice(("device", "host"))
         some = rng.sample(keys, rng.randrange(1, 6))
         if rng.random() < 0.6:
             log.record(stored(some, tier))

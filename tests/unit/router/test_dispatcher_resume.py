@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ PARAMS = SamplingParams(seed=5, max_tokens=6)
 REQUEST = ValidRequest("r", MODEL, (5, 6, 7), PARAMS)
 CARD = ModelCard(MODEL, 64, 300)
 THEIRS = AttemptKey("r", 2, 99)
-AGAIN = {"prompt": (5, 6, 7)}
+AGAIN: dict[str, Any] = {"prompt": (5, 6, 7)}
 """What a client says that sends its request with each call, as those of HTTP do."""
 
 

@@ -10,10 +10,11 @@ import pytest
 from baton.errors import TransferCause
 from baton.messages.node import Outcome, RequestDelta
 from baton.testing.fake_tokenizer import FakeTokenizer
+from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.support.http_client import AsgiClient
-from tests.support.http_rig import CARD, DEFAULT_TEMPLATE, HttpRig
+from tests.support.http_rig import CARD, HttpRig
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 

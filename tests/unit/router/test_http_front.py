@@ -13,9 +13,9 @@ from tests.support.router_parts import MODEL
 
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
-PROMPT = {"prompt": "ab"}
-HELLO = {"messages": [{"role": "user", "content": "hi"}]}
-STREAM = {"stream": True}
+PROMPT: dict[str, object] = {"prompt": "ab"}
+HELLO: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
+STREAM: dict[str, object] = {"stream": True}
 
 
 async def test_a_whole_completion() -> None:
@@ -210,7 +210,7 @@ async def test_before_the_first_token_an_error_is_a_status(
 ) -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"stream": stream}, {"x-request-id": "mine"})
-    (await rig.called()).tell(error)  # type: ignore[arg-type]
+    (await rig.called()).tell(error)
     await exchange.end()
     assert (exchange.status, exchange.error["type"]) == (status, kind)
     assert headers.items() <= exchange.headers.items()

@@ -124,7 +124,7 @@ async def test_too_many_viewers_are_refused() -> None:
 async def test_a_closed_feed_ends_for_everybody() -> None:
     feed = LiveFeed(Pictures(), every_s=3600)
     viewer, _ = await _first(feed)
-    rest = asyncio.create_task(anext(viewer, b"over"))  # type: ignore[arg-type]
+    rest = asyncio.ensure_future(anext(viewer, b"over"))
     await asyncio.sleep(0)
     feed.close()
     assert await rest == b"over"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -100,15 +101,15 @@ class Fleet:
         self.placer.over(choice.request.request_id)
         self.view.released(choice.placement.decode.incarnation, AttemptKey(choice.request.request_id, 1))
 
-    def choose(self, tokens: int | Sequence[int] = 1024, attempt: int = 1, **fields: object) -> Choice:
+    def choose(self, tokens: int | Sequence[int] = 1024, attempt: int = 1, **fields: Any) -> Choice:
         """For a request whose prompt is this long, and like no other one; or for this prompt."""
         self._number += 1
         prompt = tuple(tokens) if not isinstance(tokens, int) else tuple(range(self._number, self._number + tokens))
         base = ValidRequest(f"r{self._number}", MODEL, prompt, SamplingParams(max_tokens=64))
-        request = replace(base, **fields)  # type: ignore[arg-type]
+        request = replace(base, **fields)
         return self.placer.choose(self.view.candidates(), request, frozenset(), attempt, 0.0, self.now)
 
-    def place(self, tokens: int | Sequence[int] = 1024, **fields: object) -> Choice:
+    def place(self, tokens: int | Sequence[int] = 1024, **fields: Any) -> Choice:
         """Choose and go there."""
         choice = self.choose(tokens, **fields)
         self.placer.placed(choice, self.now)

@@ -106,7 +106,7 @@ class Script:
             if is_end or answer.stop_string_found(index) is not None:
                 live.remove(index)
                 found = answer.stop_string_found(index)
-                end = ("stop", found) if found else ("length", None)
+                end: tuple[str, str | None] = ("stop", found) if found else ("length", None)
                 if len(self._outputs) > 1:
                     events += answer.end_sequence(SequenceEnded(index, *end))
         return [*events, *answer.finish(Finish(*end, StageTimings(), Path("", "", 1, "")))]

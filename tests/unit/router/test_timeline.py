@@ -196,9 +196,9 @@ async def ask(cluster: SimulatedCluster, rng: Random) -> Timeline:
     request = GenerateRequest(prompt, request_id, max_tokens=rng.randrange(1, 7), seed=1, **fields)
     answer = await cluster.generate(request)
     assert answer.finished is not None, answer.error
-    request = cluster.dispatcher.requests.timelines.find(request_id)
-    assert request is not None
-    found = timeline(request, "router-0", 0.0)
+    ended = cluster.dispatcher.requests.timelines.find(request_id)
+    assert ended is not None
+    found = timeline(ended, "router-0", 0.0)
     assert found.ttft_ns == pytest.approx(answer.finished.ttft_ms * 1e6, abs=2)
     assert found.total_ns == pytest.approx(answer.finished.total_ms * 1e6, abs=2)
     return found

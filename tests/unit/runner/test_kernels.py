@@ -279,7 +279,7 @@ def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r:
     kernels.use_isa(isa)
     x, angles = _randn(21, 3, d, dtype=dtype), _randn(21, r // 2, seed=1)
     cos, sin = (torch.cat([part, part], dim=1).to(dtype) for part in (angles.cos(), angles.sin()))
-    first, second, rest = x.double().split([r // 2, r // 2, d - r], dim=2)
+    first, second, rest = torch.split(x.double(), [r // 2, r // 2, d - r], dim=2)
     c, s = cos.double()[:, None, : r // 2], sin.double()[:, None, : r // 2]
     expected = torch.cat([first * c - second * s, second * c + first * s, rest], dim=2)
     turned = x.clone()

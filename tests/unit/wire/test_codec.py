@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, Path, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.messages.ids import AttemptKey
-from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheUpdate
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate
 from baton.messages.node import (
     Abort,
     Adopt,
@@ -130,18 +130,18 @@ def test_reports_keep_every_field() -> None:
 
 
 def test_kv_cache_updates_keep_everything_but_tokens() -> None:
-    events = [
-        BlockStored((b"a" * 32, b"b" * 32), b"p" * 32, (1, 2, 3), group=2),
+    stored = BlockStored((b"a" * 32, b"b" * 32), b"p" * 32, (1, 2, 3), group=2)
+    others: list[KVCacheEvent] = [
         BlockStored((b"c" * 32,), tier="host"),
         BlockRemoved((b"a" * 32,), "host"),
         BlockRemoved((b"b" * 32,)),
         AllBlocksCleared(),
     ]
     for restart in (False, True):
-        report = StepReport((), LoadReport(), KVCacheUpdate(2**40, 2**40 + 5, events, restart))
+        report = StepReport((), LoadReport(), KVCacheUpdate(2**40, 2**40 + 5, [stored, *others], restart))
         again = codec_node.report_from_pb(codec_node.report_to_pb(report)).kv_cache
-        bare = events[0]._replace(token_ids=())  # type: ignore[call-arg]
-        assert again == KVCacheUpdate(2**40, 2**40 + 5, [bare, *events[1:]], restart)
+        bare = stored._replace(token_ids=())
+        assert again == KVCacheUpdate(2**40, 2**40 + 5, [bare, *others], restart)
     assert codec_node.report_from_pb(codec_node.report_to_pb(StepReport((), LoadReport()))).kv_cache is None
 
 
@@ -241,7 +241,7 @@ def test_the_terminal_event_keeps_every_field(stop_reason: int | str | None) -> 
 
 
 def test_events_keep_every_field() -> None:
-    events = [
+    events: list[GenerateEvent] = [
         Accepted("r", 5, 6),
         Chunk(3, [1, 2], "ab", [LOGPROBS]),
         Chunk(0, [1], "a", [], 7),

@@ -135,7 +135,9 @@ def test_what_is_written_by_hand_has_all_fields_too(
 
 
 def test_a_oneof_is_read_as_the_class_that_its_field_has() -> None:
-    codec = OneOfCodec(node_pb2.AttachRequest, Codec(Abort, node_pb2.Abort), Codec(WatchKVCache, node_pb2.WatchKVCache))
+    codec: OneOfCodec[Any, Any] = OneOfCodec(
+        node_pb2.AttachRequest, Codec(Abort, node_pb2.Abort), Codec(WatchKVCache, node_pb2.WatchKVCache)
+    )
     for value in (Abort(AttemptKey("r", 1), "cancelled"), WatchKVCache()):
         assert codec.from_pb(codec.to_pb(value)) == value
     assert codec.from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit())) is None

@@ -63,7 +63,7 @@ async def shown(port: int, certs: Path) -> bytes | None:
 
 async def answers(channel: grpc.aio.Channel) -> None:
     request = health_pb2.HealthCheckRequest()
-    await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30.0)  # type: ignore[misc]
+    await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30.0)
 
 
 async def test_who_connects_sees_the_certificates_of_now(certs: Path, tmp_path: Path, ports: list[int]) -> None:

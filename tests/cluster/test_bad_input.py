@@ -72,9 +72,9 @@ async def test_bad_fields_are_named_and_cost_nothing(tmp_path: Path) -> None:
             assert field in caught.value.field, f"{request}: {caught.value}"
         for node_id, node in running.nodes.items():
             assert not await running.trace(node_id), "a bad request reached a node"
-            assert node.in_use == 0
+            assert node.num_blocks_in_use == 0
         assert len((await running.generate(GOOD)).token_ids) == 4
-        await running.idle()
+        await running.wait_until_idle()
 
 
 async def test_a_request_of_5_mib_is_refused_by_name(tmp_path: Path) -> None:

@@ -35,11 +35,11 @@ async def cached(cluster: MiniCluster, request_id: str) -> int:
     """How many tokens of the prompt were cached when it was asked for once more."""
     answer = await cluster.generate(GenerateRequest(PROMPT, request_id, temperature=0.0, max_tokens=4))
     assert answer.finished is not None
-    await cluster.idle()
+    await cluster.wait_until_idle()
     return answer.finished.cached_tokens
 
 
-async def test_a_cache_that_was_reset_has_nothing_and_everybody_knows(tmp_path: Path) -> None:
+async def test_a_reset_cache_is_empty_and_the_router_knows_it(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
         assert [await cached(cluster, f"r{number}") for number in range(2)] == [0, 64]
@@ -60,7 +60,7 @@ async def test_a_cache_that_was_reset_has_nothing_and_everybody_knows(tmp_path: 
         assert events.count('"CacheReset"') == 2
 
 
-async def test_a_cache_in_use_stays_and_the_operator_hears_whose_blocks_they_are(tmp_path: Path) -> None:
+async def test_a_cache_in_use_is_not_reset_and_the_error_says_what_uses_it(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     slow = replace(SPEC, step_time=StepTime(per_step=0.05), sleep=time.sleep)
     async with mini_cluster(lambda _: SimulatedRunner(slow), tmp_path, token_ids_only=True) as cluster:
@@ -73,7 +73,7 @@ async def test_a_cache_in_use_stays_and_the_operator_hears_whose_blocks_they_are
             with pytest.raises(CacheInUse, match="decode-0: the prefix cache stays as it is, since blocks are in use"):
                 await asyncio.to_thread(operator.reset_cache, "decode-0")
             call.cancel()
-            await cluster.idle()
+            await cluster.wait_until_idle()
             assert await asyncio.to_thread(operator.reset_cache, "decode-0") > 0
         finally:
             call.cancel()

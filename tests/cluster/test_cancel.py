@@ -52,35 +52,35 @@ async def _leave_at(cluster: MiniCluster, gate: StepGate, step: int) -> None:
 async def _still_serves(cluster: MiniCluster) -> None:
     answer = await cluster.generate(GenerateRequest(PROMPT, temperature=0.0, max_tokens=8))
     assert answer.token_ids == expected_tokens(PROMPT, PARAMS, _spec())
-    await cluster.idle()
-    assert all(node.in_use == 0 for node in cluster.nodes.values())
+    await cluster.wait_until_idle()
+    assert all(node.num_blocks_in_use == 0 for node in cluster.nodes.values())
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
-async def test_leaving_while_the_prompt_is_computed(tmp_path: Path, step: int) -> None:
+async def test_a_client_that_leaves_while_its_prompt_is_computed_frees_both_nodes(tmp_path: Path, step: int) -> None:
     """Step 1: nothing offered yet. 2: one chunk offered, maybe being read. 4: the last chunk."""
     prefill, decode = StepGate(allowed=step - 1), StepGate()
     async with gated_cluster(tmp_path, prefill, decode) as cluster:
         await _leave_at(cluster, prefill, step)
-        await cluster.idle("decode-0")
+        await cluster.wait_until_idle("decode-0")
         prefill.allow(None)
-        await cluster.idle("prefill-0")
+        await cluster.wait_until_idle("prefill-0")
         await _still_serves(cluster)
 
 
 @pytest.mark.parametrize("step", [1, 3])
-async def test_leaving_while_tokens_are_generated(tmp_path: Path, step: int) -> None:
+async def test_a_client_that_leaves_while_tokens_are_generated_frees_both_nodes(tmp_path: Path, step: int) -> None:
     """Step 1: the KV has arrived, the first token was sent by the prefill node. 3: in the middle."""
     prefill, decode = StepGate(), StepGate(allowed=step - 1)
     async with gated_cluster(tmp_path, prefill, decode) as cluster:
         await _leave_at(cluster, decode, step)
-        await cluster.idle("prefill-0")
+        await cluster.wait_until_idle("prefill-0")
         decode.allow(None)
-        await cluster.idle("decode-0")
+        await cluster.wait_until_idle("decode-0")
         await _still_serves(cluster)
 
 
-async def test_leaving_while_queued_behind_another(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_the_queue_disturbs_no_other_request(tmp_path: Path) -> None:
     prefill, decode = StepGate(allowed=0), StepGate()
     async with gated_cluster(tmp_path, prefill, decode) as cluster:
         first = asyncio.create_task(
@@ -92,11 +92,11 @@ async def test_leaving_while_queued_behind_another(tmp_path: Path) -> None:
         call.cancel()
         prefill.allow(None)
         assert (await first).token_ids == expected_tokens(PROMPT, PARAMS, _spec())
-        await cluster.idle()
+        await cluster.wait_until_idle()
         await _still_serves(cluster)
 
 
-async def test_cancel_from_elsewhere_ends_the_stream(tmp_path: Path) -> None:
+async def test_a_cancel_by_another_call_ends_the_stream(tmp_path: Path) -> None:
     prefill, decode = StepGate(), StepGate(allowed=2)
     async with gated_cluster(tmp_path, prefill, decode) as cluster:
         request = GenerateRequest(PROMPT, request_id="r", temperature=0.0, max_tokens=8)
@@ -107,7 +107,7 @@ async def test_cancel_from_elsewhere_ends_the_stream(tmp_path: Path) -> None:
         decode.allow(None)
         with pytest.raises(Cancelled):
             await answer
-        await cluster.idle()
+        await cluster.wait_until_idle()
         await _still_serves(cluster)
 
 
@@ -117,7 +117,7 @@ async def test_a_deadline_frees_both_nodes(tmp_path: Path) -> None:
         request = GenerateRequest(PROMPT, request_id="r", temperature=0.0, max_tokens=8)
         with pytest.raises(DeadlineExceeded):
             await cluster.generate(request, timeout_s=0.5)
-        await cluster.idle("prefill-0")
+        await cluster.wait_until_idle("prefill-0")
         decode.allow(None)
-        await cluster.idle("decode-0")
+        await cluster.wait_until_idle("decode-0")
         await _still_serves(cluster)

@@ -76,7 +76,7 @@ async def test_simulated_nodes_search_too(tmp_path: Path) -> None:
             naive = BeamSearch(search["beam_width"], frozenset(), 6, **options)
             assert sequences(answer, search) == expected_beams(prompt, naive, spec)[: search["n"]]
             assert answer.end.path.prefill_node == "prefill-0"
-        await cluster.idle()
+        await cluster.wait_until_idle()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
@@ -105,7 +105,7 @@ async def test_beams_equal_transformers(tmp_path: Path, name: str, num_blocks: i
             )
         )
         greedy = await cluster.generate(GenerateRequest([1, 2, 3], temperature=0.0, max_tokens=4, ignore_eos=True))
-        await cluster.idle()
+        await cluster.wait_until_idle()
     for answer, (request, expected, search) in zip(answers, asked, strict=True):
         assert sequences(answer, search) == expected
         for index in range(search["n"]):

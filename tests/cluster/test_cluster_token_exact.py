@@ -33,7 +33,7 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
             for key, prompt in prompts.items()
         ]
         answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
-        await cluster.idle()
+        await cluster.wait_until_idle()
     for key, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == expected[key], key
         assert answer.indices == list(range(NEW_TOKENS))
@@ -43,7 +43,7 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-async def test_what_windows_have_left_behind_does_not_travel(tmp_path: Path, name: str) -> None:
+async def test_blocks_behind_every_window_are_not_transferred(tmp_path: Path, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=5)
     runners: list[TorchModelRunner] = []
 
@@ -56,7 +56,7 @@ async def test_what_windows_have_left_behind_does_not_travel(tmp_path: Path, nam
     async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
         request = GenerateRequest(prompt, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
         answer = await cluster.generate(request)
-        await cluster.idle()
+        await cluster.wait_until_idle()
     assert answer.token_ids == expected["long"]
     layout = runners[0].layout
     assert 16 in layout.windows

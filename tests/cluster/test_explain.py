@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
-from tests.support.metrics_page import samples_at
+from tests.support.metrics_page import read_metrics_samples
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
 SPEC = SimulatedSpec(
@@ -47,11 +47,11 @@ async def told_of(cluster: MiniCluster, num_blocks: int) -> None:
     known = 0.0
     while known < num_blocks:
         # Each look is a round trip, so nothing spins.
-        samples = await samples_at(port)
+        samples = await read_metrics_samples(port)
         known = sum(value for name, value in samples.items() if name.startswith("baton_router_cached_blocks"))
 
 
-async def test_the_second_request_goes_where_the_first_one_is_cached_and_says_why(tmp_path: Path) -> None:
+async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     settings = {"max_local_prefill_tokens": 0}
 

@@ -16,7 +16,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
-from tests.support.reports import HeardStream
+from tests.support.reports import QueuedReports
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -38,7 +38,7 @@ SAMPLINGS = {
 class Legs:
     """A router's part, by hand: it submits legs and hears what comes of them."""
 
-    def __init__(self, cluster: MiniCluster, prefill: HeardStream, decode: HeardStream) -> None:
+    def __init__(self, cluster: MiniCluster, prefill: QueuedReports, decode: QueuedReports) -> None:
         self._source = cluster.nodes["prefill-0"].description.kv_source
         self._prefill, self._decode = prefill, decode
         self._reports = {stream: aiter(stream) for stream in (prefill, decode)}
@@ -60,7 +60,7 @@ class Legs:
         self._decode.send(decode)
         return Output(await self._until_end(self._prefill, key)), Output(await self._until_end(self._decode, key))
 
-    async def _until_end(self, stream: HeardStream, key: AttemptKey) -> list[RequestDelta]:
+    async def _until_end(self, stream: QueuedReports, key: AttemptKey) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
         while not deltas or deltas[-1].outcome is None:
             report: StepReport = await anext(self._reports[stream])
@@ -91,13 +91,13 @@ async def legs(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         max_num_batched_tokens=32,
     ) as cluster:
         clients = [NodeClient(cluster.nodes[name].description.address) for name in ("prefill-0", "decode-0")]
-        yield Legs(cluster, *[HeardStream(await client.attach("by-hand")) for client in clients])
+        yield Legs(cluster, *[QueuedReports(await client.attach("by-hand")) for client in clients])
         for client in clients:
             await client.close()
-        await cluster.idle()
+        await cluster.wait_until_idle()
 
 
-async def test_it_goes_on_as_if_nothing_had_happened(legs: Legs) -> None:
+async def test_an_attempt_with_given_output_continues_with_the_same_tokens(legs: Legs) -> None:
     rng = Random(5)
     for name, how in SAMPLINGS.items():
         params = replace(how, max_tokens=NEW_TOKENS)

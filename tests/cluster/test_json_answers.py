@@ -14,7 +14,7 @@ from baton.messages.generation import GenerateRequest
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.mini_cluster import mini_cluster
-from tests.support.schema_bombs import bomb
+from tests.support.schema_bombs import schema_bomb
 
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 PROMPT = "Once upon a time there was a dog. "
@@ -29,7 +29,7 @@ def asking(name: str, seed: int, **fields: object) -> GenerateRequest:
     return GenerateRequest(PROMPT * 3, seed=seed, **values)  # type: ignore[arg-type]
 
 
-async def test_answers_fit_their_schemas_and_others_are_as_they_were() -> None:
+async def test_answers_fit_their_schemas_and_unconstrained_ones_do_not_change() -> None:
     plain = GenerateRequest(PROMPT, seed=5, max_tokens=40)
     several = asking("object", 3, n=3)
     async with mini_cluster(make_runner, DEMO_MODEL) as cluster:
@@ -42,14 +42,14 @@ async def test_answers_fit_their_schemas_and_others_are_as_they_were() -> None:
             asking("object", 1, ignore_eos=True),
             asking("object", 1, min_tokens=2),
             asking("object", 1, json_schema='{"not": {}}'),
-            asking("object", 1, json_schema=bomb()),
+            asking("object", 1, json_schema=schema_bomb()),
             GenerateRequest(PROMPT, json_schema=schema_text("object"), beam_width=2),
         ]
         for request in refused:
             with pytest.raises(InvalidRequest) as caught:
                 await cluster.generate(request)
             assert caught.value.field in ("ignore_eos", "min_tokens", "json_schema")
-        await cluster.idle()
+        await cluster.wait_until_idle()
     for name, answer in zip(SCHEMAS, answers, strict=True):
         check_fits(answer.text, name)
         assert (answer.end.finish_reason, answer.end.stop_reason) == ("stop", None)

@@ -23,7 +23,7 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from baton.wire.server.event_loop import RpcEventLoop
 from kv_transfer.figures import failure_figures
-from tests.support.metrics_page import samples_at, text_at
+from tests.support.metrics_page import read_metrics_samples, read_metrics_text
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 
@@ -35,10 +35,10 @@ MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 
 async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
     """A node's samples."""
-    return await samples_at(cluster.nodes[node_id].node.metrics_port or 0)
+    return await read_metrics_samples(cluster.nodes[node_id].node.metrics_port or 0)
 
 
-async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None:
+async def test_a_prompt_in_transfer_is_shown_by_both_nodes(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=0)
     held = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512, step_time=StepTime(1.0), sleep=gate)
@@ -62,7 +62,7 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
         assert sum(decode["baton_kv_open_transfers" + on_decode(model, state)] for state in open_states) == 1
         assert decode["baton_kv_transfer_age_seconds" + on_decode(model, "")] > 0
         assert len((await answer).token_ids) == 4
-        await cluster.idle()
+        await cluster.wait_until_idle()
         decode, prefill = await page(cluster, "decode-0"), await page(cluster, "prefill-0")
         assert decode[stage + on_decode(model, ',stage="waiting_to_start"')] == 0
         assert decode["baton_prefix_cache_hits_total" + on_decode(model, ',source="remote"')] == 40
@@ -237,7 +237,7 @@ def rules() -> Sequence[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def test_every_process_tells_what_is_promised_and_nothing_else_is_asked_of_it(tmp_path: Path) -> None:
+def test_every_process_has_the_promised_metrics_and_rules_and_panels_use_no_others(tmp_path: Path) -> None:
     # On the loop that processes have.
     with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
         runner.run(_every_process_tells_what_is_promised(tmp_path))
@@ -245,9 +245,10 @@ def test_every_process_tells_what_is_promised_and_nothing_else_is_asked_of_it(tm
 
 async def _every_process_tells_what_is_promised(tmp_path: Path) -> None:
     async with some_requests(tmp_path) as cluster:
-        router = kinds(await text_at(int(cluster.router.http.rpartition(":")[2])))
+        router = kinds(await read_metrics_text(int(cluster.router.http.rpartition(":")[2])))
         prefill, decode = [
-            kinds(await text_at(cluster.nodes[name].node.metrics_port or 0)) for name in ("prefill-0", "decode-0")
+            kinds(await read_metrics_text(cluster.nodes[name].node.metrics_port or 0))
+            for name in ("prefill-0", "decode-0")
         ]
     listed(ROUTER, router)
     listed(PREFILL, prefill)
@@ -269,7 +270,7 @@ async def _every_process_tells_what_is_promised(tmp_path: Path) -> None:
         check_expression(expression, found, recorded)
 
 
-def test_panels_lie_beside_each_other() -> None:
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [panel["gridPos"] for panel in panels]
@@ -283,6 +284,6 @@ def test_panels_lie_beside_each_other() -> None:
     "expression",
     ["rate(baton_no_such_metric[1m])", "sum by (colour) (baton_node_up)", "baton:nothing:rate1m", "sum(baton_node_up"],
 )
-def test_an_expression_that_names_what_is_not_there_is_found(expression: str) -> None:
+def test_an_expression_with_an_unknown_name_is_detected(expression: str) -> None:
     with pytest.raises(AssertionError):
         check_expression(expression, {"node_up": gauge()}, ())

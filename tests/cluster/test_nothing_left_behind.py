@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 async def _nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
-    await cluster.idle(*node_ids)
+    await cluster.wait_until_idle(*node_ids)
     for node_id in node_ids or tuple(cluster.nodes):
         node = cluster.nodes[node_id].node
         assert not node.scheduler.requests
@@ -36,7 +36,7 @@ async def _nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
         assert connector.num_followed == 0
 
 
-async def test_a_first_token_that_is_the_last_leaves_nothing_on_offer(tmp_path: Path) -> None:
+async def test_a_request_that_ends_with_its_first_token_leaves_no_offer(tmp_path: Path) -> None:
     """The decode node, busy in a step, never came to ask for the prompt, and never will."""
     simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=0)
@@ -57,7 +57,7 @@ async def test_a_first_token_that_is_the_last_leaves_nothing_on_offer(tmp_path: 
         await _nothing_is_left(cluster)
 
 
-async def test_a_crowd_of_which_half_leaves_early(tmp_path: Path) -> None:
+async def test_nothing_is_left_of_many_requests_of_which_half_leave_early(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     rng = Random(2)
     prompts = [random_prompt(rng, length, 256) for length in (3, 15, 16, 17, 64, 100, 300) for _ in range(4)]

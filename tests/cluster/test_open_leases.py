@@ -58,7 +58,7 @@ async def baton(cluster: MiniCluster, *words: str) -> Any:
     return json.loads(out)
 
 
-async def test_a_lease_is_seen_from_both_ends_until_it_is_over(tmp_path: Path) -> None:
+async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=1)
     held = replace(SPEC, step_time=StepTime(1.0), sleep=gate)
@@ -90,13 +90,13 @@ async def test_a_lease_is_seen_from_both_ends_until_it_is_over(tmp_path: Path) -
 
         gate.allow(None)
         assert len((await answer).token_ids) == 4
-        await cluster.idle()
+        await cluster.wait_until_idle()
         assert await baton(cluster, "get", "leases") == {"version": 1, "items": []}
         described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
         assert described["ended_transfers"] == [{"peer": "prefill-0", "outcome": "arrived", "count": 1}]
 
 
-async def test_a_link_that_layouts_forbid_is_shown_at_both_nodes(tmp_path: Path) -> None:
+async def test_a_link_refused_for_its_layout_is_shown_at_both_nodes(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
 
     def make_runner(node_id: str) -> SimulatedRunner:

@@ -44,7 +44,7 @@ async def test_all_but_the_last_chunk_are_read_before_it_is_computed(tmp_path: P
         gate.allow(None)
         result = await answer
         events = await cluster.trace("prefill-0")
-        await cluster.idle()
+        await cluster.wait_until_idle()
 
     assert result.token_ids == expected_tokens(prompt, SamplingParams(temperature=0.0, max_tokens=4), spec)
     last_chunk = max(e.seq for e in events if e.name == "chunk_computed")

@@ -34,7 +34,7 @@ def post(address: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str],
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_it_ends_after_the_tokens_that_were_told(tmp_path: Path, n: int) -> None:
+async def test_a_repetitive_output_ends_with_an_error_after_its_tokens(tmp_path: Path, n: int) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 3)
 
     def runner(_: str) -> object:
@@ -72,4 +72,4 @@ async def test_it_ends_after_the_tokens_that_were_told(tmp_path: Path, n: int) -
             post, cluster.router.http, body | {"repetition_detection": {"max_pattern_size": 400}}
         )
         assert (status, refused["error"]["param"]) == (400, "repetition_detection")
-        await cluster.idle()
+        await cluster.wait_until_idle()

@@ -136,7 +136,7 @@ def answer(prompt: str, length: int) -> str:
     return "".join(chr(token_at([ord(letter) for letter in prompt], index)) for index in range(length))
 
 
-async def test_text_in_text_out_for_several_at_once(model_dir: Path) -> None:
+async def test_concurrent_requests_get_their_own_text(model_dir: Path) -> None:
     async with cluster(model_dir, "p1", "d1", "d2") as one:
         prompts = ["ab", "cd", "hello", "x"]
         runs = await asyncio.gather(*(one.generate(GenerateRequest(p, max_tokens=9)) for p in prompts))
@@ -151,7 +151,7 @@ async def test_text_in_text_out_for_several_at_once(model_dir: Path) -> None:
         assert {end_of(events).path.decode_node for events in runs} == {"d1", "d2"}
 
 
-async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
+async def test_calls_of_operators_and_users_are_answered(model_dir: Path) -> None:
     async with cluster(model_dir, "p1", "d1") as one:
         addresses = await one.addresses
         operator, user = OperatorStub(addresses.operator), GenerationStub(addresses.grpc)
@@ -178,7 +178,7 @@ async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
             user.close()
 
 
-async def test_a_router_may_be_ready_only_when_its_nodes_have_joined(model_dir: Path) -> None:
+async def test_a_router_that_awaits_nodes_is_ready_once_they_have_joined(model_dir: Path) -> None:
     nodes = {name: ServedNode(kind(name)) for name, kind in (("p1", prefill), ("d1", decode))}
     store = FakeRegistryStore()
     one = Cluster(store, model_dir, nodes, "torch", await_nodes=2)
@@ -205,7 +205,7 @@ async def test_a_router_that_waits_for_nodes_can_be_stopped(model_dir: Path) -> 
     assert not one.addresses.done()
 
 
-async def test_a_router_of_simulated_nodes_knows_their_model_before_they_come(tmp_path: Path) -> None:
+async def test_a_router_for_simulated_nodes_knows_their_model_before_they_join(tmp_path: Path) -> None:
     spec = SimulatedSpec()
     async with cluster(tmp_path / "nothing", runner="simulated") as one:
         user = GenerationStub((await one.addresses).grpc)
@@ -240,12 +240,12 @@ async def test_bad_input_is_refused_by_name(model_dir: Path, field: str, request
 
 
 @pytest.mark.parametrize("victim", ["p1", "d1"])
-async def test_a_node_dies_and_the_stream_goes_on(model_dir: Path, victim: str) -> None:
+async def test_a_stream_continues_when_a_node_dies(model_dir: Path, victim: str) -> None:
     async with cluster(model_dir, "p1", "d1", "d2") as one:
         for name in ("p1", "d1", "d2"):
             one.nodes[name].is_stuck = True
         reading = asyncio.create_task(one.generate(GenerateRequest("ab", max_tokens=6)))
-        to_prefill, to_decode = await one.nodes["p1"].submitted(), await one.nodes["d1"].submitted()
+        to_prefill, to_decode = await one.nodes["p1"].next_submit(), await one.nodes["d1"].next_submit()
         prefill_port, decode_port = one.nodes["p1"].port, one.nodes["d1"].port
         assert prefill_port is not None
         assert decode_port is not None
@@ -263,27 +263,27 @@ async def test_a_node_dies_and_the_stream_goes_on(model_dir: Path, victim: str) 
         assert victim not in (path.prefill_node, path.decode_node)
 
 
-async def test_a_client_that_goes_away_frees_both_nodes(model_dir: Path) -> None:
+async def test_a_client_that_disconnects_frees_both_nodes(model_dir: Path) -> None:
     async with cluster(model_dir, "p1", "d1") as one:
         for node in one.nodes.values():
             node.is_stuck = True
         stub = GenerationStub((await one.addresses).grpc)
         events = stub.generate(GenerateRequest("ab", request_id="mine"), None)
         await asyncio.to_thread(next, events)
-        submitted = [await node.submitted() for node in one.nodes.values()]
+        submitted = [await node.next_submit() for node in one.nodes.values()]
         await asyncio.to_thread(events.close)
-        assert [(await node.aborted()).attempt for node in one.nodes.values()] == [s.attempt for s in submitted]
+        assert [(await node.next_abort()).attempt for node in one.nodes.values()] == [s.attempt for s in submitted]
         stub.close()
 
 
-async def test_stopping_lets_running_requests_end_and_takes_the_record_back(model_dir: Path) -> None:
+async def test_a_stopping_router_lets_running_requests_end_and_removes_its_record(model_dir: Path) -> None:
     async with cluster(model_dir, "p1", "d1") as one:
         for node in one.nodes.values():
             node.is_stuck = True
         addresses = await one.addresses
         assert addresses.incarnation in dict(one.store.stored("test"))
         reading = asyncio.create_task(one.generate(GenerateRequest("ab", max_tokens=2)))
-        submitted = {name: await node.submitted() for name, node in one.nodes.items()}
+        submitted = {name: await node.next_submit() for name, node in one.nodes.items()}
         one.stop.set()
         await one.has_status("Draining", "router-1")
         with pytest.raises((Draining, Unreachable)):
@@ -298,7 +298,7 @@ async def test_stopping_lets_running_requests_end_and_takes_the_record_back(mode
             await node.port_closed.wait()
 
 
-async def test_what_keeps_a_router_from_starting_is_said_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_router_that_can_not_start_says_why_in_one_line(model_dir: Path, tmp_path: Path) -> None:
     async with cluster(model_dir) as one:
         taken = int((await one.addresses).grpc.rpartition(":")[2])
 

@@ -76,7 +76,7 @@ async def test_tokens_equal_one_engine_alone(tmp_path: Path, dtype: str, samplin
             for i, prompt in enumerate(prompts)
         ]
         answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
-        await cluster.idle()
+        await cluster.wait_until_idle()
     assert [answer.token_ids for answer in answers] == expected
     assert {answer.end.path.prefill_node for answer in answers} == {"prefill-0", "prefill-1"}
     assert {answer.end.path.decode_node for answer in answers} == {"decode-0", "decode-1"}

@@ -44,7 +44,7 @@ async def computed_prompts(cluster: MiniCluster, request_id: str) -> list[int]:
     return [e.value for e in events if e.name == "chunk_computed" and e.attempt.request_id == request_id]
 
 
-async def test_each_sampled_sequence_is_what_it_is_alone(tmp_path: Path) -> None:
+async def test_each_sampled_sequence_has_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=9, dtype="float32")
     make_runner = torch_runner(tmp_path)
     rng = Random(4)
@@ -59,7 +59,7 @@ async def test_each_sampled_sequence_is_what_it_is_alone(tmp_path: Path) -> None
         ]
         answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
         single = await cluster.generate(GenerateRequest(prompts[-1], seed=50, **how))  # type: ignore[arg-type]
-        await cluster.idle()
+        await cluster.wait_until_idle()
     assert [sequences(answer, 4) for answer in answers] == expected
     assert len({tuple(tokens) for tokens in expected[-1]}) == 4
     assert single.token_ids == expected[-1][0], "sequence 0 is the request without the others"
@@ -76,7 +76,7 @@ async def test_greedy_sequences_are_equal_and_their_logprobs_too(tmp_path: Path)
     request = GenerateRequest(prompt, temperature=0.0, n=4, logprobs=2, max_tokens=NEW_TOKENS, ignore_eos=True)
     async with mini_cluster(torch_runner(tmp_path), tmp_path) as cluster:
         answer = await cluster.generate(request)
-        await cluster.idle()
+        await cluster.wait_until_idle()
     assert len({tuple(tokens) for tokens in sequences(answer, 4)}) == 1
     assert len(answer.token_ids) == NEW_TOKENS
     for index in range(4):
@@ -95,7 +95,7 @@ async def test_the_best_of_many_has_the_largest_logprob(tmp_path: Path) -> None:
             GenerateRequest(prompt, n=2, best_of=6, **ask),  # type: ignore[arg-type]
             on_event=lambda event: chunks.append(event) if isinstance(event, Chunk) else None,
         )
-        await cluster.idle()
+        await cluster.wait_until_idle()
     scores = [sum(position.logprob for position in every.sequence(index).logprobs) for index in range(6)]
     order = sorted(range(6), key=lambda index: -scores[index])
     assert order[:2] != [0, 1], "the choice must matter"
@@ -119,14 +119,14 @@ async def test_the_prompt_is_computed_and_pulled_once(tmp_path: Path) -> None:
         assert [e.name for e in on_decode].count("read_done") >= 1
         computed = [e.value for e in on_decode if e.name == "chunk_computed"]
         assert set(computed) <= {70}, "only the last prompt token is computed again"
-        await cluster.idle()
+        await cluster.wait_until_idle()
     for index in range(8):
         params = SamplingParams(seed=sequence_seed(5, index), max_tokens=9)
         assert answer.sequence(index).token_ids == expected_tokens(prompt, params, SPEC)
     assert single.token_ids == answer.token_ids
 
 
-async def test_a_first_token_that_ends_sequence_0_leaves_the_others(tmp_path: Path) -> None:
+async def test_the_other_sequences_continue_when_sequence_0_ends_with_its_first_token(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     prompt = random_prompt(Random(2), 40, 256)
     first = expected_tokens(prompt, SamplingParams(seed=5, max_tokens=1), SPEC)
@@ -134,7 +134,7 @@ async def test_a_first_token_that_ends_sequence_0_leaves_the_others(tmp_path: Pa
         request = GenerateRequest(prompt, seed=5, n=3, max_tokens=6, stop_token_ids=first)
         answer = await cluster.generate(request)
         one_token = await cluster.generate(GenerateRequest(prompt, seed=5, n=3, max_tokens=1))
-        await cluster.idle()
+        await cluster.wait_until_idle()
     assert answer.token_ids == first
     assert (answer.ends[0].finish_reason, answer.ends[0].stop_reason) == ("stop", first[0])
     for index in (1, 2):
@@ -145,14 +145,16 @@ async def test_a_first_token_that_ends_sequence_0_leaves_the_others(tmp_path: Pa
 
 
 @pytest.mark.parametrize("num_blocks", [12, 20])
-async def test_sequences_that_don_t_fit_side_by_side_are_preempted_and_right(tmp_path: Path, num_blocks: int) -> None:
+async def test_sequences_that_do_not_fit_together_are_preempted_and_keep_their_tokens(
+    tmp_path: Path, num_blocks: int
+) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     spec = SimulatedSpec(num_blocks=num_blocks, vocab_size=256, max_model_len=512)
     prompt = random_prompt(Random(3), 50, 256)
     async with mini_cluster(lambda node_id: SimulatedRunner(spec), tmp_path, token_ids_only=True) as cluster:
         answer = await cluster.generate(GenerateRequest(prompt, seed=5, n=5, max_tokens=70))
         assert "preempted" in [event.name for event in await cluster.trace("decode-0")]
-        await cluster.idle()
+        await cluster.wait_until_idle()
     for index in range(5):
         params = SamplingParams(seed=sequence_seed(5, index), max_tokens=70)
         assert answer.sequence(index).token_ids == expected_tokens(prompt, params, spec)

@@ -126,7 +126,7 @@ async def steered(directory: Path, **sizes: int) -> AsyncIterator[tuple[MiniClus
             operator.close()
 
 
-async def test_nodes_are_drained_and_change_their_roles_under_load(tmp_path: Path) -> None:
+async def test_draining_nodes_and_changing_roles_under_load_fails_no_request(tmp_path: Path) -> None:
     async with steered(tmp_path, prefill=2, decode=2) as (cluster, operator, load):
         # A prefill node, whose blocks are on offer.
         await load.goes_on()
@@ -168,7 +168,7 @@ async def test_nodes_are_drained_and_change_their_roles_under_load(tmp_path: Pat
     assert load.num_answers >= 5 * NUM_CLIENTS
 
 
-async def test_what_is_wanted_while_the_registry_is_away_is_refused_and_requests_are_not(tmp_path: Path) -> None:
+async def test_without_the_registry_operators_changes_are_refused_and_requests_are_served(tmp_path: Path) -> None:
     async with steered(tmp_path, prefill=1, decode=2) as (cluster, operator, load):
         with pytest.raises(NodeNotFound, match=r"no node is called decode-7 \(did you mean decode-\d\?\)"):
             await operator.cordon("decode-1", "decode-7")

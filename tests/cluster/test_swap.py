@@ -36,7 +36,7 @@ def make_runner(node_id: str) -> SimulatedRunner:
 
 @pytest.mark.parametrize("ahead", ["off", "on"])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-async def test_tokens_do_not_depend_on_how_requests_give_way(tmp_path: Path, mode: str, ahead: str) -> None:
+async def test_tokens_do_not_depend_on_how_requests_are_preempted(tmp_path: Path, mode: str, ahead: str) -> None:
     simulated_model_dir(tmp_path, 997, 88)
     rng = Random(7)
     shared = random_prompt(rng, 12, 997)
@@ -58,7 +58,7 @@ async def test_tokens_do_not_depend_on_how_requests_give_way(tmp_path: Path, mod
         for _ in range(ROUNDS):
             answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
             assert [answer.token_ids for answer in answers] == expected
-            await cluster.idle()
+            await cluster.wait_until_idle()
             gave_way = decode.make_stats().num_preemptions_by_mode[way]
             came_back = prefill.make_stats().prefix_cache.num_hit_tokens["host"]
             if gave_way and came_back:

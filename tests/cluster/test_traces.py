@@ -41,11 +41,11 @@ async def spans_of(tmp_path: Path, **requests: str) -> list[ReceivedSpan]:
         async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
             for request_id, traceparent in requests.items():
                 await complete(cluster, request_id, traceparent)
-            await cluster.idle()
+            await cluster.wait_until_idle()
     return received.spans
 
 
-async def test_spans_of_all_processes_are_the_callers_children(tmp_path: Path) -> None:
+async def test_spans_of_all_processes_belong_to_the_callers_trace(tmp_path: Path) -> None:
     spans = await spans_of(
         tmp_path, traced=f"00-{TRACE_ID}-{PARENT_ID}-01", own="", silent=f"00-{'1' * 32}-{'2' * 16}-00"
     )

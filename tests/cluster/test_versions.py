@@ -76,7 +76,7 @@ async def statuses(operator: OperatorClient, wanted: dict[str, str]) -> dict[str
             return {each.name: each.detail for each in nodes}
 
 
-async def test_versions_that_do_not_understand_each_other_are_never_a_pair(tmp_path: Path) -> None:
+async def test_nodes_of_incompatible_versions_are_never_paired(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     settings = {"token_ids_only": True, "max_num_batched_tokens": 64}
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, **settings) as cluster:  # type: ignore[arg-type]

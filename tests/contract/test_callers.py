@@ -78,7 +78,7 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         await server.stop(0.0)
 
 
-async def test_calls_that_share_a_connection_are_each_their_own_callers(served: tuple[str, dict[str, str]]) -> None:
+async def test_each_call_on_a_shared_connection_belongs_to_its_own_caller(served: tuple[str, dict[str, str]]) -> None:
     address, keys = served
     async with grpc.aio.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)

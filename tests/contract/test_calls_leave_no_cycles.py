@@ -31,7 +31,7 @@ from tests.support.http2_frames import (
     frame,
     request_fields,
 )
-from tests.support.left_behind import collector_off
+from tests.support.uncollected import garbage_collector_off
 
 NUM_CALLS = 20
 LIMIT = 1 << 20
@@ -107,7 +107,7 @@ def _dropped(_record: logging.LogRecord) -> bool:
 @pytest.fixture(autouse=True)
 def left() -> Iterator[Callable[[], Counter[str]]]:
     """Counts the calls that have not been freed."""
-    with collector_off(Call) as left:
+    with garbage_collector_off(Call) as left:
         yield left
 
 
@@ -177,7 +177,9 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-async def test_a_call_that_is_over_is_freed(way: Way, left: Callable[[], Counter[str]]) -> None:
+async def test_a_finished_call_is_freed_without_the_garbage_collector(
+    way: Way, left: Callable[[], Counter[str]]
+) -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         fields = [*request_fields(way.path), *((("grpc-timeout", way.timeout),) if way.timeout else ())]

@@ -37,7 +37,7 @@ from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.server.server import RpcServer
 from baton.wire.services import generation_service
 from baton.wire.services.generation_service import GenerationServicer
-from tests.support.first_of_all import FirstOfAll
+from tests.support.always_first import AlwaysFirst
 
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=6)
 TEXT = "abcdef"
@@ -128,7 +128,7 @@ async def ask_async(
     timeout_s: float | None = None,
     silence_s: float = SILENCE_S,
 ) -> list[GenerateEvent]:
-    async with AsyncGenerationClient(*addresses, rng=FirstOfAll(), silence_s=silence_s) as client:
+    async with AsyncGenerationClient(*addresses, rng=AlwaysFirst(), silence_s=silence_s) as client:
         return [event async for event in client.generate(request, timeout_s)]
 
 
@@ -139,7 +139,7 @@ async def ask_sync(
     silence_s: float = SILENCE_S,
 ) -> list[GenerateEvent]:
     def run() -> list[GenerateEvent]:
-        with GenerationClient(*addresses, rng=FirstOfAll(), silence_s=silence_s) as client:
+        with GenerationClient(*addresses, rng=AlwaysFirst(), silence_s=silence_s) as client:
             return list(client.generate(request, timeout_s))
 
     return await asyncio.to_thread(run)
@@ -171,7 +171,7 @@ async def test_a_lost_stream_is_resumed_at_the_next_router(ask: Ask) -> None:
     assert second.calls == [(sent.request_id, 2)]
 
 
-async def test_what_nobody_knows_any_more_is_asked_for_again(ask: Ask) -> None:
+async def test_a_request_that_no_router_knows_is_generated_again(ask: Ask) -> None:
     first, second = Router(breaks_after=3), Router()
     second.knows = False
     async with served(first, second) as addresses:
@@ -180,7 +180,7 @@ async def test_what_nobody_knows_any_more_is_asked_for_again(ask: Ask) -> None:
     assert second.calls == [(second.calls[0][0], 3), again]  # type: ignore[index]
 
 
-async def test_who_comes_again_too_early_takes_the_live_stream(ask: Ask) -> None:
+async def test_a_retry_while_the_request_is_live_takes_over_its_stream(ask: Ask) -> None:
     first = Router(breaks_after=0, error=DuplicateRequest("is live"))
     async with served(first) as addresses:
         with pytest.raises(DuplicateRequest):
@@ -202,7 +202,7 @@ async def test_who_comes_again_too_early_takes_the_live_stream(ask: Ask) -> None
     assert [type(call) for call in half.calls] == [GenerateRequest, tuple]
 
 
-async def test_a_router_that_is_not_there_is_passed_over(ask: Ask) -> None:
+async def test_an_unreachable_router_is_skipped(ask: Ask) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
     async with served(Router()) as addresses:
@@ -211,7 +211,7 @@ async def test_a_router_that_is_not_there_is_passed_over(ask: Ask) -> None:
         await ask([nobody, nobody])
 
 
-async def test_what_is_said_of_the_request_is_final(ask: Ask) -> None:
+async def test_an_error_about_the_request_itself_is_not_retried(ask: Ask) -> None:
     first, second = Router(breaks_after=2, error=EngineFault("NaN")), Router()
     async with served(first, second) as addresses:
         with pytest.raises(EngineFault):
@@ -219,7 +219,7 @@ async def test_what_is_said_of_the_request_is_final(ask: Ask) -> None:
     assert second.calls == []
 
 
-async def test_the_deadline_is_one_for_all_calls(ask: Ask) -> None:
+async def test_one_deadline_covers_all_calls(ask: Ask) -> None:
     first, second = Router(breaks_after=2), Router()
     second.hangs = True
     async with served(first, second) as addresses:
@@ -228,18 +228,18 @@ async def test_the_deadline_is_one_for_all_calls(ask: Ask) -> None:
         await second.closed.wait()
 
 
-async def test_a_router_that_only_takes_connections_is_left() -> None:
+async def test_a_router_that_accepts_connections_but_never_answers_is_skipped() -> None:
     """As a stopped process does: the kernel answers for it."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         async with served(Router()) as addresses:
             mute = f"127.0.0.1:{stopped.getsockname()[1]}"
-            async with AsyncGenerationClient(mute, *addresses, rng=FirstOfAll(), silence_s=0.05) as client:
+            async with AsyncGenerationClient(mute, *addresses, rng=AlwaysFirst(), silence_s=0.05) as client:
                 assert_whole([event async for event in client.generate(REQUEST)])
                 # It is doubted now, so nobody waits for it again.
                 assert_whole([event async for event in client.generate(REQUEST)])
 
 
-async def test_a_router_that_has_nothing_to_say_is_asked_and_kept(ask: Ask) -> None:
+async def test_a_router_without_news_that_answers_probes_is_kept(ask: Ask) -> None:
     first, second = Router(), Router()
     first.hangs = True
     async with served(first, second) as addresses:
@@ -248,7 +248,7 @@ async def test_a_router_that_has_nothing_to_say_is_asked_and_kept(ask: Ask) -> N
         assert second.calls == []
 
 
-async def test_several_threads_leave_such_a_router_and_nothing_watches_it_any_more() -> None:
+async def test_calls_of_several_threads_leave_a_mute_router_and_its_liveness_thread_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         mute = f"127.0.0.1:{stopped.getsockname()[1]}"
         with closing(GenerationStub(mute, silence_s=0.05)) as stub:
@@ -261,13 +261,13 @@ async def test_several_threads_leave_such_a_router_and_nothing_watches_it_any_mo
         assert not [thread for thread in threading.enumerate() if thread.name == f"liveness-{mute}"]
 
 
-async def test_leaving_cancels_and_the_rest_is_asked_of_whoever_answers() -> None:
+async def test_closing_a_stream_cancels_its_call_and_other_calls_go_to_any_router_that_answers() -> None:
     first, second = Router(), Router()
     first.hangs, first.knows = True, False
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
     async with served(first, second) as addresses:
-        async with AsyncGenerationClient(*addresses, rng=FirstOfAll()) as client:
+        async with AsyncGenerationClient(*addresses, rng=AlwaysFirst()) as client:
             stream = client.generate(REQUEST)
             await anext(stream)
             await stream.aclose()
@@ -277,7 +277,7 @@ async def test_leaving_cancels_and_the_rest_is_asked_of_whoever_answers() -> Non
             second.knows = False
             with pytest.raises(RequestNotFound):
                 await client.cancel("r")
-        async with AsyncGenerationClient(nobody, *addresses, rng=FirstOfAll()) as client:
+        async with AsyncGenerationClient(nobody, *addresses, rng=AlwaysFirst()) as client:
             assert await client.tokenize("four") == [4]
             assert await client.detokenize([4]) == "[4]"
             assert [card.name for card in await client.list_models()] == ["m"]
@@ -285,7 +285,7 @@ async def test_leaving_cancels_and_the_rest_is_asked_of_whoever_answers() -> Non
                 await client.cancel("r")
 
 
-async def test_who_knows_that_the_cluster_is_gone_tries_no_more() -> None:
+async def test_a_client_that_knows_the_cluster_is_gone_does_not_retry() -> None:
     first = Router(breaks_after=2)
     async with served(first) as addresses:
 
@@ -298,7 +298,7 @@ async def test_who_knows_that_the_cluster_is_gone_tries_no_more() -> None:
     assert len(first.calls) == 1
 
 
-async def test_a_request_that_was_cancelled_stays_so(ask: Ask) -> None:
+async def test_a_cancelled_request_is_not_retried(ask: Ask) -> None:
     first, second = Router(breaks_after=1, error=Cancelled("by an operator")), Router()
     async with served(first, second) as addresses:
         with pytest.raises(Cancelled):

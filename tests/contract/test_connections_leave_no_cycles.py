@@ -24,7 +24,7 @@ from router.http.connection import Connection
 from router.http.server import HttpServer
 from tests.support.http2_frames import SETTINGS, frame
 from tests.support.http_rig import HttpRig
-from tests.support.left_behind import collector_off
+from tests.support.uncollected import garbage_collector_off
 
 NUM_CONNECTIONS = 10
 # A class of asyncio's own, which its stubs leave out.
@@ -57,7 +57,7 @@ def told(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture(autouse=True)
 def left() -> Iterator[Callable[[], Counter[str]]]:
     """Counts the connections of servers that have not been freed."""
-    with collector_off(*_KINDS, counts=lambda one: getattr(one, "_server_side", True)) as left:
+    with garbage_collector_off(*_KINDS, counts=lambda one: getattr(one, "_server_side", True)) as left:
         yield left
 
 
@@ -107,7 +107,7 @@ WAYS = {
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("has_tls", [False, True], ids=["clear", "tls"])
 @pytest.mark.parametrize(("way", "kind"), [(way, kind) for way, kinds in WAYS.items() for kind in kinds])
-async def test_a_connection_that_is_over_is_freed(
+async def test_a_closed_connection_is_freed_without_the_garbage_collector(
     way: str, kind: str, has_tls: bool, tls: TlsFiles, left: Callable[[], Counter[str]]
 ) -> None:
     limit, is_foreign = ConnectionLimit(), "not spoken" in way
@@ -120,7 +120,7 @@ async def test_a_connection_that_is_over_is_freed(
                 assert await reader.read(1 << 16)
             elif "while" in way:
                 writer.write(POST)
-                call = await rig.called()
+                call = await rig.next_call()
             elif "body" in way:
                 writer.write(POST[:-5])
                 await writer.drain()

@@ -47,7 +47,7 @@ async def test_a_node_has_one_desired_role_at_most(server: Server) -> None:
     assert desired.decode == frozenset()
 
 
-async def test_nothing_is_wanted_of_a_registry_that_is_away_and_it_is_replayed_when_it_comes_back_empty(
+async def test_changes_fail_while_the_registry_is_away_and_an_empty_one_gets_the_known_state_again(
     server: Server,
 ) -> None:
     registry = server.connect()
@@ -71,7 +71,7 @@ async def test_nothing_is_wanted_of_a_registry_that_is_away_and_it_is_replayed_w
     assert await until(watch, lambda s: not s.cordoned) == DesiredState(decode=frozenset("a"))
 
 
-async def test_every_incarnation_of_a_name(server: Server) -> None:
+async def test_all_incarnations_of_a_name_are_listed_oldest_first(server: Server) -> None:
     registry = server.connect()
     new, old = node(run="new", started_at=2.0), node(run="old", started_at=1.0)
     await registry.lease(new)
@@ -81,7 +81,7 @@ async def test_every_incarnation_of_a_name(server: Server) -> None:
     assert await registry.namesakes("prefill") == []
 
 
-def test_what_a_flushed_registry_is_replayed() -> None:
+def test_a_flushed_registry_gets_only_the_known_state_that_it_does_not_contradict() -> None:
     memory, known = DesiredMemory(), DesiredState(frozenset("ab"), decode=frozenset("a"))
     assert memory.merge("one", known) == (known, DesiredChange({}, {}))
     # In the new one somebody has chosen another role and cordoned a third node already.
@@ -92,5 +92,5 @@ def test_what_a_flushed_registry_is_replayed() -> None:
     assert memory.merge("two", DesiredState()) == (DesiredState(), DesiredChange({}, {}))
 
 
-def test_what_is_no_name_is_skipped() -> None:
+def test_invalid_node_names_are_skipped() -> None:
     assert DesiredState.of({"cordoned": ["a", "", "b c", "x" * 200]}) == DesiredState(frozenset("a"))

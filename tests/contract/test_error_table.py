@@ -109,7 +109,7 @@ def test_the_table_has_every_error() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_each_error_has_its_status_and_what_goes_with_it(error: BatonError) -> None:
+async def test_each_error_has_its_status_and_its_details(error: BatonError) -> None:
     async with served(FakeGenerationHandler(error)) as channel:
         told = await end_of(channel)
         assert told.code().name == CODES[type(error).__name__]
@@ -129,7 +129,7 @@ def _unpacked(detail: object) -> error_details_pb2.BadRequest:
     return bad
 
 
-async def test_who_is_turned_away_is_told_when_to_come_again() -> None:
+async def test_a_refused_client_is_told_when_to_retry() -> None:
     async with served(FakeGenerationHandler(QueueFull("1024 wait", retry_after_s=2.5))) as channel:
         told = await end_of(channel)
         assert trailer_of(told)["grpc-retry-pushback-ms"] == "2500"
@@ -140,7 +140,7 @@ async def test_who_is_turned_away_is_told_when_to_come_again() -> None:
 
 
 @pytest.mark.parametrize("cause", TransferCause)
-async def test_a_client_hears_why_kv_did_not_come(cause: TransferCause) -> None:
+async def test_a_client_receives_the_cause_of_a_failed_kv_transfer(cause: TransferCause) -> None:
     async with served(
         FakeGenerationHandler(TransferFailed(cause, "3 attempts failed"), Accepted("r", 5, 3), Chunk(0, (7,), "a"))
     ) as channel:
@@ -151,12 +151,12 @@ async def test_a_client_hears_why_kv_did_not_come(cause: TransferCause) -> None:
         assert str(meant) == told.details()
 
 
-def test_a_cause_of_a_newer_version_is_in_the_words() -> None:
+def test_an_unknown_cause_of_a_newer_version_is_kept_in_the_message() -> None:
     lost = status._transfer_failed({"cause": "moon_phase"}, "KV transfer failed: moon_phase")
     assert (type(lost), str(lost)) == (AttemptsExhausted, "KV transfer failed: moon_phase")
 
 
-async def test_a_stream_that_breaks_says_how_much_it_brought() -> None:
+async def test_an_error_in_mid_stream_says_how_many_tokens_were_sent() -> None:
     events = (Accepted("r", 5, 3), Chunk(0, (7, 8), "ab"), Chunk(2, (9,), "c"), Chunk(3, (), "tail"))
     async with served(FakeGenerationHandler(EngineFault("logits are not finite"), *events)) as channel:
         told = await end_of(channel, len(events))

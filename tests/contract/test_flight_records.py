@@ -100,7 +100,7 @@ async def found(records: FlightRecords, request_id: str, wanted: bytes | None) -
             pass
 
 
-async def test_a_redis_that_is_away_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreachable_redis_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nobody = RedisFlightRecords.connect(f"unix://{tmp_path}/nobody.sock", "c")
     with caplog.at_level(logging.INFO):
         for number in range(20):
@@ -123,7 +123,7 @@ async def test_another_process_finds_the_latest_record_of_its_own_cluster(server
     assert ENDED_S < (await server.lifetime_s("r") or 0) <= LIFETIME_S
 
 
-async def test_what_is_over_is_kept_for_a_moment(server: Server) -> None:
+async def test_the_record_of_an_ended_request_is_kept_for_a_short_time(server: Server) -> None:
     writer, reader = server.connect(), server.connect()
     writer.put("early", b"1")
     await found(reader, "early", b"1")
@@ -139,7 +139,7 @@ async def test_what_is_over_is_kept_for_a_moment(server: Server) -> None:
     assert await server.lifetime_s("unknown") is None
 
 
-async def test_the_end_of_one_flight_is_none_of_another_flights_of_the_same_request(server: Server) -> None:
+async def test_the_end_of_one_flight_does_not_end_another_flight_of_the_same_request(server: Server) -> None:
     first, second = server.connect(), server.connect()
     first.put("r", b"first", 1)
     await found(second, "r", b"first")
@@ -155,7 +155,7 @@ async def test_the_end_of_one_flight_is_none_of_another_flights_of_the_same_requ
     assert 0 < (await server.lifetime_s("r") or 0) <= ENDED_S
 
 
-async def test_without_a_server_nobody_fails_and_with_one_it_goes_on(server: Server) -> None:
+async def test_no_call_fails_while_the_server_is_away_and_later_records_are_written(server: Server) -> None:
     writer, reader = server.connect(), server.connect()
     writer.put("before", b"1")
     await found(reader, "before", b"1")
@@ -185,7 +185,7 @@ async def redis() -> AsyncIterator[RedisServer]:
             await made.close()
 
 
-async def test_what_could_not_be_written_is_written_when_the_server_is_back(redis: RedisServer) -> None:
+async def test_unwritten_records_are_written_when_the_server_is_back(redis: RedisServer) -> None:
     writer, reader = redis.connect(), redis.connect()
     writer.put("r", b"old")
     writer.put("s", b"other")
@@ -198,7 +198,7 @@ async def test_what_could_not_be_written_is_written_when_the_server_is_back(redi
     assert writer.num_lost == 0
 
 
-async def test_a_record_that_breaks_the_writer_is_counted_and_those_behind_it_are_written(redis: RedisServer) -> None:
+async def test_a_record_that_can_not_be_written_is_counted_and_later_ones_are_written(redis: RedisServer) -> None:
     await redis.start()
     writer, reader = redis.connect(), redis.connect()
     writer.put("broken", "no bytes")  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ async def test_a_record_that_breaks_the_writer_is_counted_and_those_behind_it_ar
     assert writer.num_lost == 1
 
 
-async def test_what_waits_is_bounded_and_the_oldest_go_first(redis: RedisServer) -> None:
+async def test_pending_records_are_bounded_and_the_oldest_are_dropped(redis: RedisServer) -> None:
     writer, reader = redis.connect(), redis.connect()
     for number in range(MAX_PENDING + 5):
         writer.put(f"r{number}", b"x")
@@ -222,7 +222,7 @@ async def test_what_waits_is_bounded_and_the_oldest_go_first(redis: RedisServer)
     assert await reader.get("r4") is None
 
 
-async def test_the_end_writes_what_is_left(redis: RedisServer) -> None:
+async def test_closing_writes_the_pending_records(redis: RedisServer) -> None:
     writer, reader = redis.connect(), redis.connect()
     await redis.start()
     writer.put("r", b"x")
@@ -235,7 +235,7 @@ async def test_the_end_writes_what_is_left(redis: RedisServer) -> None:
         RedisFlightRecords.connect("http://r", "c")
 
 
-async def test_a_crowd_of_readers_takes_a_few_connections(redis: RedisServer) -> None:
+async def test_many_concurrent_readers_share_a_few_connections(redis: RedisServer) -> None:
     await redis.start()
     records = redis.connect()
     async with redis_client.Redis.from_url(redis.redis.url) as looking:

@@ -186,7 +186,7 @@ def keys(tmp_path: Path) -> tuple[KeyRing, str]:
 
 
 @pytest.mark.timeout(10)
-async def test_without_a_key_a_call_ends_with_its_headers(keys: tuple[KeyRing, str]) -> None:
+async def test_a_call_without_a_key_is_refused_as_soon_as_its_headers_arrive(keys: tuple[KeyRing, str]) -> None:
     async with serving(keys[0]) as (server, service):
         client = await Client.of(server)
         client.call(1, UNARY, None)
@@ -202,7 +202,7 @@ async def test_without_a_key_a_call_ends_with_its_headers(keys: tuple[KeyRing, s
 
 
 @pytest.mark.timeout(10)
-async def test_a_stranger_may_open_a_hundred_streams_and_who_shows_a_key_ten_thousand(
+async def test_a_client_without_a_key_may_open_100_streams_and_one_with_a_key_10000(
     keys: tuple[KeyRing, str],
 ) -> None:
     async with serving(keys[0]) as (server, _):
@@ -223,7 +223,7 @@ async def test_a_stranger_may_open_a_hundred_streams_and_who_shows_a_key_ten_tho
 
 
 @pytest.mark.timeout(10)
-async def test_who_asks_again_and_again_without_a_key_is_cut(keys: tuple[KeyRing, str]) -> None:
+async def test_a_client_that_keeps_calling_without_a_key_is_disconnected(keys: tuple[KeyRing, str]) -> None:
     async with serving(keys[0]) as (server, _):
         client = await Client.of(server)
         for number in range(1_100):
@@ -237,7 +237,7 @@ async def test_who_asks_again_and_again_without_a_key_is_cut(keys: tuple[KeyRing
 
 
 @pytest.mark.timeout(20)
-async def test_calls_that_need_no_key_are_bounded_in_the_process_and_the_greediest_has_less(
+async def test_keyless_calls_of_the_process_are_bounded_and_a_probe_is_still_answered(
     keys: tuple[KeyRing, str],
 ) -> None:
     async with serving(keys[0]) as (server, _):
@@ -259,7 +259,7 @@ async def test_calls_that_need_no_key_are_bounded_in_the_process_and_the_greedie
 
 
 @pytest.mark.timeout(10)
-async def test_a_call_that_needs_no_key_brings_a_small_message() -> None:
+async def test_a_keyless_call_may_bring_only_a_small_message() -> None:
     async with serving() as (server, _):
         client = await Client.of(server)
         client.call(1, CHECK, bytes(5_000))
@@ -270,7 +270,7 @@ async def test_a_call_that_needs_no_key_brings_a_small_message() -> None:
 
 
 @pytest.mark.timeout(20)
-async def test_the_second_message_of_a_unary_call_ends_it_and_six_megabytes_of_them_hold_nothing() -> None:
+async def test_a_second_message_ends_a_unary_call_and_further_ones_hold_no_memory() -> None:
     async with serving() as (server, _):
         client = await Client.of(server)
         tracemalloc.start()
@@ -288,7 +288,7 @@ async def test_the_second_message_of_a_unary_call_ends_it_and_six_megabytes_of_t
 
 
 @pytest.mark.timeout(10)
-async def test_a_unary_call_without_a_message_is_no_call() -> None:
+async def test_a_unary_call_without_a_message_is_refused() -> None:
     async with serving() as (server, _):
         client = await Client.of(server)
         client.call(1, UNARY, None)
@@ -297,7 +297,7 @@ async def test_a_unary_call_without_a_message_is_no_call() -> None:
 
 
 @pytest.mark.timeout(10)
-async def test_a_half_open_call_has_no_task_and_ends_when_its_time_is_up() -> None:
+async def test_a_half_open_call_has_no_task_and_ends_at_its_time_limit() -> None:
     async with serving(request_s=0.05, quiet_s=0.05) as (server, service):
         client = await Client.of(server)
         for stream in range(1, 41, 2):
@@ -312,7 +312,7 @@ async def test_a_half_open_call_has_no_task_and_ends_when_its_time_is_up() -> No
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("said", [b"", PREFACE[:10], PREFACE, PREFACE + frame(SETTINGS, 0, 0)[:5]])
-async def test_who_does_not_greet_in_time_is_cut(said: bytes) -> None:
+async def test_a_client_that_does_not_complete_its_preface_in_time_is_disconnected(said: bytes) -> None:
     async with serving(quiet_s=0.05) as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(said)
@@ -328,7 +328,7 @@ async def test_who_does_not_greet_in_time_is_cut(said: bytes) -> None:
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("path", [UNARY, CHECK, WATCH, GENERATE])
-async def test_who_never_reads_an_answer_is_not_waited_for(path: str) -> None:
+async def test_a_call_whose_answer_is_never_read_is_ended(path: str) -> None:
     async with serving(stall_s=0.05, quiet_s=0.05) as (server, _):
         client = await Client.of(server, (INITIAL_WINDOW, 0))
         client.call(1, path)
@@ -342,7 +342,7 @@ async def test_who_never_reads_an_answer_is_not_waited_for(path: str) -> None:
 
 
 @pytest.mark.timeout(20)
-async def test_the_calls_of_a_lost_connection_end_a_few_in_a_turn() -> None:
+async def test_the_calls_of_a_lost_connection_end_a_few_per_turn_of_the_loop() -> None:
     async with serving() as (server, service):
         client = await Client.of(server)
         num_calls = 300
@@ -380,7 +380,7 @@ class Readings:
 
 
 @pytest.mark.timeout(20)
-async def test_however_many_flood_they_share_one_turn() -> None:
+async def test_all_flooding_connections_share_one_budget_per_turn_of_the_loop() -> None:
     clock = Readings()
     async with serving(budget=TurnBudget(asyncio.get_running_loop(), 10.0, clock)) as (server, _):
         victim = await Client.of(server)
@@ -422,7 +422,7 @@ class HeldBudget(TurnBudget):
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("has_tls", [False, True], ids=["clear", "tls"])
-async def test_who_breaks_the_protocol_and_leaves_before_that_is_read_leaves_nothing(
+async def test_a_client_that_breaks_the_protocol_and_disconnects_at_once_leaves_no_connection(
     tmp_path: Path, has_tls: bool
 ) -> None:
     """asyncio's TLS does not end a connection that is at its end while reading from it is paused."""

@@ -54,7 +54,7 @@ def one(kind: type[BatonError]) -> BatonError:
 
 
 @pytest.mark.parametrize("kind", list(tree()))
-def test_every_error_has_a_status_and_an_object(kind: type[BatonError]) -> None:
+def test_every_error_has_an_http_status_and_an_error_object(kind: type[BatonError]) -> None:
     error = one(kind)
     status = next(EXPECTED[parent] for parent in kind.__mro__ if parent in EXPECTED)
     assert kind_of(error).status == status
@@ -70,12 +70,12 @@ def test_every_error_has_a_status_and_an_object(kind: type[BatonError]) -> None:
 
 
 @pytest.mark.parametrize("cause", TransferCause)
-def test_a_client_sees_why_kv_did_not_come(cause: TransferCause) -> None:
+def test_a_failed_kv_transfer_has_its_cause_as_error_code(cause: TransferCause) -> None:
     found = json.loads(error_body(TransferFailed(cause, "3 attempts failed")))["error"]
     assert (found["type"], found["code"]) == ("server_error", f"kv_transfer_{cause.value}")
 
 
-def test_every_status_of_the_tree_has_a_kind() -> None:
+def test_every_status_maps_to_an_http_status() -> None:
     for status in Status:
         error = BatonError("story")
         error.status = status

@@ -86,7 +86,7 @@ async def answer(port: int, path: bytes, key: str) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-async def test_no_spelling_of_a_path_opens_a_page_of_others(port: int, keys: dict[CallerRole, str]) -> None:
+async def test_no_spelling_of_a_path_opens_a_page_without_the_right_key(port: int, keys: dict[CallerRole, str]) -> None:
     found: list[tuple[bytes, str, int]] = []
     for path in [b"/metrics", *SPELLINGS]:
         for key in ("", keys[CallerRole.CLIENT]):
@@ -96,7 +96,7 @@ async def test_no_spelling_of_a_path_opens_a_page_of_others(port: int, keys: dic
     assert not found
 
 
-async def test_a_page_has_one_path(port: int, keys: dict[CallerRole, str]) -> None:
+async def test_a_page_is_served_under_equivalent_paths_only(port: int, keys: dict[CallerRole, str]) -> None:
     key = keys[CallerRole.MONITOR]
     assert await answer(port, b"/metrics", key) == (200, FIGURES)
     for path in set(SPELLINGS) - SAME_PATH:

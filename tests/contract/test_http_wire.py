@@ -72,47 +72,47 @@ async def served(
     assert asyncio.all_tasks() == before
 
 
-async def test_the_openai_client_tries_again_when_it_is_told_to() -> None:
+async def test_the_openai_client_retries_when_told_to() -> None:
     async with served() as one, one.client() as client:
         answer = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab"))
-        (await one.rig.called()).tell(QueueFull("no room", 0.01))
-        (await one.rig.called()).tell(chunk(0, "cd"), finished())
+        (await one.rig.next_call()).tell(QueueFull("no room", 0.01))
+        (await one.rig.next_call()).tell(chunk(0, "cd"), finished())
         assert (await answer).choices[0].text == "cd"
 
 
-async def test_the_openai_client_does_not_try_again_when_it_is_told_not_to() -> None:
+async def test_the_openai_client_does_not_retry_when_told_not_to() -> None:
     async with served() as one, one.client() as client:
         answer = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab"))
-        (await one.rig.called()).tell(EngineFault("NaN"))
+        (await one.rig.next_call()).tell(EngineFault("NaN"))
         with pytest.raises(openai.InternalServerError) as caught:
             await answer
         assert caught.value.type == "server_error"
         assert one.rig.handler.calls.empty()
 
 
-async def test_the_openai_client_hears_of_an_error_in_mid_stream() -> None:
+async def test_the_openai_client_raises_an_error_in_mid_stream() -> None:
     async with served() as one, one.client() as client:
         asked = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True)
         stream = asyncio.create_task(asked)
-        (await one.rig.called()).tell(chunk(0, "c"), EngineFault("NaN"))
+        (await one.rig.next_call()).tell(chunk(0, "c"), EngineFault("NaN"))
         events = aiter(await stream)
         assert [(await anext(events)).choices[0].delta.content for _ in range(2)] == ["", "c"]
         with pytest.raises(openai.APIError, match="NaN"):
             await anext(events)
 
 
-async def test_a_connection_that_is_closed_ends_its_request() -> None:
+async def test_closing_a_connection_ends_its_request() -> None:
     async with served() as one:
         reader, writer = await one.connect()
         await one.post(writer, STREAM)
-        call = await one.rig.called()
+        call = await one.rig.next_call()
         call.tell(chunk(0, "c"))
         await reader.readuntil(b'"text":"c"')
         writer.close()
         await call.is_closed.wait()
 
 
-async def test_a_connection_that_takes_nothing_is_cut_and_holds_up_nobody() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected_and_delays_no_other() -> None:
     async with served(stall_s=1.0) as one, one.client() as client:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -121,11 +121,11 @@ async def test_a_connection_that_takes_nothing_is_cut_and_holds_up_nobody() -> N
         await loop.sock_connect(slow, ("127.0.0.1", one.port))
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         await loop.sock_sendall(slow, head + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM)
-        stuck = await one.rig.called()
+        stuck = await one.rig.next_call()
         for place in range(400):
             stuck.tell(Chunk(place, (97,), "a" * 4096))
         answer = asyncio.create_task(client.completions.create(**PROMPT))  # type: ignore[call-overload]
-        (await one.rig.called()).tell(chunk(0, "cd"), finished())
+        (await one.rig.next_call()).tell(chunk(0, "cd"), finished())
         assert (await answer).choices[0].text == "cd"
         assert not stuck.is_closed.is_set()
         # Most of it still waits at the core, where it is counted.
@@ -145,7 +145,7 @@ async def test_a_connection_that_takes_nothing_is_cut_and_holds_up_nobody() -> N
         (b"HEAD /livez HTTP/1.0\r\n\r\n", b"200"),
     ],
 )
-async def test_requests_of_all_kinds_are_answered(request_bytes: bytes, status: bytes) -> None:
+async def test_valid_and_invalid_requests_are_answered(request_bytes: bytes, status: bytes) -> None:
     async with served() as one:
         reader, writer = await one.connect()
         writer.write(request_bytes)
@@ -154,7 +154,7 @@ async def test_requests_of_all_kinds_are_answered(request_bytes: bytes, status: 
         writer.close()
 
 
-async def test_a_body_that_is_too_long_is_refused_while_it_comes() -> None:
+async def test_a_body_that_is_too_long_is_refused_while_it_arrives() -> None:
     async with served() as one:
         reader, writer = await one.connect()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -164,9 +164,7 @@ async def test_a_body_that_is_too_long_is_refused_while_it_comes() -> None:
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
-async def test_a_key_that_nobody_has_is_refused_before_the_body_however_long_it_is(
-    tmp_path: Path, is_tls: bool
-) -> None:
+async def test_an_unknown_key_is_refused_before_the_body_is_read(tmp_path: Path, is_tls: bool) -> None:
     make_certificates(tmp_path, "c", ["localhost"], 1, datetime.datetime.now(datetime.UTC))
     write_keys(tmp_path / "keys", [])
     tls = TlsFiles(tmp_path / "ca.crt", tmp_path / "router.crt", tmp_path / "router.key") if is_tls else None
@@ -189,7 +187,7 @@ HEAD = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 @pytest.mark.parametrize("said", [b"", HEAD[:30]])
-async def test_who_does_not_say_what_it_wants_is_cut(said: bytes) -> None:
+async def test_a_client_without_a_complete_request_head_in_time_is_disconnected(said: bytes) -> None:
     async with served(head_s=0.05) as one:
         reader, writer = await one.connect()
         writer.write(said)
@@ -197,7 +195,7 @@ async def test_who_does_not_say_what_it_wants_is_cut(said: bytes) -> None:
         writer.close()
 
 
-async def test_who_does_not_say_what_it_wants_next_is_cut() -> None:
+async def test_a_connection_without_a_complete_next_head_in_time_is_closed() -> None:
     async with served(head_s=1.0) as one:
         reader, writer = await one.connect()
         writer.write(HEAD)
@@ -207,11 +205,11 @@ async def test_who_does_not_say_what_it_wants_next_is_cut() -> None:
         writer.close()
 
 
-async def test_who_has_said_what_it_wants_may_wait_for_it() -> None:
+async def test_the_time_limit_of_the_request_head_does_not_limit_the_answer() -> None:
     async with served(head_s=1.0) as one:
         reader, writer = await one.connect()
         await one.post(writer, json.dumps(PROMPT).encode())
-        call = await one.rig.called()
+        call = await one.rig.next_call()
         silent, other = await one.connect()
         assert await silent.read() == b"", "so long has the head of another one been waited for"
         call.tell(chunk(0, "cd"), finished())
@@ -220,11 +218,11 @@ async def test_who_has_said_what_it_wants_may_wait_for_it() -> None:
         writer.close()
 
 
-async def test_what_runs_may_end_when_the_server_stops() -> None:
+async def test_running_requests_may_end_when_the_server_stops() -> None:
     async with served() as one:
         reader, writer = await one.connect()
         await one.post(writer, STREAM)
-        call = await one.rig.called()
+        call = await one.rig.next_call()
         call.tell(chunk(0, "c"))
         await reader.readuntil(b'"text":"c"')
         stopping = asyncio.create_task(one.server.stop(30.0))
@@ -236,11 +234,11 @@ async def test_what_runs_may_end_when_the_server_stops() -> None:
             await one.connect()
 
 
-async def test_what_does_not_end_is_cut_when_the_server_stops(caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_that_do_not_end_in_time_are_cut_when_the_server_stops(caplog: pytest.LogCaptureFixture) -> None:
     async with served() as one:
         reader, writer = await one.connect()
         await one.post(writer, STREAM)
-        call = await one.rig.called()
+        call = await one.rig.next_call()
         call.tell(chunk(0, "c"))
         await reader.readuntil(b'"text":"c"')
         await one.server.stop(0.01)
@@ -250,13 +248,13 @@ async def test_what_does_not_end_is_cut_when_the_server_stops(caplog: pytest.Log
     assert not any(record.exc_info for record in caplog.records)
 
 
-async def test_signals_stay_the_process_s_own() -> None:
+async def test_the_server_leaves_the_signal_handlers_of_the_process_alone() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     async with served():
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_a_port_in_use_is_named_in_the_error() -> None:
     async with served() as one:
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{one.port} for HTTP.*--http-port"):
             HttpServer(one.rig.front(one.rig.handler, 1.0, "")).bind("127.0.0.1", one.port)

@@ -47,8 +47,8 @@ from tests.support.handoff_rig import (
     AnnouncingBackend,
     HandoffRig,
     MakeBackend,
-    Notes,
     ReceiverHalf,
+    Recorder,
     SenderHalf,
     decode_leg,
     new_device_memory,
@@ -72,23 +72,23 @@ async def test_bytes_and_first_token_arrive_and_the_lease_ends(rig: HandoffRig) 
     prefill = rig.sender.request(KEY, 18)
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     assert rig.sender.finish(prefill, THEIRS) is BlockFate.LEASED
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
-    assert rig.receiver.notes.arrived[KEY] == (7,)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
+    assert rig.receiver.recorder.arrived[KEY] == (7,)
     rig.assert_blocks(KEY, OURS)
     stats = rig.receiver.connector.stats(ATTEMPT)
     assert stats is not None
     assert stats.num_bytes == 5 * BLOCK_BYTES
-    assert rig.sender.notes.released == [KEY]
-    assert "lease_released" in rig.sender.notes.names(KEY)
+    assert rig.sender.recorder.released == [KEY]
+    assert "lease_released" in rig.sender.recorder.names(KEY)
     assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17, 20])
-async def test_any_length_around_block_borders(rig: HandoffRig, num_tokens: int) -> None:
+async def test_prompts_of_any_length_arrive_whole(rig: HandoffRig, num_tokens: int) -> None:
     num_blocks = -(-num_tokens // 4)
     rig.receiver.take(KEY, num_tokens, rig.sender.source, OURS[:num_blocks])
     rig.sender.finish(rig.sender.request(KEY, num_tokens), THEIRS[:num_blocks])
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS[:num_blocks])
 
 
@@ -96,44 +96,44 @@ async def test_full_blocks_are_read_while_the_prompt_is_computed(rig: HandoffRig
     prefill = rig.sender.request(KEY, 18)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 6)
-    await rig.sender.notes.until(lambda: ("read_progress", KEY, 1, "") in rig.sender.notes.events)
+    await rig.sender.recorder.wait_until(lambda: ("read_progress", KEY, 1, "") in rig.sender.recorder.events)
     rig.sender.compute(prefill, THEIRS, 13)
-    await rig.sender.notes.until(lambda: ("read_progress", KEY, 3, "") in rig.sender.notes.events)
-    assert "closing_offered" not in rig.sender.notes.names(KEY)
+    await rig.sender.recorder.wait_until(lambda: ("read_progress", KEY, 3, "") in rig.sender.recorder.events)
+    assert "closing_offered" not in rig.sender.recorder.names(KEY)
     rig.sender.finish(prefill, THEIRS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
-    started = [value for name, _, value, _ in rig.receiver.notes.events if name == "read_started"]
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
+    started = [value for name, _, value, _ in rig.receiver.recorder.events if name == "read_started"]
     assert started == [1, 2, 2]
     rig.assert_blocks(KEY, OURS)
 
 
-async def test_blocks_that_are_cached_here_are_not_read(rig: HandoffRig) -> None:
+async def test_blocks_cached_at_the_receiver_are_not_read(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local=8)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS, first=2)
 
 
 async def test_an_offer_waits_for_its_subscription(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.notes.event("closing_offered", KEY)
+    await rig.sender.recorder.wait_for_event("closing_offered", KEY)
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.GRANTED
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
 
 
-async def test_the_same_over_nixl() -> None:
+async def test_a_hand_off_over_nixl_arrives_whole() -> None:
     # Incarnations name NIXL agents, so a test with two rigs would need other names.
-    async with HandoffRig(make_backend=lambda incarnation, memory, notes: NixlBackend(incarnation, memory)) as rig:
+    async with HandoffRig(make_backend=lambda incarnation, memory, recorder: NixlBackend(incarnation, memory)) as rig:
         prefill = rig.sender.request(KEY, 18)
         decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.compute(prefill, THEIRS, 9)
-        await rig.sender.notes.event("read_progress", KEY)
+        await rig.sender.recorder.wait_for_event("read_progress", KEY)
         rig.sender.finish(prefill, THEIRS)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
         rig.assert_blocks(KEY, OURS)
-        assert rig.sender.notes.released == [KEY]
+        assert rig.sender.recorder.released == [KEY]
         assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
 
 
@@ -142,9 +142,9 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     rig.sender.finish(prefill, THEIRS)
     write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY].detail
-    assert KEY not in rig.receiver.notes.arrived
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.recorder.failed[KEY].detail
+    assert KEY not in rig.receiver.recorder.arrived
 
 
 # What is valid of a load that failed: the receiver and the fake that engines are tested with say the same.
@@ -157,7 +157,7 @@ def as_the_fake_says(num_local: int, num_valid: int) -> LostKV:
     return fake.lose(KEY, TransferCause.DIGEST_MISMATCH, "", num_valid)
 
 
-def over_nixl(incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
+def over_nixl(incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
     return NixlBackend(incarnation, memory)
 
 
@@ -171,8 +171,8 @@ async def test_blocks_before_the_first_wrong_one_are_valid(
         rig.sender.finish(prefill, THEIRS)
         write_block(rig.sender.memory, THEIRS[damaged], b"\x01" * BLOCK_BYTES)
         rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        lost = rig.receiver.notes.failed[KEY]
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        lost = rig.receiver.recorder.failed[KEY]
         assert lost.num_valid_blocks == as_the_fake_says(num_local, damaged).num_valid_blocks == damaged
         rig.assert_blocks(KEY, OURS[:damaged], first=num_local // 4)
 
@@ -185,38 +185,38 @@ async def test_blocks_that_were_confirmed_before_the_sender_was_lost_are_valid(
         prefill = rig.sender.request(KEY, 18)
         decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.compute(prefill, THEIRS, 6)
-        await rig.receiver.notes.event("prefix_verified", KEY)
+        await rig.receiver.recorder.wait_for_event("prefix_verified", KEY)
         rig.sender.compute(prefill, THEIRS, 13)
-        await rig.receiver.notes.until(lambda: ("prefix_verified", KEY, 3, "") in rig.receiver.notes.events)
+        await rig.receiver.recorder.wait_until(lambda: ("prefix_verified", KEY, 3, "") in rig.receiver.recorder.events)
         await rig.sender.server.stop(None)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        lost = rig.receiver.notes.failed[KEY]
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        lost = rig.receiver.recorder.failed[KEY]
         assert (lost.cause, lost.num_valid_blocks) == (TransferCause.PEER_GONE, 3)
         rig.assert_blocks(KEY, OURS[:3])
         rig.receiver.finish(decode, OURS, transferring=True)
-        await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
         rig.sender.finish(prefill, THEIRS)
 
 
-async def test_nothing_is_valid_of_what_a_read_was_bringing_when_it_failed() -> None:
+async def test_blocks_of_a_read_in_flight_at_the_failure_are_not_valid() -> None:
     async with HandoffRig(keeps_valid_blocks=True) as rig:
         prefill = rig.sender.request(KEY, 18)
         decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.compute(prefill, THEIRS, 9)
-        await rig.receiver.notes.event("prefix_verified", KEY)
+        await rig.receiver.recorder.wait_for_event("prefix_verified", KEY)
         rig.freeze_reads()
         rig.sender.finish(prefill, THEIRS)
-        await rig.receiver.notes.until(lambda: rig.receiver.notes.reads_posted > 1)
+        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.reads_posted > 1)
         await rig.sender.server.stop(None)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        assert rig.receiver.notes.failed[KEY].num_valid_blocks == 2
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        assert rig.receiver.recorder.failed[KEY].num_valid_blocks == 2
         rig.receiver.finish(decode, OURS, transferring=True)
         rig.thaw_reads()
-        await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+        await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
 
 
 @pytest.mark.parametrize("make_memory", [new_memory, new_device_memory], ids=["host", "device"])
-async def test_of_a_sample_every_other_block_is_compared(make_memory: Callable[[], KVMemory]) -> None:
+async def test_a_sample_of_one_in_two_compares_every_second_block(make_memory: Callable[[], KVMemory]) -> None:
     async with HandoffRig(make_memory=make_memory, digest_every=2) as rig:
         damaged = {"a#1": 3, "b#1": 2, "b#1@1": 3, "c#1@1": 2}
         for number, (key, index) in enumerate(damaged.items()):
@@ -224,45 +224,45 @@ async def test_of_a_sample_every_other_block_is_compared(make_memory: Callable[[
             rig.sender.finish(rig.sender.request(key, 18), theirs)
             write_block(rig.sender.memory, theirs[index], b"\x01" * BLOCK_BYTES)
             rig.receiver.take(key, 18, rig.sender.source, ours)
-        notes = rig.receiver.notes
-        await notes.until(lambda: len(notes.arrived) + len(notes.failed) == len(damaged))
-        assert set(notes.arrived) == {"a#1", "c#1@1"}
-        assert all("is not what p0 computed" in lost.detail for lost in notes.failed.values())
+        recorder = rig.receiver.recorder
+        await recorder.wait_until(lambda: len(recorder.arrived) + len(recorder.failed) == len(damaged))
+        assert set(recorder.arrived) == {"a#1", "c#1@1"}
+        assert all("is not what p0 computed" in lost.detail for lost in recorder.failed.values())
 
 
-async def test_digests_may_be_what_a_prompt_waits_for_last(rig: HandoffRig) -> None:
+async def test_a_prompt_arrives_only_once_its_digests_are_computed(rig: HandoffRig) -> None:
     gate = rig.receiver.digests.gate
     gate.clear()
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.notes.until(lambda: rig.sender.notes.asked)
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.has_confirm_read)
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
     await _settled(rig)
     assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.CONFIRMING
     gate.set()
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
 
 
-async def test_a_read_that_flips_a_bit_is_noticed() -> None:
+async def test_a_bit_flipped_by_a_read_is_detected() -> None:
     fabric = FakeTransferFabric()
 
-    def make_backend(incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
-        return FaultyTransferBackend(AnnouncingBackend(fabric, incarnation, memory, notes), Faults(corrupt=1.0))
+    def make_backend(incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
+        return FaultyTransferBackend(AnnouncingBackend(fabric, incarnation, memory, recorder), Faults(corrupt=1.0))
 
     async with HandoffRig(make_backend=make_backend) as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        assert "is not what p0 computed" in rig.receiver.notes.failed[KEY].detail
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        assert "is not what p0 computed" in rig.receiver.recorder.failed[KEY].detail
         assert rig.receiver.intake.book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
 
 
-async def test_what_the_engine_left_behind_may_come_after_the_stop() -> None:
+async def test_an_offer_after_the_stop_raises_no_error() -> None:
     async with HandoffRig() as rig:
         pass
     rig.sender.handoff.offer(ATTEMPT, 0, THEIRS)
-    assert rig.sender.notes.names(KEY)[0] == "lease_granted"
+    assert rig.sender.recorder.names(KEY)[0] == "lease_granted"
 
 
 async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
@@ -274,7 +274,7 @@ async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
         prefill = rig.sender.request(key, 18)
         rig.sender.compute(prefill, theirs[key], 9)
         rig.sender.finish(prefill, theirs[key])
-    await rig.receiver.notes.until(lambda: len(rig.receiver.notes.arrived) == len(keys))
+    await rig.receiver.recorder.wait_until(lambda: len(rig.receiver.recorder.arrived) == len(keys))
     assert rig.sender.handoff.num_links == 1
     for key in keys:
         rig.assert_blocks(key, ours[key])
@@ -284,29 +284,29 @@ async def test_a_request_that_ended_with_its_first_token_still_brings_valid_bloc
     # The engine puts arrived blocks into its prefix cache: unread ones would poison it.
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS, RequestStatus.STOPPED)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
 
 
 # Aborted by the receiver.
 
 
-async def test_receiver_aborts_while_the_link_is_being_opened(rig: HandoffRig) -> None:
+async def test_an_abort_by_the_receiver_while_the_link_opens_frees_its_blocks(rig: HandoffRig) -> None:
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
     assert rig.receiver.intake.book.state(ATTEMPT) is None
 
 
-async def test_receiver_aborts_while_nothing_is_offered(rig: HandoffRig) -> None:
+async def test_an_abort_by_the_receiver_before_any_offer_frees_both_sides(rig: HandoffRig) -> None:
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.event("subscribed", KEY)
+    await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
     # What is computed later is not kept for a reader that said no.
     await _settled(rig)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
 
 
 async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> None:
@@ -314,93 +314,93 @@ async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> 
     prefill = rig.sender.request(KEY, 18)
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(prefill, THEIRS)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     (lease,), (transfer,) = rig.sender.handoff.report().open, rig.receiver.intake.report().open
     assert (lease.attempt, lease.state, lease.peer_incarnation, lease.num_blocks) == (ATTEMPT, "READING", "d0.first", 5)
     assert (transfer.attempt, transfer.state, transfer.peer, transfer.num_blocks) == (ATTEMPT, "READING", "p0", 5)
     rig.receiver.finish(decode, OURS, transferring=True)
-    await rig.receiver.notes.event("quarantined", KEY)
+    await rig.receiver.recorder.wait_for_event("quarantined", KEY)
     (quarantined,) = rig.receiver.intake.report().open
     assert (quarantined.state, quarantined.num_blocks) == ("QUARANTINED", 5)
     rig.thaw_reads()
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
     assert not rig.sender.handoff.report().open
     assert not rig.receiver.intake.report().open
 
 
-async def test_receiver_aborts_while_a_read_is_in_flight(rig: HandoffRig) -> None:
+async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_until_it_ends(rig: HandoffRig) -> None:
     rig.freeze_reads()
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
-    await rig.sender.notes.event("lease_suspect", KEY)
+    await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
     assert rig.receiver.intake.counts().quarantined_blocks == 5
-    assert not rig.receiver.notes.released
-    assert not rig.sender.notes.released
+    assert not rig.receiver.recorder.released
+    assert not rig.sender.recorder.released
     rig.thaw_reads()
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
-    assert KEY not in rig.receiver.notes.arrived
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    assert KEY not in rig.receiver.recorder.arrived
 
 
 # Aborted by the sender.
 
 
-async def test_sender_aborts_before_anything_is_computed(rig: HandoffRig) -> None:
+async def test_an_abort_by_the_sender_before_computing_fails_the_transfer(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.event("subscribed", KEY)
+    await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     await _settled(rig)
     assert rig.sender.finish(rig.sender.request(KEY, 18), [], RequestStatus.ABORTED) is BlockFate.FREE
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.CANCELLED
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.CANCELLED
 
 
-async def test_sender_aborts_while_computing_for_nobody_yet(rig: HandoffRig) -> None:
+async def test_an_abort_by_the_sender_without_a_reader_releases_its_blocks(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
     rig.sender.compute(prefill, THEIRS, 9)
     assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
 
 
-async def test_sender_aborts_while_its_blocks_are_read(rig: HandoffRig) -> None:
+async def test_an_abort_by_the_sender_during_a_read_keeps_its_blocks_until_it_ends(rig: HandoffRig) -> None:
     rig.freeze_reads()
     prefill = rig.sender.request(KEY, 18)
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 9)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT
-    assert not rig.sender.notes.released
+    assert not rig.sender.recorder.released
     rig.thaw_reads()
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
 
 
-async def test_router_gives_up_an_offer_that_nobody_took(rig: HandoffRig) -> None:
+async def test_an_unclaimed_offer_is_released_when_the_router_withdraws_it(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.notes.event("closing_offered", KEY)
+    await rig.sender.recorder.wait_for_event("closing_offered", KEY)
     rig.sender.handoff.withdraw(ATTEMPT, "aborted by the router")
-    assert rig.sender.notes.released == [KEY]
+    assert rig.sender.recorder.released == [KEY]
 
 
 # Leases that end.
 
 
-async def test_an_expired_lease_brings_nothing(rig: HandoffRig) -> None:
+async def test_blocks_of_an_expired_lease_are_not_read(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.sender.notes.event("closing_offered", KEY)
+    await rig.sender.recorder.wait_for_event("closing_offered", KEY)
     rig.clock.advance(LeaseTimes().unclaimed_s + 1)
     rig.sender.handoff.tick()
-    assert rig.sender.notes.released == [KEY]
+    assert rig.sender.recorder.released == [KEY]
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert KEY not in rig.receiver.notes.arrived
-    assert rig.receiver.notes.names(KEY).count("read_started") == 0
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert KEY not in rig.receiver.recorder.arrived
+    assert rig.receiver.recorder.names(KEY).count("read_started") == 0
 
 
 async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -> None:
@@ -408,22 +408,22 @@ async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -
     prefill = rig.sender.request(KEY, 18)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 9)
-    await rig.sender.notes.event("read_progress", KEY)
+    await rig.sender.recorder.wait_for_event("read_progress", KEY)
     prefill.num_preemptions += 1
     rig.sender.finish(prefill, THEIRS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
-    assert KEY not in rig.receiver.notes.arrived
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    assert KEY not in rig.receiver.recorder.arrived
 
 
 async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> None:
     rig.freeze_reads()
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     rig.clock.advance(9)
-    heartbeats = rig.sender.notes.heartbeats
-    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > heartbeats)
+    heartbeats = rig.sender.recorder.heartbeats
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > heartbeats)
     rig.clock.advance(9)
     rig.sender.handoff.tick()
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING
@@ -431,7 +431,7 @@ async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> N
     rig.sender.handoff.tick()
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT
     rig.thaw_reads()
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
 
 
 # Links that end, and peers that are gone.
@@ -441,92 +441,92 @@ async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRi
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     prefill = rig.sender.request(KEY, 18)
     rig.sender.compute(prefill, THEIRS, 9)
-    await rig.sender.notes.event("read_progress", KEY)
+    await rig.sender.recorder.wait_for_event("read_progress", KEY)
     await rig.sender.server.stop(None)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
     rig.receiver.finish(decode, OURS, transferring=True)
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
     rig.sender.finish(prefill, THEIRS)
-    await rig.sender.notes.event("lease_suspect", KEY)
+    await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
     await _settled(rig)
-    assert not rig.sender.notes.released
+    assert not rig.sender.recorder.released
     rig.clock.advance(LeaseTimes().grace_s + 1)
     rig.sender.handoff.tick()
-    assert rig.sender.notes.released == [KEY]
+    assert rig.sender.recorder.released == [KEY]
 
 
 async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig) -> None:
     rig.freeze_reads()
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     await rig.sender.server.stop(None)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     rig.receiver.finish(decode, OURS, transferring=True)
     await _settled(rig)
     assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.QUARANTINED
-    assert not rig.receiver.notes.released
+    assert not rig.receiver.recorder.released
     rig.thaw_reads()
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
 
 
 async def test_after_a_cut_the_next_request_opens_a_new_link_to_memory_that_stayed_connected(rig: HandoffRig) -> None:
     rig.receiver.take("a#1", 18, rig.sender.source, OURS)
-    await rig.receiver.notes.event("subscribed", "a#1")
+    await rig.receiver.recorder.wait_for_event("subscribed", "a#1")
     # The reader may have its welcome before the sender has the link.
-    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > 0)
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > 0)
     rig.sender.handoff._links.cut(1, "test")
-    await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
+    await rig.receiver.recorder.wait_until(lambda: "a#1" in rig.receiver.recorder.failed)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
-    assert not rig.receiver.notes.dropped_peers
+    assert not rig.receiver.recorder.dropped_peers
 
 
 async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.receiver.notes.event("subscribed", KEY)
+    await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     await rig.sender.stop()
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.dropped_peers == ["p0.first"])
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.dropped_peers == ["p0.first"])
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
 
 
 async def test_a_restarted_sender_replaces_its_predecessor() -> None:
     async with HandoffRig() as rig:
         rig.receiver.take("a#1", 18, rig.sender.source, OURS)
-        await rig.receiver.notes.event("subscribed", "a#1")
+        await rig.receiver.recorder.wait_for_event("subscribed", "a#1")
         # It still listens, so that nothing but its successor tells that it is no more.
         rig.sender.handoff._links.close()
-        await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
+        await rig.receiver.recorder.wait_until(lambda: "a#1" in rig.receiver.recorder.failed)
         successor = SenderHalf(rig.make_backend, LinkIdentity("c", "p0", "p0.second", LAYOUT), rig.clock)
         await successor.start()
         rig.receiver.take(KEY, 18, successor.source, OURS)
         successor.finish(successor.request(KEY, 18), THEIRS)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
-        assert rig.receiver.notes.dropped_peers == ["p0.first"]
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
+        assert rig.receiver.recorder.dropped_peers == ["p0.first"]
         await successor.stop()
 
 
 async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:
     # However long no offer comes: a request that is queued on a living sender is not lost.
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > 3 * MISSED_HEARTBEATS)
-    assert not rig.receiver.notes.failed
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > 3 * MISSED_HEARTBEATS)
+    assert not rig.receiver.recorder.failed
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
 
 
 async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None:
     rig.freeze_reads()
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     rig.fabric.kill(rig.sender.identity.incarnation)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     rig.receiver.finish(decode, OURS, transferring=True)
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["gone", "there"])
@@ -542,35 +542,35 @@ async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> No
         await reader.start()
         reader.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-        await reader.notes.until(lambda: reader.notes.reads_posted > 0)
+        await reader.recorder.wait_until(lambda: reader.recorder.reads_posted > 0)
         await reader.stop()
-        await rig.sender.notes.event("lease_suspect", KEY)
+        await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
         if listens:
             rig.clock.advance(LeaseTimes().grace_s + 1)
             rig.sender.handoff.tick()
-        await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
-        (why,) = [detail for name, _, _, detail in rig.sender.notes.events if name == "lease_released"]
+        await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+        (why,) = [detail for name, _, _, detail in rig.sender.recorder.events if name == "lease_released"]
         assert why == ("grace over" if listens else "reader gone")
         other.close()
 
 
-async def test_nobody_listens(rig: HandoffRig) -> None:
+async def test_a_transfer_from_an_address_where_nobody_listens_fails(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
 
 
 async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
     rig.freeze_reads()
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
-    await rig.read_in_flight()
+    await rig.wait_for_read()
     identity = LinkIdentity("c", "d0", "d0.second", LAYOUT)
     successor = ReceiverHalf(rig.make_backend, identity)
     await successor.start()
     successor.take("other#1", 18, rig.sender.source, OURS)
-    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     await successor.stop()
     rig.thaw_reads()
 
@@ -580,18 +580,18 @@ async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
 
 async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
-    assert "p0.first, not p0.old" in rig.receiver.notes.failed[KEY].detail
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
+    assert "p0.first, not p0.old" in rig.receiver.recorder.failed[KEY].detail
 
 
 async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
     other = replace(LAYOUT, numerics="cuda-7", block_size=8)
     async with HandoffRig(receiver_layout=other) as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        story = rig.receiver.notes.failed[KEY].detail
-        assert rig.receiver.notes.failed[KEY].cause is TransferCause.LAYOUT_MISMATCH
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        story = rig.receiver.recorder.failed[KEY].detail
+        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LAYOUT_MISMATCH
         assert "numerics, block_size" in story
         assert str(LAYOUT) in story
         assert str(other) in story
@@ -606,8 +606,8 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
 async def test_another_cluster_is_refused() -> None:
     async with HandoffRig(cluster="elsewhere") as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
-        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        assert rig.receiver.notes.failed[KEY].cause is TransferCause.REFUSED
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
 
 
 # Peers that break the rules.
@@ -656,53 +656,53 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
     def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
         return [offer] if request.HasField("subscribe") else []
 
-    rig.receiver.notes.running = True
+    rig.receiver.recorder.is_peer_running = True
     source, server = await _odd_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.REFUSED
-    assert "read_started" not in rig.receiver.notes.names(KEY)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
+    assert "read_started" not in rig.receiver.recorder.names(KEY)
     await server.stop(None)
 
 
-async def test_a_sender_that_falls_silent_is_taken_for_lost(rig: HandoffRig) -> None:
+async def test_a_silent_sender_is_declared_lost(rig: HandoffRig) -> None:
     source, server = await _odd_source(rig, lambda request: [])
     rig.receiver.take(KEY, 18, source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "no heartbeat" in rig.receiver.notes.failed[KEY].detail
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert "no heartbeat" in rig.receiver.recorder.failed[KEY].detail
     await server.stop(None)
 
 
 async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: HandoffRig) -> None:
     source, server = await _odd_source(rig, lambda request: [])
-    rig.receiver.notes.running = True
+    rig.receiver.recorder.is_peer_running = True
     rig.receiver.take(KEY, 18, source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.asked_running == [source.address] * (MAX_SPARED + 1)
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.probed_addresses == [source.address] * (MAX_SPARED + 1)
     await server.stop(None)
 
 
 async def test_a_silent_reader_whose_process_runs_keeps_its_lease(rig: HandoffRig) -> None:
-    rig.sender.notes.running = True
+    rig.sender.recorder.is_peer_running = True
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
         call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
         hello = LinkHello(PROTOCOL_VERSION, "c", "d9", "d9.first", "p0.first", LAYOUT, "somewhere:9")
         await call.write(write_hello(hello))
         await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
-        await rig.sender.notes.until(lambda: rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING)
+        await rig.sender.recorder.wait_until(lambda: rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING)
         for _ in range(3):
             rig.clock.advance(LeaseTimes().lease_s - 1)
             await _heartbeat(rig)
             rig.sender.handoff.tick()
         assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING
-        assert set(rig.sender.notes.asked_running) == {"somewhere:9"}
-        rig.sender.notes.running = False
-        await rig.sender.notes.event("lease_suspect", KEY)
+        assert set(rig.sender.recorder.probed_addresses) == {"somewhere:9"}
+        rig.sender.recorder.is_peer_running = False
+        await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
         call.cancel()
 
 
-async def test_a_sender_that_says_no_is_believed_though_every_byte_is_here(rig: HandoffRig) -> None:
+async def test_kv_is_not_used_when_the_sender_denies_the_lease_although_all_bytes_arrived(rig: HandoffRig) -> None:
     def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
         if request.HasField("subscribe"):
             return [Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(18, (7,), False))]
@@ -710,17 +710,17 @@ async def test_a_sender_that_says_no_is_believed_though_every_byte_is_here(rig: 
             return [ReadConfirmed(ATTEMPT, False)]
         return []
 
-    rig.receiver.notes.running = True
+    rig.receiver.recorder.is_peer_running = True
     source, server = await _odd_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
-    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert rig.receiver.notes.failed[KEY].cause is TransferCause.LEASE_LOST
-    assert "read_done" in rig.receiver.notes.names(KEY)
-    assert KEY not in rig.receiver.notes.arrived
+    await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+    assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LEASE_LOST
+    assert "read_done" in rig.receiver.recorder.names(KEY)
+    assert KEY not in rig.receiver.recorder.arrived
     await server.stop(None)
 
 
-async def test_a_reader_that_falls_silent_loses_its_link_and_hears_no(rig: HandoffRig) -> None:
+async def test_a_silent_reader_loses_its_link_and_its_lease(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
         call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
@@ -731,17 +731,17 @@ async def test_a_reader_that_falls_silent_loses_its_link_and_hears_no(rig: Hando
         await call.write(write_reader_message(ConfirmRead(AttemptKey("other", 1))))
         await call.write(kv_link_pb2.OpenRequest())
         seen: list[str | None] = []
-        rig.sender.notes.running = True
+        rig.sender.recorder.is_peer_running = True
         await _listen(call, seen, "read_confirmed")
-        rig.sender.notes.running = False
+        rig.sender.recorder.is_peer_running = False
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await _listen(call, seen)
         assert "no heartbeat" in str(lost.value.details())
         assert [name for name in seen if name != "heartbeat"] == ["welcome", "offer", "read_confirmed"]
-    await rig.sender.notes.event("lease_suspect", KEY)
+    await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
     rig.clock.advance(LeaseTimes().grace_s + 1)
     rig.sender.handoff.tick()
-    assert rig.sender.notes.released == [KEY]
+    assert rig.sender.recorder.released == [KEY]
     assert rig.sender.handoff.book.counters["confirm_read_unknown"] == 1
 
 
@@ -757,8 +757,8 @@ async def test_a_link_begins_with_hello(rig: HandoffRig) -> None:
 
 async def _heartbeat(rig: HandoffRig) -> None:
     """Return when the sender has heard one more, or has taken something for one."""
-    heartbeats = rig.sender.notes.heartbeats
-    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > heartbeats)
+    heartbeats = rig.sender.recorder.heartbeats
+    await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > heartbeats)
 
 
 async def _listen(call: Any, seen: list[str | None], last: str = "the end") -> None:
@@ -769,11 +769,11 @@ async def _listen(call: Any, seen: list[str | None], last: str = "the end") -> N
 
 async def _settled(rig: HandoffRig) -> None:
     """Return when everything that the receiver said so far was taken in by the sender, and the other way round."""
-    marker = f"marker{len(rig.sender.notes.events)}#1"
+    marker = f"marker{len(rig.sender.recorder.events)}#1"
     request = rig.receiver.take(marker, 4, rig.sender.source, [0])
     # The sender may have welcomed the receiver and not have its link yet: its answer says that it has.
     rig.sender.handoff.withdraw(AttemptKey.parse(marker), "marker")
-    await rig.receiver.notes.until(lambda: marker in rig.receiver.notes.failed)
+    await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.failed)
     rig.receiver.finish(request, [0], transferring=True)
-    await rig.receiver.notes.until(lambda: marker in rig.receiver.notes.released)
-    rig.receiver.notes.released.remove(marker)
+    await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.released)
+    rig.receiver.recorder.released.remove(marker)

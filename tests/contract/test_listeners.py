@@ -90,7 +90,7 @@ async def until_open(limit: ConnectionLimit, count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_a_port_takes_so_many_connections_and_others_when_those_have_left(
+async def test_a_port_accepts_up_to_its_limit_and_more_once_connections_close(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = ConnectionLimit(LIMITS)
@@ -117,7 +117,7 @@ SILENCE = {"http": (PAGE[:6], PAGE[6:]), "metrics": (PAGE[:6], PAGE[6:]), "grpc"
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_the_longest_silent_connection_is_closed_for_a_new_one_and_nobody_is_kept_out(
+async def test_the_longest_silent_connection_is_closed_for_a_new_one(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = ConnectionLimit(Limits(process=9, listener=9, peer=9, silent=2))
@@ -172,7 +172,7 @@ async def until_silent(limit: ConnectionLimit, count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_ports_share_what_the_process_has() -> None:
+async def test_ports_share_the_connection_limit_of_the_process() -> None:
     limit = ConnectionLimit(Limits(process=2, listener=2, peer=2))
     async with http(limit) as one, grpc(limit) as other:
         idle = [await asyncio.open_connection("127.0.0.1", one) for _ in range(2)]
@@ -192,7 +192,7 @@ class Taken(asyncio.Protocol):
         transport.close()
 
 
-async def test_without_descriptors_a_port_waits_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_port_without_free_descriptors_waits_logs_once_and_continues(caplog: pytest.LogCaptureFixture) -> None:
     taken = asyncio.Event()
     listening = listening_socket("127.0.0.1", 0)
     listener = Listener("test", listening, lambda _place: Taken(taken), ConnectionLimit(LIMITS))
@@ -281,7 +281,7 @@ async def shaking_hands(home: Path, num_clients: int) -> AsyncIterator[tuple[Han
 
 
 @pytest.mark.timeout(20)
-async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(tmp_path: Path) -> None:
+async def test_simultaneous_tls_handshakes_begin_a_few_per_turn_of_the_loop(tmp_path: Path) -> None:
     async with shaking_hands(tmp_path, 60) as (handshakes, limit):
         most_waiting = await handshakes.most_until(60, lambda: limit.num_open - limit.num_silent)
     assert most_waiting > 30, "those whose turn has not come are not silent"
@@ -290,7 +290,7 @@ async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(t
 
 
 @pytest.mark.timeout(20)
-async def test_a_larger_crowd_that_shakes_hands_waits_in_the_kernel(tmp_path: Path) -> None:
+async def test_connections_beyond_a_number_of_handshakes_wait_in_the_kernel(tmp_path: Path) -> None:
     async with shaking_hands(tmp_path, 500) as (handshakes, limit):
         most_waiting = await handshakes.most_until(500, lambda: limit.num_open - handshakes.count)
     # What was accepted in the last turns has not been seen to have spoken yet.
@@ -298,7 +298,9 @@ async def test_a_larger_crowd_that_shakes_hands_waits_in_the_kernel(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("num_unheard", "at_once"), [(UNHEARD_AT_ONCE, ACCEPTED_AT_ONCE), (UNHEARD_AT_ONCE + 1, 1)])
-async def test_while_many_wait_to_be_heard_one_connection_is_accepted_in_a_turn(num_unheard: int, at_once: int) -> None:
+async def test_with_many_unread_connections_one_is_accepted_per_turn_of_the_loop(
+    num_unheard: int, at_once: int
+) -> None:
     listening, limit = listening_socket("127.0.0.1", 0), ConnectionLimit()
     clients = [socket.create_connection(listening.getsockname()) for _ in range(ACCEPTED_AT_ONCE)]
     listener = Listener("page", listening, lambda _: asyncio.Protocol(), limit, num_unheard=lambda: num_unheard)

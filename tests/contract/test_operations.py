@@ -48,7 +48,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((actual.double() - expected).norm() / expected.norm()) < TOLERANCE[actual.dtype]
 
 
-def test_products(operations: Any, dtype: torch.dtype) -> None:
+def test_products_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
     x, bias = randn(13, 96, seed=0, dtype=dtype), randn(70, seed=1, dtype=dtype)
     gate, up = (randn(70, 96, seed=seed, dtype=dtype) for seed in (2, 3))
     expected = x.double() @ gate.double().T
@@ -61,7 +61,7 @@ def test_products(operations: Any, dtype: torch.dtype) -> None:
         assert_near(operations.gated_linear(x, both, activation=activation), gated)
 
 
-def test_norms_and_rotations(operations: Any, dtype: torch.dtype) -> None:
+def test_norms_and_rotations_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
     x, weight = randn(13, 96, seed=0, dtype=dtype), randn(96, seed=1, dtype=dtype)
     wide = x.double()
     normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -80,7 +80,7 @@ def test_norms_and_rotations(operations: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks"), [(None, None, False), (20, None, False), (20, 5.0, False), (None, None, True)]
 )
-def test_attention(
+def test_attention_equals_attention_in_float64(
     operations: Any,
     dtype: torch.dtype,
     widths: tuple[int, int],

@@ -102,7 +102,7 @@ async def test_a_client_that_knows_only_reflection_calls_everything(cluster: Min
 
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
-async def test_reflection_answers_under_both_names(cluster: MiniCluster, version: str) -> None:
+async def test_reflection_is_served_under_both_service_names(cluster: MiniCluster, version: str) -> None:
     name = f"grpc.reflection.{version}.ServerReflection"
     ask = cluster.channel.stream_stream(
         f"/{name}/ServerReflectionInfo",

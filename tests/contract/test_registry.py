@@ -172,7 +172,7 @@ async def test_a_record_outlives_a_killed_process_by_its_lease_only(server: Serv
     await kept.close()
 
 
-async def test_of_one_name_the_latest_incarnation_stands(server: Server) -> None:
+async def test_the_latest_incarnation_of_a_name_is_listed(server: Server) -> None:
     registry = server.connect()
     new = await registry.lease(node(run="new", started_at=2.0))
     old = await server.connect().lease(node(run="old", started_at=1.0))
@@ -183,7 +183,7 @@ async def test_of_one_name_the_latest_incarnation_stands(server: Server) -> None
     assert dict(await registry.read()) == {}
 
 
-async def test_of_one_name_the_latest_start_stands_whatever_the_clocks_say(server: Server) -> None:
+async def test_start_numbers_decide_over_clocks_which_incarnation_is_the_latest(server: Server) -> None:
     registry = server.connect()
     first, second = await registry.next_start("prefill-0"), await server.connect().next_start("prefill-0")
     assert first < second
@@ -197,7 +197,7 @@ async def test_of_one_name_the_latest_start_stands_whatever_the_clocks_say(serve
     assert (await registry.read())["prefill-0"] == new
 
 
-async def test_a_registry_that_lost_its_memory_counts_on_from_what_is_written_again(server: Server) -> None:
+async def test_start_numbers_of_a_flushed_registry_continue_from_the_rewritten_records(server: Server) -> None:
     registry = server.connect()
     for _ in range(5):
         number = await registry.next_start("prefill-0")
@@ -207,7 +207,7 @@ async def test_a_registry_that_lost_its_memory_counts_on_from_what_is_written_ag
     await lease.close()
 
 
-async def test_the_record_of_a_process_that_is_gone_is_taken_back(server: Server) -> None:
+async def test_the_record_of_a_dead_process_can_be_removed(server: Server) -> None:
     registry = server.connect()
     lease = await server.connect().lease(node())
     await lease.abandon()
@@ -238,7 +238,7 @@ async def test_a_strangers_bad_record_is_skipped_and_counted(server: Server) -> 
     assert registry.healthy
 
 
-async def test_the_last_view_stands_while_the_registry_is_away_and_nodes_come_back_to_an_empty_one(
+async def test_readers_keep_the_last_view_while_the_registry_is_away_and_nodes_register_again_at_an_empty_one(
     server: Server,
 ) -> None:
     reader, owner = server.connect(), server.connect()
@@ -286,7 +286,7 @@ async def test_a_flushed_registry_loses_no_node(server: Server) -> None:
     await until(server.connect().watch(), lambda s: set(s) == {"a", "b"})
 
 
-async def test_two_watches_of_one_registry_and_the_end_of_both(server: Server) -> None:
+async def test_two_watches_see_the_same_and_end_when_the_registry_closes(server: Server) -> None:
     registry = server.connect()
     first, second = registry.watch(), registry.watch()
     await anext(first)
@@ -347,7 +347,7 @@ async def test_a_cancelled_callers_operation_runs_to_its_end_on_its_connection(r
     assert made_after - made_before == open_after - open_before
 
 
-async def test_changes_are_told_and_renewals_are_not(redis_server: RedisServer) -> None:
+async def test_changes_are_published_and_renewals_are_not(redis_server: RedisServer) -> None:
     async with redis_client.Redis.from_url(redis_server.url) as client, client.pubsub() as told:
         await told.subscribe("baton:c:changes")
         registry = Registry.connect(redis_server.url, "c")
@@ -421,7 +421,7 @@ async def test_members_stay_and_new_ones_come_while_redis_is_full(redis_server: 
 RESERVE_KEYS = [f"baton:c:reserve:{number}" for number in range(RESERVES)]
 
 
-async def test_a_record_that_somebody_changed_is_written_again(redis_server: RedisServer) -> None:
+async def test_a_record_overwritten_by_others_is_written_again(redis_server: RedisServer) -> None:
     registry = redis_server.connect()
     await registry.lease(node(lease_s=30.0))
     await redis_server.put("prefill-0.a", b"not a record")
@@ -429,7 +429,7 @@ async def test_a_record_that_somebody_changed_is_written_again(redis_server: Red
     assert (await registry.read())["prefill-0"] == node()
 
 
-async def test_starts_are_counted_by_what_is_there_where_the_user_may_not_count(redis_server: RedisServer) -> None:
+async def test_without_permission_to_count_start_numbers_follow_from_the_records(redis_server: RedisServer) -> None:
     registry = redis_server.connect()
     async with redis_client.Redis.from_url(redis_server.url) as client:
         await client.execute_command("ACL", "SETUSER", "c", "-incrby")  # type: ignore[no-untyped-call]  # redis has no types here
@@ -438,7 +438,7 @@ async def test_starts_are_counted_by_what_is_there_where_the_user_may_not_count(
     assert await registry.next_start("prefill-0") == 8
 
 
-async def test_what_a_redis_says_of_its_memory(redis_server: RedisServer) -> None:
+async def test_the_memory_limits_of_redis_are_read_and_errors_hide_the_password(redis_server: RedisServer) -> None:
     found = await server_memory(redis_server.url)
     assert (found.policy, found.max_bytes, found.error) == ("noeviction", 256 << 20, "")
     assert 0 < found.used_bytes < found.max_bytes
@@ -461,7 +461,7 @@ async def test_the_embedded_server_is_private(redis_server: RedisServer, tmp_pat
     assert len(str(embedded_redis(deep).socket)) <= 107
 
 
-async def test_urls_that_name_no_redis() -> None:
+async def test_invalid_urls_are_refused_and_errors_hide_the_password() -> None:
     with pytest.raises(ConfigError, match="redis://"):
         Registry.connect("localhost:6379", "c")
     unreachable = Registry.connect("redis://user:secret@127.0.0.1:1/0", "c")

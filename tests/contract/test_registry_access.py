@@ -53,7 +53,7 @@ async def behind_tls(socket: Path, certs: Path) -> AsyncIterator[int]:
         yield proxy.sockets[0].getsockname()[1]
 
 
-async def test_the_user_of_a_cluster_may_do_nothing_else(server: RedisProcess) -> None:
+async def test_the_user_of_a_cluster_may_use_no_other_commands_and_keys(server: RedisProcess) -> None:
     async with redis_client.Redis.from_url(server.url_of("c")) as client:
         assert await client.ping()
         for words in (
@@ -76,7 +76,7 @@ async def test_the_user_of_a_cluster_may_do_nothing_else(server: RedisProcess) -
                 await client.execute_command(*words)  # type: ignore[no-untyped-call]  # redis has no types here
 
 
-async def test_redis_behind_tls_by_the_clusters_authority(server: RedisProcess, tmp_path: Path) -> None:
+async def test_redis_behind_tls_is_trusted_only_by_the_clusters_authority(server: RedisProcess, tmp_path: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     for name in ("ours", "theirs"):
         make_certificates(tmp_path / name, "c", ["localhost"], 1, now)

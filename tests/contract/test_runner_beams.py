@@ -96,13 +96,13 @@ def alone(runner: Runner, *token_ids: int) -> Sequence[TokenLogprobs]:
     return likeliest(computed, "alone")
 
 
-def test_a_beam_goes_on_with_the_token_that_it_is_given(runner: Runner) -> None:
+def test_a_beam_continues_with_the_given_token(runner: Runner) -> None:
     compute_prompt(runner)
     assert likeliest(step(runner, {"beam": 1}, known=[go_on(77, 10)]), "beam") == alone(runner, 77)
     assert likeliest(step(runner, {"beam": 1}, known=[go_on(78, 11)]), "beam") == alone(runner, 77, 78)
 
 
-def test_a_fork_goes_on_beside_the_beam_that_it_forked_from(runner: Runner) -> None:
+def test_a_fork_continues_beside_its_parent_beam(runner: Runner) -> None:
     compute_prompt(runner)
     both = {"beam": 1, "fork": 1}
     computed = step(runner, both, known=[go_on(77, 10)], forked=[fork(55, 10)], copies=[COPY])
@@ -114,7 +114,7 @@ def test_a_fork_goes_on_beside_the_beam_that_it_forked_from(runner: Runner) -> N
     assert likeliest(computed, "fork") == alone(runner, 55, 56)
 
 
-def test_a_beam_that_ends_is_forked_from_before_it_is_forgotten(runner: Runner) -> None:
+def test_a_beam_can_be_forked_in_the_step_in_which_it_ends(runner: Runner) -> None:
     compute_prompt(runner)
     computed = step(runner, {"fork": 1}, forked=[fork(55, 10)], copies=[COPY], finished=frozenset({"beam"}))
     assert likeliest(computed, "fork") == alone(runner, 55)

@@ -148,13 +148,13 @@ async def test_streams_of_requests_are_answered_one_by_one() -> None:
         assert await stream.read() is EOF
 
 
-async def test_what_is_not_there_and_what_breaks_has_its_status() -> None:
+async def test_unknown_methods_and_failing_handlers_have_their_status() -> None:
     async with serving(Service()) as (_, channel):
         assert await code_of(call(channel, "Nothing")) is grpc.StatusCode.UNIMPLEMENTED
         assert await code_of(call(channel, "Broken")) is grpc.StatusCode.UNKNOWN
 
 
-async def test_a_deadline_ends_the_call_here_too() -> None:
+async def test_a_deadline_ends_the_call_at_the_server_too() -> None:
     service = Service()
     async with serving(service) as (_, channel):
         await call(channel, "Echo")
@@ -166,7 +166,7 @@ async def test_a_deadline_ends_the_call_here_too() -> None:
 
 
 @pytest.mark.parametrize("how", ["the call", "the connection"])
-async def test_who_leaves_is_heard(how: str) -> None:
+async def test_a_cancelled_call_or_closed_connection_cancels_the_handler(how: str) -> None:
     service = Service()
     async with serving(service) as (_, channel):
         flood = channel.unary_stream("/t.T/Flood", None, None)(b"")
@@ -178,7 +178,7 @@ async def test_who_leaves_is_heard(how: str) -> None:
         await service.cancelled.wait()
 
 
-async def test_a_server_that_stops_lets_calls_end_within_the_grace() -> None:
+async def test_a_stopping_server_lets_calls_end_within_the_grace() -> None:
     service = Service()
     async with serving(service) as (server, channel):
         running = asyncio.ensure_future(call(channel, "Wait"))
@@ -191,7 +191,7 @@ async def test_a_server_that_stops_lets_calls_end_within_the_grace() -> None:
         await stopping
 
 
-async def test_a_server_that_stops_cancels_what_does_not_end() -> None:
+async def test_a_stopping_server_cancels_calls_that_do_not_end() -> None:
     service = Service()
     async with serving(service) as (server, channel):
         running = call(channel, "Wait")
@@ -201,7 +201,7 @@ async def test_a_server_that_stops_cancels_what_does_not_end() -> None:
         assert service.cancelled.is_set()
 
 
-async def test_who_reads_nothing_hears_that_the_server_has_stopped_too() -> None:
+async def test_a_client_that_reads_nothing_learns_that_the_server_stopped() -> None:
     service = Service()
     async with serving(service) as (server, channel):
         flood = await unread_flood(channel)
@@ -223,7 +223,7 @@ async def raw(server: Http2Server, channel: grpc.aio.Channel) -> AsyncIterator[s
         yield connection
 
 
-async def test_who_reads_nothing_with_windows_as_large_as_they_get_is_waited_for() -> None:
+async def test_a_writer_waits_for_a_client_that_reads_nothing_even_with_the_largest_windows() -> None:
     """HTTP/2 bounds nothing then; the kernel does, and the writer must notice."""
     service = Service()
     async with serving(service) as (server, channel), raw(server, channel) as connection:
@@ -242,7 +242,7 @@ async def test_who_reads_nothing_with_windows_as_large_as_they_get_is_waited_for
         await service.cancelled.wait()
 
 
-async def test_who_reads_nothing_of_one_stream_gets_no_more_of_it_than_its_window() -> None:
+async def test_an_unread_stream_is_sent_no_more_than_its_window() -> None:
     service = Service()
     async with serving(service) as (_, channel):
         flood = await unread_flood(channel)
@@ -253,7 +253,7 @@ async def test_who_reads_nothing_of_one_stream_gets_no_more_of_it_than_its_windo
         flood.cancel()
 
 
-async def test_a_crowd_begins_a_few_at_a_time() -> None:
+async def test_simultaneous_calls_begin_a_few_per_turn_of_the_loop() -> None:
     service = Service()
     async with serving(service) as (server, channel), raw(server, channel) as connection:
         calls = [frame(HEADERS, 4, s, request_block("/t.T/Wait")) + frame(0, 1, s, bytes(5)) for s in range(1, 81, 2)]
@@ -265,7 +265,7 @@ async def test_a_crowd_begins_a_few_at_a_time() -> None:
         assert 0 < most < 10, "what runs already has its turns between them"
 
 
-async def test_a_crowd_of_one_connection_makes_no_other_wait() -> None:
+async def test_many_calls_of_one_connection_do_not_delay_another_connection() -> None:
     service = Service()
     async with (
         serving(service) as (server, channel),
@@ -284,7 +284,7 @@ async def test_a_crowd_of_one_connection_makes_no_other_wait() -> None:
         assert service.started < len(crowd)
 
 
-async def test_calls_that_wait_for_their_turn_are_served_by_a_server_that_stops() -> None:
+async def test_a_stopping_server_serves_the_calls_that_wait_for_their_turn() -> None:
     service = Service()
     async with serving(service) as (server, channel), raw(server, channel) as connection:
         calls = [frame(HEADERS, 4, s, request_block("/t.T/Echo")) + frame(0, 1, s, bytes(5)) for s in range(1, 81, 2)]
@@ -297,7 +297,7 @@ async def test_calls_that_wait_for_their_turn_are_served_by_a_server_that_stops(
         assert heard.count(b"grpc-status\x010") == len(calls)
 
 
-async def test_what_one_connection_may_have_sent_and_nobody_has_read_is_bounded() -> None:
+async def test_unread_request_bytes_of_one_connection_are_bounded() -> None:
     """Each of a thousand streams may bring a message of the largest size; all of them at once may not."""
     service = Service()
     async with serving(service) as (server, channel), raw(server, channel) as connection:
@@ -311,7 +311,7 @@ async def test_what_one_connection_may_have_sent_and_nobody_has_read_is_bounded(
             heard += await loop.sock_recv(connection, 1 << 16)
 
 
-async def test_who_says_nothing_and_answers_no_question_is_gone() -> None:
+async def test_a_silent_client_that_answers_no_ping_is_disconnected() -> None:
     service = Service()
     async with serving(service, quiet_s=0.05) as (server, channel), raw(server, channel) as connection:
         loop = asyncio.get_running_loop()
@@ -325,7 +325,7 @@ async def test_who_says_nothing_and_answers_no_question_is_gone() -> None:
         assert frame(PING, 0, 0, b"")[3:5] in heard
 
 
-async def test_what_is_no_http2_is_cut() -> None:
+async def test_a_connection_that_does_not_speak_http2_is_closed() -> None:
     async with serving(Service()) as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -333,7 +333,7 @@ async def test_what_is_no_http2_is_cut() -> None:
         writer.close()
 
 
-async def test_health_is_told_as_it_changes() -> None:
+async def test_a_health_watch_receives_each_change() -> None:
     server = streaming_server(("t.T",), FaultBarrier(), None)
     port = server.bind("127.0.0.1", 0)
     await server.start()
@@ -345,7 +345,7 @@ async def test_health_is_told_as_it_changes() -> None:
     await server.stop(0)
 
 
-async def test_a_taken_port_is_refused() -> None:
+async def test_a_port_in_use_is_refused() -> None:
     first, second = (streaming_server((), FaultBarrier(), None) for _ in range(2))
     port = first.bind("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="taken"):

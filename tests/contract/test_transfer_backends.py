@@ -229,7 +229,9 @@ def test_neighbours_on_both_sides_move_as_one_range(rig: Rig, receiver: Transfer
     assert all(rig.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(NUM_BLOCKS))
 
 
-def test_many_reads_at_once_in_any_order_of_polls(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
+def test_many_concurrent_reads_can_be_polled_in_any_order(
+    rig: Rig, receiver: TransferBackend, sender: AnySender
+) -> None:
     order = list(range(NUM_BLOCKS))
     Random(7).shuffle(order)
     name = sender.memory.incarnation
@@ -273,7 +275,7 @@ def test_done_stays_done_until_it_is_released(receiver: TransferBackend, sender:
         [ReadRange(3, 0, 1), ReadRange(0, NUM_BLOCKS, 1)],
     ],
 )
-def test_ranges_that_do_not_fit_post_nothing(
+def test_invalid_ranges_are_refused_and_nothing_is_read(
     rig: Rig, receiver: TransferBackend, sender: AnySender, ranges: list[ReadRange]
 ) -> None:
     with pytest.raises(BadRange) as caught:
@@ -309,7 +311,7 @@ def test_an_unknown_peer_is_gone(receiver: TransferBackend) -> None:
         ({"incarnation": "somebody-else"}, TransferCause.REFUSED),
     ],
 )
-def test_what_no_sane_sender_publishes_is_refused(
+def test_invalid_descriptions_of_a_senders_memory_are_refused(
     rig: Rig, receiver: TransferBackend, shared_sender: AnySender, change: dict[str, object], cause: TransferCause
 ) -> None:
     with pytest.raises(TransferFailed) as caught:
@@ -321,7 +323,9 @@ def test_what_no_sane_sender_publishes_is_refused(
     receiver.disconnect(shared_sender.memory.incarnation)
 
 
-def test_one_name_is_one_agent(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
+def test_a_connected_name_or_agent_can_not_be_connected_again(
+    rig: Rig, receiver: TransferBackend, sender: AnySender
+) -> None:
     impostor = dataclasses.replace(rig.new_sender().memory, incarnation=sender.memory.incarnation)
     thief = dataclasses.replace(sender.memory, incarnation="thief")
     for refused in (sender.memory, impostor, thief):
@@ -335,7 +339,7 @@ def test_one_name_is_one_agent(rig: Rig, receiver: TransferBackend, sender: AnyS
 # Reads in flight
 
 
-def test_nothing_moves_unless_the_sender_pumps_and_giving_up_stops_nothing(
+def test_a_read_waits_until_the_sender_pumps_and_can_not_be_released_in_flight(
     rig: Rig, receiver: TransferBackend, fresh_sender: AnySender
 ) -> None:
     name = fresh_sender.memory.incarnation

@@ -75,7 +75,7 @@ from baton.wire.services import generation_service, node_service, operator_servi
 from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.node_service import NodeServicer
 from baton.wire.services.operator_service import OperatorServicer
-from tests.support.reports import HeardStream
+from tests.support.reports import QueuedReports
 from tests.support.router_parts import decode
 
 SECRET = "/home/somebody/secret.py"
@@ -144,7 +144,7 @@ def every_error() -> list[BatonError]:
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
-async def test_an_error_keeps_its_class_its_words_and_its_field(error: BatonError) -> None:
+async def test_an_error_keeps_its_class_message_and_field(error: BatonError) -> None:
     async with served(FakeGenerationHandler(error)) as (_, stub):
         for call in (lambda: list(stub.generate(GenerateRequest([1]), 30.0)), lambda: stub.cancel("r")):
             with pytest.raises(BatonError) as caught:
@@ -158,14 +158,14 @@ async def test_an_error_keeps_its_class_its_words_and_its_field(error: BatonErro
 
 
 @pytest.mark.parametrize("letter", ["x", "ü", "漢"])
-async def test_a_long_story_does_not_cost_the_error_its_class(letter: str) -> None:
+async def test_an_error_with_a_long_message_keeps_its_class(letter: str) -> None:
     """Errors travel as metadata, of which HTTP/2 peers take little."""
     async with served(FakeGenerationHandler(EngineFault("first words " + letter * 50_000))) as (_, stub):
         with pytest.raises(EngineFault, match="first words"):
             await ask(stub)
 
 
-async def test_a_handler_that_breaks_gives_internal_and_keeps_its_secrets() -> None:
+async def test_a_failing_handler_gives_internal_without_revealing_its_message() -> None:
     handler = FakeGenerationHandler(RuntimeError(f"no such thing in {SECRET}"))
     async with served(handler) as (address, stub):
         async with grpc.aio.insecure_channel(address) as channel:
@@ -189,7 +189,7 @@ async def test_a_handler_that_breaks_gives_internal_and_keeps_its_secrets() -> N
         assert await ask(stub) == handler.events
 
 
-async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
+async def test_undecodable_messages_are_invalid_arguments() -> None:
     handler = FakeGenerationHandler()
     async with served(handler) as (address, stub):
         async with grpc.aio.insecure_channel(address) as channel:
@@ -208,7 +208,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
         assert await ask(stub) == handler.events
 
 
-async def test_too_many_of_anything_are_refused_by_name_before_the_handler_hears_of_them() -> None:
+async def test_fields_beyond_their_bounds_are_refused_by_name_before_the_handler_is_called() -> None:
     pb, handler = generation_pb2, FakeGenerationHandler()
     params = pb.SamplingParams
     unknown_field = b"\xf8\x7f\x01"
@@ -256,7 +256,7 @@ async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
         await handler.closed.wait()
 
 
-async def test_a_client_that_leaves_without_having_read_closes_it_too() -> None:
+async def test_a_client_that_leaves_with_unread_messages_closes_the_handlers_generator() -> None:
     """The server is then in the middle of a write, which HTTP/2's flow control holds."""
     handler = FakeGenerationHandler()
     handler.endless = True
@@ -275,7 +275,7 @@ async def rest_of(call: grpc.aio.UnaryStreamCall[object, object]) -> int:
     return count
 
 
-async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
+async def test_a_client_that_stays_but_reads_nothing_is_given_up() -> None:
     handler = FakeGenerationHandler()
     handler.endless = True
     async with served(handler, stall_s=0.1) as (address, _), grpc.aio.insecure_channel(address) as channel:
@@ -290,7 +290,7 @@ async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
         assert await ask(stub) == handler.events
 
 
-async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
+async def test_a_stream_without_new_messages_is_not_taken_for_stalled() -> None:
     handler = FakeGenerationHandler()
     handler.may_end.clear()
     async with served(handler, stall_s=0.5) as (address, _), grpc.aio.insecure_channel(address) as channel:
@@ -301,7 +301,7 @@ async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
         assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_what_is_taken_at_once_keeps_its_place_and_a_full_stream_takes_nothing() -> None:
+async def test_chunks_taken_at_once_keep_their_order_and_a_full_stream_takes_none() -> None:
     handler = FakeGenerationHandler()
     count, size = 400, 1000
     handler.offered = [Chunk(2 + size * number, [7] * size, "x" * size, []) for number in range(count)]
@@ -313,7 +313,7 @@ async def test_what_is_taken_at_once_keeps_its_place_and_a_full_stream_takes_not
         assert refused == count if SERVING["kind"] == "grpcio" else 0 < refused < count
 
 
-async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
+async def test_a_node_name_that_is_not_ascii_does_not_fail_the_answer() -> None:
     handler = FakeGenerationHandler()
     handler.events = [Accepted("r", 5, 3), replace(FINISHED, path=NodePath("prefill-ü", "d", 1, "zwei\nZeilen"))]
     async with served(handler) as (_, stub):
@@ -322,7 +322,7 @@ async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
         assert (end.finish_reason, end.path.decode_node) == ("length", "d")
 
 
-async def test_nobody_there_is_unreachable() -> None:
+async def test_an_address_where_nobody_listens_is_unreachable() -> None:
     async with served(FakeGenerationHandler()) as (address, _):
         pass
     stub = GenerationStub(address)
@@ -354,7 +354,7 @@ async def node() -> AsyncIterator[Node]:
     await node.server.stop(0)
 
 
-async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
+async def test_a_router_sends_work_and_receives_reports(node: Node) -> None:
     stream = await node.client.attach("router-1", node.handler.description.incarnation, "router-1.x", [KEY])
     assert stream.welcome == node.handler.description
     port = await node.handler.ports.get()
@@ -367,7 +367,7 @@ async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
     ]
     report = StepReport([RequestDelta(KEY, 3, [9], [TokenLogprobs(9, -0.5, 1, [(9, -0.5)])])], LoadReport(running=1))
     port.queue.put_nowait(report)
-    reports = aiter(HeardStream(stream))
+    reports = aiter(QueuedReports(stream))
     assert await anext(reports) == report
     stream.send(WatchKVCache())
     assert await port.received.get() == WatchKVCache()
@@ -398,7 +398,7 @@ async def test_a_stream_that_does_not_begin_with_hello_is_refused(node: Node) ->
     assert node.handler.ports.empty()
 
 
-async def test_a_node_that_takes_no_routers_says_why(node: Node) -> None:
+async def test_a_node_that_refuses_routers_says_why(node: Node) -> None:
     node.handler.open_error = errors.Draining("the node has stopped")
     with pytest.raises(errors.Draining, match="has stopped"):
         await node.client.attach("router-1")
@@ -408,7 +408,7 @@ async def test_a_node_that_dies_is_lost_to_reader_and_writer(node: Node) -> None
     stream = await node.client.attach("router-1")
     await node.server.stop(0)
     with pytest.raises(NodeLost, match="is gone"):
-        await anext(aiter(HeardStream(stream)))
+        await anext(aiter(QueuedReports(stream)))
     with pytest.raises(NodeLost, match="is gone"):
         stream.send(SUBMIT)
     with pytest.raises(BatonError) as caught:
@@ -441,7 +441,7 @@ def make_intermediate(directory: Path, now: datetime.datetime) -> None:
     (directory / "ca.crt").write_bytes("# für uns\n".encode() + signed.public_bytes(serialization.Encoding.PEM))
 
 
-async def test_a_node_is_known_by_its_certificate(tmp_path: Path) -> None:
+async def test_a_node_is_authenticated_by_its_certificate(tmp_path: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     ours, others, signed = tmp_path / "ours", tmp_path / "others", tmp_path / "signed"
     for directory in (ours, others, signed):
@@ -481,7 +481,7 @@ async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
     await port.closed.wait()
 
 
-async def test_a_router_that_is_stopped_gives_its_port_back(node: Node) -> None:
+async def test_the_port_of_a_stopped_router_is_closed(node: Node) -> None:
     """It closes nothing and its kernel goes on acknowledging; what it asked for would run for nobody."""
     script = f"""
 import asyncio
@@ -501,7 +501,7 @@ asyncio.run(main())
         await router.wait()
 
 
-async def test_a_router_that_leaves_without_having_read_closes_its_port(node: Node) -> None:
+async def test_a_router_that_leaves_with_unread_reports_closes_its_port(node: Node) -> None:
     """The node is then in the middle of a write, which HTTP/2's flow control holds."""
     async with grpc.aio.insecure_channel(node.address) as channel:
         call = node_pb2_grpc.NodeStub(channel).Attach()
@@ -518,7 +518,7 @@ async def test_a_router_that_leaves_without_having_read_closes_its_port(node: No
         await port.closed.wait()
 
 
-async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> None:
+async def test_an_unreadable_submit_fails_its_own_attempt_alone(node: Node) -> None:
     async with grpc.aio.insecure_channel(node.address) as channel:
         call = node_pb2_grpc.NodeStub(channel).Attach()
         await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))
@@ -533,9 +533,9 @@ async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> N
         assert not port.closed.is_set()
 
 
-async def test_next_tokens_are_left_for_routers_that_understand_them(node: Node) -> None:
+async def test_reports_are_abbreviated_only_for_routers_that_can_read_it(node: Node) -> None:
     reports = [StepReport([RequestDelta(KEY, index, [index])], LoadReport()) for index in range(3)]
-    newest = HeardStream(await node.client.attach("router-1"))
+    newest = QueuedReports(await node.client.attach("router-1"))
     port = await node.handler.ports.get()
     for report in reports:
         port.queue.put_nowait(report)
@@ -555,7 +555,7 @@ async def test_next_tokens_are_left_for_routers_that_understand_them(node: Node)
             assert [list(delta.token_ids) for delta in answer.report.deltas] == [[index]]
 
 
-async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: Node) -> None:
+async def test_a_node_that_fails_on_a_message_fails_that_attempt_alone(node: Node) -> None:
     stream = await node.client.attach("router-1")
     port = await node.handler.ports.get()
     node.handler.receive_error = RuntimeError(f"no such thing in {SECRET}")
@@ -568,7 +568,7 @@ async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: No
     assert await port.received.get() == Abort(KEY, "x")
 
 
-async def test_questions_are_answered(node: Node) -> None:
+async def test_descriptions_traces_and_commands_are_answered(node: Node) -> None:
     load, handoff = LoadReport(running=3, total_blocks=8), HandoffReport()
     assert await node.client.describe() == NodeReport(node.handler.description, load, {"capacity": 2}, handoff)
     assert await node.client.trace(4) == [TraceEvent(5, 10, "queued", KEY, 3, "x")]

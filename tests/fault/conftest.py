@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def failpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which a module requests faults of its clusters (see baton/failpoints.py)."""
     return tmp_path_factory.mktemp("failpoints")
 
@@ -35,8 +35,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def session(cluster: ProcessCluster) -> AsyncIterator[ClusterSession]:
     """The shared cluster; all processes run and are idle before a test and after it."""
     async with cluster.session() as opened:
-        await opened.whole()
-        await opened.idle()
+        await opened.wait_until_whole()
+        await opened.wait_until_idle()
         yield opened
-        await opened.whole()
-        await opened.idle()
+        await opened.wait_until_whole()
+        await opened.wait_until_idle()

@@ -120,7 +120,7 @@ async def test_a_turn_of_the_loop_that_raises_ends_the_process(
     """Requests that are not informed would wait for ever."""
     async with router_rig(decode("d1")) as rig:
         reader = rig.ask("hello", request_id="r")
-        await rig.submitted("d1")
+        await rig.next_submit("d1")
         if kind == "lost-nodes":
             monkeypatch.setattr(owner, work, Broken(lambda *_: None))
             rig.nodes["d1"].die()

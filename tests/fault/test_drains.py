@@ -8,23 +8,23 @@ import pytest
 
 from baton.wire.clients.node_client import NodeClient
 from tests.support.process_cluster import ClusterSession
-from tests.support.slow_model import ask, assert_right
+from tests.support.slow_model import assert_undisturbed, slow_request
 
 
 @pytest.mark.parametrize(
     ("role", "event"), [("prefill", "chunk_computed"), ("decode", "read_done"), ("decode", "remote_kv_arrived")]
 )
 async def test_a_node_that_drains_at_an_event_loses_no_request(session: ClusterSession, role: str, event: str) -> None:
-    request = ask(f"drains-{role}-{event}", chunks=3, max_tokens=12)
+    request = slow_request(f"drains-{role}-{event}", chunks=3, max_tokens=12)
     answering = asyncio.create_task(session.generate(request))
-    name = await session.seen(role, event, request.request_id)
+    name = await session.wait_for_event(role, event, request.request_id)
     before = session.cluster.process(name)
     client = NodeClient(before.address)
     await client.drain()
     await client.close()
-    elsewhere = ask(f"meanwhile-{role}-{event}", chunks=1)
+    elsewhere = slow_request(f"meanwhile-{role}-{event}", chunks=1)
     for one, answer in ((elsewhere, await session.generate(elsewhere)), (request, await answering)):
-        assert_right(answer, one)
+        assert_undisturbed(answer, one)
         assert answer.end.path.attempts == 1 or one is elsewhere
-    now = await session.back(before)
+    now = await session.wait_until_replaced(before)
     assert now.last_exit == "exit 0"

@@ -15,8 +15,8 @@ from baton.errors import BatonError
 from baton.messages.generation import GenerateRequest
 from baton.runner.model.random_model import write_random_model
 from tests.support.mini_cluster import random_prompt
-from tests.support.process_cluster import ProcessCluster, ended, process_cluster
-from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
+from tests.support.process_cluster import ProcessCluster, process_cluster, wait_until_ended
+from tests.support.slow_model import FLAGS, STEP_TIMES, assert_undisturbed, slow_request
 from tests.support.tiny_models import TINY_MODELS
 
 
@@ -29,25 +29,25 @@ async def test_down_lets_running_requests_end(tmp_path: Path, model: Path) -> No
     with process_cluster(tmp_path / "run", model, *FLAGS, environment=STEP_TIMES) as cluster:
         everybody = pids(cluster)
         async with cluster.session() as session:
-            request = ask("last", chunks=3, max_tokens=12)
+            request = slow_request("last", chunks=3, max_tokens=12)
             answering = asyncio.create_task(session.generate(request))
-            await session.seen("prefill", "chunk_computed", "last")
-            await asyncio.to_thread(ended, everybody, lambda: _down(cluster))
+            await session.wait_for_event("prefill", "chunk_computed", "last")
+            await asyncio.to_thread(wait_until_ended, everybody, lambda: _down(cluster))
             answer = await answering
-            assert_right(answer, request)
+            assert_undisturbed(answer, request)
             assert answer.end.path.attempts == 1
 
 
 async def test_no_process_survives_the_supervisor(tmp_path: Path, model: Path) -> None:
     with process_cluster(tmp_path / "run", model, *FLAGS, environment=STEP_TIMES) as cluster:
         async with cluster.session() as session:
-            request = ask("orphan", chunks=3)
+            request = slow_request("orphan", chunks=3)
             answering = asyncio.create_task(session.generate(request))
-            await session.seen("prefill", "chunk_computed", "orphan")
+            await session.wait_for_event("prefill", "chunk_computed", "orphan")
             everybody = pids(cluster)
             # A stopped process can't watch its supervisor, but the kernel ends it nevertheless.
             os.kill(cluster.process("decode-0").pid, signal.SIGSTOP)
-            await asyncio.to_thread(ended, everybody, lambda: os.kill(cluster.state.pid, signal.SIGKILL))
+            await asyncio.to_thread(wait_until_ended, everybody, lambda: os.kill(cluster.state.pid, signal.SIGKILL))
             with pytest.raises(BatonError):
                 await answering
         assert cluster.baton("status").returncode != 0
@@ -62,14 +62,14 @@ async def test_a_crash_loop_is_shown(tmp_path: Path) -> None:
     write_random_model(directory, TINY_MODELS["llama"], seed=1)
     with process_cluster(tmp_path / "run", directory, "--dtype", "float32", "--kv-cache-memory", "4MiB") as cluster:
         async with cluster.session() as session:
-            await session.whole()
+            await session.wait_until_whole()
             prompt = GenerateRequest(random_prompt(Random(1), 50, 256), temperature=0.0, max_tokens=8)
             undisturbed = await session.generate(prompt)
             assert undisturbed.end.path.prefill_node == "prefill-0"
             weights = directory / "model.safetensors"
             weights.rename(weights.with_suffix(".away"))
             cluster.signal("prefill-0", signal.SIGKILL)
-            await session.until(lambda _: cluster.process("prefill-0").status == "CrashLoop")
+            await session.wait_for_status(lambda _: cluster.process("prefill-0").status == "CrashLoop")
             shown = cluster.baton("status")
             assert "CrashLoop" in shown.stdout
             assert "safetensors" in shown.stdout, "and why"
@@ -79,7 +79,7 @@ async def test_a_crash_loop_is_shown(tmp_path: Path) -> None:
             assert alone.end.path.prefill_node == ""
             assert alone.token_ids == undisturbed.token_ids
             weights.with_suffix(".away").rename(weights)
-            await session.whole()
+            await session.wait_until_whole()
             assert (await session.generate(prompt)).end.path.prefill_node == "prefill-0"
 
 

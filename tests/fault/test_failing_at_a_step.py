@@ -16,9 +16,9 @@ import pytest
 from baton.cli.cluster.state import ProcessState
 from baton.messages.generation import GenerateRequest
 from tests.support.caller import Answer
-from tests.support.drill import Drill
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
-from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
+from tests.support.requested_fault import RequestedFault
+from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, assert_undisturbed, slow_request
 
 KILLED = ("Subscribe-done", "read-posted", "closing-offer", "Connected", "ConfirmRead", "ReadConfirmed")
 """Steps of the prefill node and of the decode node in turns; test_handoff_steps has all steps, in virtual time."""
@@ -35,10 +35,10 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(
-    transport: str, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
+    transport: str, tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path
 ) -> Iterator[ProcessCluster]:
     tls = {} if transport == "default" else {"UCX_TLS": transport}
-    environment = {**BRISK_STEP_TIMES, **tls, "BATON_FAILPOINTS": str(asked)}
+    environment = {**BRISK_STEP_TIMES, **tls, "BATON_FAILPOINTS": str(failpoints_dir)}
     flags = (*FLAGS, "--prefill", "2", "--decode", "2")
     with process_cluster(tmp_path_factory.mktemp("watched") / "run", model, *flags, environment=environment) as running:
         yield running
@@ -46,7 +46,7 @@ def cluster(
 
 async def _answered(session: ClusterSession, request: GenerateRequest) -> Answer:
     answer = await session.generate(request)
-    assert_right(answer, request)
+    assert_undisturbed(answer, request)
     return answer
 
 
@@ -61,46 +61,52 @@ def _process(session: ClusterSession, pid: int) -> ProcessState:
 
 
 @pytest.mark.parametrize("place", KILLED)
-async def test_a_node_killed_at_a_step(session: ClusterSession, asked: Path, place: str, transport: str) -> None:
+async def test_a_node_killed_at_a_step(
+    session: ClusterSession, failpoints_dir: Path, place: str, transport: str
+) -> None:
     leave_to_the_other(transport, KILLED.index(place) // 2)
-    request = ask(f"killed-{place}", chunks=3, sampled=True)
+    request = slow_request(f"killed-{place}", chunks=3, sampled=True)
     before = {process.pid: process for process in session.cluster.state.processes}
-    with Drill(asked, place, "kill" if place in NAMELESS else f"kill {request.request_id}") as drill:
+    with RequestedFault(failpoints_dir, place, "kill" if place in NAMELESS else f"kill {request.request_id}") as fault:
         await _answered(session, request)
-        assert drill.has_struck()
-        killed = before[drill.pid]
+        assert fault.has_struck()
+        killed = before[fault.pid]
     assert killed.role == ("prefill" if place in SENDERS else "decode")
-    await session.back(killed)
-    await session.idle()
+    await session.wait_until_replaced(killed)
+    await session.wait_until_idle()
 
 
 @pytest.mark.parametrize("place", STOPS)
-async def test_a_node_stopped_at_a_step(session: ClusterSession, asked: Path, place: str, transport: str) -> None:
+async def test_a_node_stopped_at_a_step(
+    session: ClusterSession, failpoints_dir: Path, place: str, transport: str
+) -> None:
     leave_to_the_other(transport, STOPS.index(place))
-    request = ask(f"stopped-{place}", chunks=3, sampled=True)
-    with Drill(asked, place, f"stop {request.request_id}") as drill:
+    request = slow_request(f"stopped-{place}", chunks=3, sampled=True)
+    with RequestedFault(failpoints_dir, place, f"stop {request.request_id}") as fault:
         answering = asyncio.create_task(_answered(session, request))
-        await session.until(lambda _: drill.has_struck())
-        name = _process(session, drill.pid).name
+        await session.wait_for_status(lambda _: fault.has_struck())
+        name = _process(session, fault.pid).name
         answer = await answering
         assert answer.end.path.attempts == 2
         assert name not in (answer.end.path.prefill_node, answer.end.path.decode_node)
-    await session.whole()
-    await session.idle()
+    await session.wait_until_whole()
+    await session.wait_until_idle()
 
 
-async def test_a_blocked_event_loop_costs_no_link(session: ClusterSession, asked: Path, transport: str) -> None:
+async def test_a_blocked_event_loop_costs_no_link(
+    session: ClusterSession, failpoints_dir: Path, transport: str
+) -> None:
     leave_to_the_other(transport, 0)
-    await session.idle()
-    request = ask("held-up", chunks=3)
+    await session.wait_until_idle()
+    request = slow_request("held-up", chunks=3)
     ended = _ended_links(session)
     # Longer than three heartbeats. The router waits for less and places the request on another decode node.
-    with Drill(asked, "Offer", f"sleep 4.5 {request.request_id}") as drill:
+    with RequestedFault(failpoints_dir, "Offer", f"sleep 4.5 {request.request_id}") as fault:
         await _answered(session, request)
-        assert drill.has_struck()
-        assert _process(session, drill.pid).role == "decode"
-    await session.whole()
-    await session.idle()
+        assert fault.has_struck()
+        assert _process(session, fault.pid).role == "decode"
+    await session.wait_until_whole()
+    await session.wait_until_idle()
     assert _ended_links(session) == ended
 
 

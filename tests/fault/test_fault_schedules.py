@@ -95,7 +95,7 @@ class Schedule:
             self.cluster.heal()
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*asking)
-            await self.cluster.idle(PATIENCE_S)
+            await self.cluster.wait_until_idle(PATIENCE_S)
             for node in self.cluster.nodes.values():
                 node.assert_nothing_is_left()
                 self._count(node)
@@ -182,7 +182,7 @@ class Schedule:
         self.struck["stop"] += 1
         self.cluster.stop(node)
         await asyncio.sleep(self.rng.uniform(0.1, 9.0))
-        self.cluster.go_on(node)
+        self.cluster.resume(node)
 
     def _pair(self) -> tuple[str, str] | None:
         nodes = [node.incarnation for node in self.cluster.nodes.values()]

@@ -24,7 +24,7 @@ from baton.testing.fake_clock import FakeClock
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
-from tests.support.fuzzed_cluster import SPEC, FuzzedCluster, Letters, Run, fuzzed_cluster
+from tests.support.fuzzed_cluster import SPEC, FuzzedCluster, LetterTokenizer, Run, fuzzed_cluster
 from tests.support.http_client import AsgiClient, Exchange
 from tests.support.mutations import mutated
 
@@ -42,11 +42,11 @@ def run() -> Iterator[Run]:
 async def post(
     cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
 ) -> Exchange:
-    model = ServedModel(cluster.card, Letters(), TEMPLATE, lambda: datetime(2026, 1, 2))
+    model = ServedModel(cluster.card, LetterTokenizer(), TEMPLATE, lambda: datetime(2026, 1, 2))
     front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", FakeClock(5.0), Random(1), 1000.0)
     exchange = AsgiClient(front).post(path, body, headers)
     if leaves:
-        exchange.leave()
+        exchange.disconnect()
         await exchange.task
         return exchange
     return await exchange.end()
@@ -236,7 +236,7 @@ def test_a_call_for_embeddings_is_served_or_its_one_wrong_field_named(run: Run) 
 def prompts_of(inputs: Any) -> list[list[int]]:
     """The token ids of the value that was sent as `input`."""
     is_one = isinstance(inputs, str) or isinstance(inputs[0], int)
-    return [Letters().encode(one) if isinstance(one, str) else one for one in ([inputs] if is_one else inputs)]
+    return [LetterTokenizer().encode(one) if isinstance(one, str) else one for one in ([inputs] if is_one else inputs)]
 
 
 def comes_back(spoilt: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
-from tests.support.fuzzed_cluster import SERVED, SPEC, Letters, Run, events_of, fuzzed_cluster, tokens_of
+from tests.support.fuzzed_cluster import SERVED, SPEC, LetterTokenizer, Run, events_of, fuzzed_cluster, tokens_of
 from tests.support.local_rpc import Reply
 from tests.support.mutations import mutated
 from tests.support.request_bounds import num_prompt_tokens, wrong_fields
@@ -211,7 +211,7 @@ def assert_right(request: pb.GenerateRequest, reply: Reply, *, is_whole: bool) -
 
 
 def prompt_of(request: pb.GenerateRequest) -> list[int]:
-    return Letters().encode(request.text) if request.text else list(request.token_ids.ids)
+    return LetterTokenizer().encode(request.text) if request.text else list(request.token_ids.ids)
 
 
 def sampling_of(request: pb.GenerateRequest, seed: int) -> SamplingParams:

@@ -182,11 +182,11 @@ class Liar:
 
 
 async def ask_beside_a_liar(cluster: FuzzedCluster, seed: int) -> Reply:
-    honest, cluster.ear.spoil = cluster.ear.spoil, Liar(seed)
+    honest, cluster.report_filter.replace_report = cluster.report_filter.replace_report, Liar(seed)
     try:
         return await cluster.call("Generate", VICTIM.SerializeToString(), timeout_s=60.0)
     finally:
-        cluster.ear.spoil = honest
+        cluster.report_filter.replace_report = honest
 
 
 @fuzzed

@@ -21,7 +21,7 @@ from kv_transfer.mover.mover import STALL_S
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff
 from router.placement.breaker import PAIR_FAILURES
-from tests.support.handoff_places import PLACES
+from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
 
@@ -89,7 +89,7 @@ async def reading(cluster: SimulatedCluster, count: int) -> None:
 
 
 async def idle(cluster: SimulatedCluster, within_s: float = BOUND_S) -> None:
-    await cluster.idle(within_s)
+    await cluster.wait_until_idle(within_s)
     for node in cluster.nodes.values():
         node.assert_nothing_is_left()
 
@@ -104,7 +104,7 @@ def test_a_full_hit_on_the_decode_node_alone() -> None:
             await ask(cluster, prompt, "first")
             cluster.kill("prefill-0")
             await cluster.start("prefill-0")
-            await cluster.whole()
+            await cluster.wait_until_whole()
             block_bytes = cluster.nodes["decode-0"].runner.layout.block_bytes
             assert (await ask(cluster, prompt, "again")).kv_bytes == block_bytes, "the last block alone"
             assert ("again", 9, "") in events(cluster, "prefill-0", "closing_offered"), "all were offered"
@@ -120,7 +120,7 @@ def test_a_hit_on_the_prefill_node_alone_still_offers_everything() -> None:
             first = await ask(cluster, prompt, "first")
             cluster.kill("decode-0")
             await cluster.start("decode-0")
-            await cluster.whole()
+            await cluster.wait_until_whole()
             again = await ask(cluster, prompt, "again")
             assert again.kv_bytes == first.kv_bytes > 0
             assert again.cached_tokens == 32
@@ -202,7 +202,7 @@ def test_a_request_preempted_after_its_transfer() -> None:
 # Clients that leave.
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HANDOFF_FAILPOINTS)
 def test_a_client_that_leaves_at_a_step_frees_everything_at_once(place: str) -> None:
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=SMALL) as cluster:
@@ -466,7 +466,7 @@ def test_a_link_for_unfinished_reads_is_opened_with_back_off() -> None:
             cluster.heal()
             cluster.fabric.thaw("prefill-0.1")
             await idle(cluster, 70)
-            await cluster.whole()
+            await cluster.wait_until_whole()
             assert (await ask(cluster, prompt_of(30, seed=1))).kv_bytes > 0
             await idle(cluster)
 

@@ -17,7 +17,7 @@ from baton.failpoints import set_injector
 from baton.messages.generation import Finished, GenerateRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
-from tests.support.handoff_places import PLACES, REPEATED, SENDER
+from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS, REPEATED_FAILPOINTS, SENDER
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
 
@@ -65,13 +65,13 @@ async def _survives(place: str, count: int, fault: Fault, attempts: int | None =
         assert attempts in (None, disturbed.path.attempts)
         assert drill.recovery is not None, "nobody came by"
         await drill.recovery
-        await cluster.idle(BOUND_S)
+        await cluster.wait_until_idle(BOUND_S)
         for node in cluster.nodes.values():
             node.assert_nothing_is_left()
-        await cluster.whole()
+        await cluster.wait_until_whole()
         undisturbed = await _asks(cluster, PROMPT[::-1])
         assert (undisturbed.path.attempts, undisturbed.kv_bytes > 0) == (1, True)
-        await cluster.idle(BOUND_S)
+        await cluster.wait_until_idle(BOUND_S)
 
 
 async def _asks(cluster: SimulatedCluster, prompt: list[int]) -> Finished:
@@ -98,7 +98,7 @@ def _kill(cluster: SimulatedCluster, node_id: str) -> asyncio.Task[None]:
 def _stop(cluster: SimulatedCluster, node_id: str, seconds: float) -> asyncio.Task[None]:
     async def go_on() -> None:
         await asyncio.sleep(seconds)
-        cluster.go_on(node)
+        cluster.resume(node)
 
     node = cluster.nodes[node_id]
     cluster.stop(node)
@@ -117,13 +117,15 @@ def _hold(cluster: SimulatedCluster, source_id: str, target_id: str, seconds: fl
     return _later(let_through())
 
 
-@pytest.mark.parametrize(("place", "count"), [*((place, 1) for place in PLACES), *((place, 2) for place in REPEATED)])
+@pytest.mark.parametrize(
+    ("place", "count"), [*((place, 1) for place in HANDOFF_FAILPOINTS), *((place, 2) for place in REPEATED_FAILPOINTS)]
+)
 def test_a_node_killed_at_a_step_of_the_hand_off(place: str, count: int) -> None:
     run_virtually(_survives(place, count, _kill))
 
 
 @pytest.mark.parametrize("seconds", [0.5, 8.0], ids=["shortly", "long"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HANDOFF_FAILPOINTS)
 def test_a_node_stopped_at_a_step_of_the_hand_off(place: str, seconds: float) -> None:
     attempts = 1 if seconds < 1 else None
     run_virtually(_survives(place, 1, lambda cluster, node_id: _stop(cluster, node_id, seconds), attempts))
@@ -131,7 +133,7 @@ def test_a_node_stopped_at_a_step_of_the_hand_off(place: str, seconds: float) ->
 
 @pytest.mark.parametrize("seconds", [0.5, 8.0], ids=["shortly", "long"])
 @pytest.mark.parametrize("ends", [("prefill-0", "decode-0"), ("decode-0", "prefill-0")], ids=["down", "up"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HANDOFF_FAILPOINTS)
 def test_a_link_that_loses_one_direction_at_a_step(place: str, ends: tuple[str, str], seconds: float) -> None:
     attempts = 1 if seconds < 1 else None
     run_virtually(_survives(place, 1, lambda cluster, node_id: _hold(cluster, *ends, seconds), attempts))

@@ -20,7 +20,7 @@ from baton.messages.cluster import ClusterStatus
 from baton.registry.embedded import find_redis_server
 from tests.support.hosts import Hosts, NotPermitted, hosts
 from tests.support.process_cluster import BOUND_S, ClusterSession
-from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
+from tests.support.slow_model import FLAGS, STEP_TIMES, assert_undisturbed, slow_request
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 PORT, OPERATOR_PORT, REDIS_PORT = 7000, 7001, 7002
@@ -77,7 +77,7 @@ class HostsCluster:
     def process(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(address=f"{self.network.address(name)}:{PORT}")
 
-    def complaints(self) -> dict[str, str]:
+    def tracebacks(self) -> dict[str, str]:
         """First lines with a traceback in the logs."""
         logs = {log.stem: log.read_text(errors="replace").splitlines() for log in self._directory.glob("*.log")}
         found = {name: [line for line in lines if "Traceback" in line] for name, lines in logs.items()}
@@ -104,9 +104,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 class HostsSession(ClusterSession):
     """A client and operator of the cluster."""
 
-    async def whole(self) -> ClusterStatus:
+    async def wait_until_whole(self) -> ClusterStatus:
         """Wait until the router uses every node."""
-        return await self.until(lambda status: sum(node.status == "Ready" for node in status.nodes) == 5)
+        return await self.wait_for_status(lambda status: sum(node.status == "Ready" for node in status.nodes) == 5)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ho
         with hosts(f"bt{os.getpid() % 10_000}", ("router", *PREFILL, *DECODE)) as network:
             with HostsCluster(network, tmp_path_factory.mktemp("hosts"), model) as cluster:
                 yield cluster
-            assert cluster.complaints() == {}
+            assert cluster.tracebacks() == {}
     except NotPermitted as why:
         pytest.skip(f"no network namespaces here: {why}")
 
@@ -129,49 +129,49 @@ async def session(spread: HostsCluster) -> AsyncIterator[HostsSession]:
         grpc.aio.insecure_channel(f"{router}:{OPERATOR_PORT}") as private,
     ):
         opened = HostsSession(spread, public, private)  # type: ignore[arg-type]
-        await opened.whole()
-        await opened.idle()
+        await opened.wait_until_whole()
+        await opened.wait_until_idle()
         yield opened
-        await opened.whole()
-        await opened.idle()
-        after = ask(f"after-{os.urandom(4).hex()}", chunks=1)
-        assert_right(await opened.generate(after), after)
+        await opened.wait_until_whole()
+        await opened.wait_until_idle()
+        after = slow_request(f"after-{os.urandom(4).hex()}", chunks=1)
+        assert_undisturbed(await opened.generate(after), after)
 
 
 async def test_an_undisturbed_cluster_gives_the_expected_tokens(session: HostsSession) -> None:
-    requests = [ask(f"plain-{i}", chunks=2, sampled=bool(i % 2)) for i in range(4)]
+    requests = [slow_request(f"plain-{i}", chunks=2, sampled=bool(i % 2)) for i in range(4)]
     for answer, request in zip(await asyncio.gather(*map(session.generate, requests)), requests, strict=True):
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
         assert (answer.end.path.attempts, answer.end.kv_bytes > 0) == (1, True)
 
 
 async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, spread: HostsCluster) -> None:
-    request = ask("unplugged", chunks=6, sampled=True)
+    request = slow_request("unplugged", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request, BOUND_S))
-    name = await session.seen("decode", "read_done", "unplugged")
+    name = await session.wait_for_event("decode", "read_done", "unplugged")
     with spread.network.unplugged(name):
         answer = await answering
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
         assert answer.end.path.attempts >= 2
         assert answer.end.path.decode_node != name
-    await session.whole()
+    await session.wait_until_whole()
     first = [event.name for event in await session.trace(name, "unplugged") if event.attempt.attempt == 1]
     assert "kv_arrived" not in first
 
 
 async def test_a_read_from_a_host_that_never_returns_ends(session: HostsSession, spread: HostsCluster) -> None:
     """Until the read ends it may write, so its blocks are kept."""
-    request = ask("vanished")
+    request = slow_request("vanished")
     with ExitStack() as slow:
         for name in PREFILL:
             slow.enter_context(spread.network.throttled(name, "40kbit"))
         answering = asyncio.create_task(session.generate(request, BOUND_S))
-        prefill = await session.seen("prefill", "offered", "vanished")
+        prefill = await session.wait_for_event("prefill", "offered", "vanished")
         # The first chunk fits into what a throttled host sends at once, the second is on its way for seconds.
-        decode = await session.seen("decode", "read_started", "vanished", 2)
+        decode = await session.wait_for_event("decode", "read_started", "vanished", 2)
         with spread.network.unplugged(prefill):
-            assert_right(await answering, request)
-            await session.idle(decode)
+            assert_undisturbed(await answering, request)
+            await session.wait_until_idle(decode)
             told = [event.name for event in await session.trace(decode, "vanished") if event.attempt.attempt == 1]
             assert told.index("quarantined") < told.index("quarantine_released")
             assert "kv_arrived" not in told
@@ -182,17 +182,17 @@ async def test_a_pair_of_nodes_whose_link_is_dead_in_one_direction(
     session: HostsSession, spread: HostsCluster, deaf: str
 ) -> None:
     """Both nodes still reach the router. `deaf`: the node that gets nothing from the other one."""
-    request = ask(f"deaf-{deaf}", chunks=6, sampled=True)
+    request = slow_request(f"deaf-{deaf}", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request, BOUND_S))
-    decode = await session.seen("decode", "read_done", request.request_id)
-    prefill = await session.seen("prefill", "chunk_computed", request.request_id)
+    decode = await session.wait_for_event("decode", "read_done", request.request_id)
+    prefill = await session.wait_for_event("prefill", "chunk_computed", request.request_id)
     with ExitStack() as cut:
         if deaf != "decode":
             cut.enter_context(spread.network.blackhole(decode, prefill))
         if deaf != "prefill":
             cut.enter_context(spread.network.blackhole(prefill, decode))
         answer = await answering
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
         assert answer.end.path.attempts >= 2
         first = [e for e in await session.trace(decode, request.request_id) if e.attempt.attempt == 1]
         assert "kv_arrived" not in [event.name for event in first]
@@ -202,8 +202,10 @@ async def test_a_pair_of_nodes_whose_link_is_dead_in_one_direction(
 
 
 async def test_a_slow_link_fails_no_request(session: HostsSession, spread: HostsCluster) -> None:
-    request = ask("slow", chunks=4)
+    request = slow_request("slow", chunks=4)
     with spread.network.throttled(PREFILL[0], "400kbit"), spread.network.throttled(PREFILL[1], "400kbit"):
-        answers = await asyncio.gather(*(session.generate(one, BOUND_S) for one in (request, ask("slow-2", chunks=4))))
-    assert_right(answers[0], request)
+        answers = await asyncio.gather(
+            *(session.generate(one, BOUND_S) for one in (request, slow_request("slow-2", chunks=4)))
+        )
+    assert_undisturbed(answers[0], request)
     assert [(answer.end.path.attempts, answer.end.kv_bytes > 0) for answer in answers] == [(1, True), (1, True)]

@@ -7,12 +7,11 @@ import signal
 
 from tests.support.http_streams import sse, tokens_of
 from tests.support.process_cluster import ClusterSession
-from tests.support.slow_model import ask
-from tests.support.slow_model import tokens_of as tokens_expected
+from tests.support.slow_model import expected_tokens_of, slow_request
 
 
 async def test_a_stream_continues_at_another_router(session: ClusterSession) -> None:
-    request = ask("over-http", chunks=1, max_tokens=12)
+    request = slow_request("over-http", chunks=1, max_tokens=12)
     body: dict[str, object] = {
         "prompt": request.prompt,
         "temperature": 0,
@@ -30,7 +29,7 @@ async def test_a_stream_continues_at_another_router(session: ClusterSession) -> 
     assert 0 < len(tokens_of(cut)) < 12
     headers = name | {"last-event-id": cut[-1][0]}
     rest = await asyncio.to_thread(sse, f"http://{second.http_address}/v1/completions", body, headers)
-    assert tokens_of(cut) + tokens_of(rest) == tokens_expected(request)
+    assert tokens_of(cut) + tokens_of(rest) == expected_tokens_of(request)
     assert rest[-1][1] == "[DONE]"
-    back = await session.back(first)
+    back = await session.wait_until_replaced(first)
     assert back.http_address == first.http_address

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.metrics_page import samples_at
-from tests.support.ports import free_ports
+from tests.support.free_ports import first_free_port
+from tests.support.metrics_page import read_metrics_samples
 from tests.support.process_cluster import ProcessCluster, process_cluster
-from tests.support.slow_model import CHUNK, FLAGS, STEP_TIMES, ask, assert_right
+from tests.support.slow_model import CHUNK, FLAGS, STEP_TIMES, assert_undisturbed, slow_request
 
 BLOCK_SIZE = 16
 KEPT_CHUNKS = 3
@@ -36,12 +36,12 @@ def recomputing(
 @pytest.fixture
 def metrics_ports() -> int:
     """The first port of two; the decode node's is the second one."""
-    return free_ports(2)
+    return first_free_port(2)
 
 
 async def prompt_tokens(port: int) -> dict[str, float]:
     """The decode node's prompt tokens, by where their KV came from."""
-    samples = await samples_at(port)
+    samples = await read_metrics_samples(port)
     name = "baton_prompt_tokens_by_source_total"
     return {
         source: sum(value for sample, value in samples.items() if sample.startswith(name) and f'"{source}"' in sample)
@@ -52,17 +52,17 @@ async def prompt_tokens(port: int) -> dict[str, float]:
 async def test_only_missing_blocks_are_computed_when_the_sender_dies(
     recomputing: ProcessCluster, metrics_ports: int
 ) -> None:
-    request = ask("dies", chunks=KEPT_CHUNKS + 3, sampled=True)
+    request = slow_request("dies", chunks=KEPT_CHUNKS + 3, sampled=True)
     assert request.prompt is not None
     num_tokens = len(request.prompt)
     async with recomputing.session() as session:
-        await session.whole()
+        await session.wait_until_whole()
         before = await prompt_tokens(metrics_ports + 1)
         answering = asyncio.create_task(session.generate(request))
-        await session.seen("decode", "prefix_verified", "dies", KEPT_CHUNKS)
+        await session.wait_for_event("decode", "prefix_verified", "dies", KEPT_CHUNKS)
         killed = recomputing.signal("prefill-0", signal.SIGKILL)
         answer = await answering
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
         assert answer.end.path.attempts == 1, "nobody else was asked"
         events = await session.trace("decode-0", "dies")
         assert "kv_arrived" not in [event.name for event in events]
@@ -77,5 +77,5 @@ async def test_only_missing_blocks_are_computed_when_the_sender_dies(
             "local_cache_hit": 0,
             "external_kv_transfer": kept,
         }
-        await session.back(killed)
-        await session.idle()
+        await session.wait_until_replaced(killed)
+        await session.wait_until_idle()

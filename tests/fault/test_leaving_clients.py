@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded
 from tests.support.process_cluster import ClusterSession
-from tests.support.slow_model import ask, assert_right
+from tests.support.slow_model import assert_undisturbed, slow_request
 
 
 @pytest.mark.parametrize(
@@ -23,33 +23,33 @@ from tests.support.slow_model import ask, assert_right
 async def test_a_client_that_leaves_at_a_stage_frees_all_blocks(
     session: ClusterSession, stage: str, role: str, event: str, count: int
 ) -> None:
-    request = ask(f"leaves-{stage}", chunks=3, max_tokens=40)
+    request = slow_request(f"leaves-{stage}", chunks=3, max_tokens=40)
     call = session.call(request)
     await call.read()
-    await session.seen(role, event, request.request_id, count)
+    await session.wait_for_event(role, event, request.request_id, count)
     call.cancel()
-    await session.idle()
+    await session.wait_until_idle()
     for name in (*session.cluster.nodes("prefill"), *session.cluster.nodes("decode")):
         events = [e.name for e in await session.trace(name, request.request_id)]
         assert not events or "abort" in events, "who had to do with it was told"
 
 
 async def test_a_client_that_leaves_while_its_request_is_queued(session: ClusterSession) -> None:
-    stays = [ask(f"stays-{i}", chunks=2) for i in range(4)]
+    stays = [slow_request(f"stays-{i}", chunks=2) for i in range(4)]
     answering = [asyncio.create_task(session.generate(request)) for request in stays]
     for request in stays:
-        await session.seen("decode", "subscribed", request.request_id)
-    leaver = session.call(ask("leaves-queue", chunks=4))
+        await session.wait_for_event("decode", "subscribed", request.request_id)
+    leaver = session.call(slow_request("leaves-queue", chunks=4))
     await leaver.read()
-    await session.seen("prefill", "queued", "leaves-queue")
+    await session.wait_for_event("prefill", "queued", "leaves-queue")
     leaver.cancel()
     for answer, request in zip(await asyncio.gather(*answering), stays, strict=True):
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
         assert answer.end.path.attempts == 1
 
 
 async def test_a_deadline_in_mid_stream(session: ClusterSession) -> None:
-    request = ask("deadline", chunks=4)
+    request = slow_request("deadline", chunks=4)
     with pytest.raises(DeadlineExceeded):
         await session.generate(request, timeout_s=1.0)
-    await session.idle()
+    await session.wait_until_idle()

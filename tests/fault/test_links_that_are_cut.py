@@ -29,7 +29,7 @@ def a_hang(cluster: SimulatedCluster) -> None:
     """Nodes close the streams of a router that does not answer for 15 s; the router notices when it continues."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
-    loop.hold_up(16.0)
+    loop.stall_for(16.0)
     cluster.cut_links()
 
 
@@ -64,7 +64,7 @@ async def _in_mid_stream(cut: Callable[[SimulatedCluster], None]) -> None:
         assert cluster.dispatcher.requests.counters.links_back == 2
         told = [event.name for event in cluster.nodes["decode-0"].log.after(0)]
         assert (told.count("adopted"), told.count("abort")) == (1, 0)
-        await cluster.idle(30.0)
+        await cluster.wait_until_idle(30.0)
         for node in cluster.nodes.values():
             node.assert_nothing_is_left()
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from baton.client import AsyncGenerationClient
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
+from tests.support.always_first import AlwaysFirst
 from tests.support.caller import Answer
-from tests.support.first_of_all import FirstOfAll
 from tests.support.process_cluster import ClusterSession
-from tests.support.slow_model import ask, assert_right
+from tests.support.slow_model import assert_undisturbed, slow_request
 
 
 class Watched:
@@ -20,11 +20,11 @@ class Watched:
 
     def __init__(self, client: AsyncGenerationClient) -> None:
         self._client = client
-        self._told = asyncio.Event()
+        self._read = asyncio.Event()
         self.num_tokens: dict[str, int] = {}
 
-    async def ask(self, request: GenerateRequest) -> Answer:
-        """Run it to its end."""
+    async def generate(self, request: GenerateRequest) -> Answer:
+        """Run one request to its end."""
         answer, num_accepted = Answer(), 0
         async for event in self._client.generate(request):
             match event:
@@ -34,17 +34,17 @@ class Watched:
                     answer.indices += range(event.first_index, event.first_index + len(event.token_ids))
                     answer.token_ids += event.token_ids
                     self.num_tokens[request.request_id] = len(answer.token_ids)
-                    self._told.set()
+                    self._read.set()
                 case Finished():
                     answer.finished = event
         assert num_accepted == 1
         return answer
 
-    async def told(self, request: GenerateRequest, count: int) -> None:
+    async def wait_for_tokens(self, request: GenerateRequest, count: int) -> None:
         """Return once the client has so many of its tokens."""
         while self.num_tokens.get(request.request_id, 0) < count:
-            self._told.clear()
-            await self._told.wait()
+            self._read.clear()
+            await self._read.wait()
 
 
 def routers(session: ClusterSession) -> list[str]:
@@ -55,15 +55,19 @@ async def disturbed(
     session: ClusterSession, name: str, act: Callable[[], None], num_routers: int = 2
 ) -> list[tuple[GenerateRequest, Answer]]:
     """Apply a fault to the first router while it streams one answer and another request's prompt is being computed."""
-    requests = [ask(f"{name}-streams", 1, 12), ask(f"{name}-sampled", 1, 9, sampled=True), ask(f"{name}-begins", 4, 3)]
-    async with AsyncGenerationClient(*routers(session)[:num_routers], rng=FirstOfAll()) as client:
+    requests = [
+        slow_request(f"{name}-streams", 1, 12),
+        slow_request(f"{name}-sampled", 1, 9, sampled=True),
+        slow_request(f"{name}-begins", 4, 3),
+    ]
+    async with AsyncGenerationClient(*routers(session)[:num_routers], rng=AlwaysFirst()) as client:
         watched = Watched(client)
-        answering = [asyncio.create_task(watched.ask(request)) for request in requests]
-        await watched.told(requests[0], 3)
+        answering = [asyncio.create_task(watched.generate(request)) for request in requests]
+        await watched.wait_for_tokens(requests[0], 3)
         act()
         answers = await asyncio.gather(*answering)
     for request, answer in zip(requests, answers, strict=True):
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
     return list(zip(requests, answers, strict=True))
 
 
@@ -72,7 +76,7 @@ async def test_streams_continue_when_their_router_is_killed(session: ClusterSess
     answers = await disturbed(session, "killed", lambda: os.kill(before.pid, signal.SIGKILL))
     assert all(answer.end.path.attempts == 1 for _, answer in answers), "its nodes went on with all of them"
     assert answers[0][1].end.path.reason == "adopted from another router"
-    await session.back(before)
+    await session.wait_until_replaced(before)
 
 
 async def test_streams_continue_when_their_router_is_stopped_and_resumed(session: ClusterSession) -> None:
@@ -83,8 +87,8 @@ async def test_streams_continue_when_their_router_is_stopped_and_resumed(session
         os.kill(pid, signal.SIGCONT)
     assert all(answer.end.path.attempts == 1 for _, answer in answers)
     # Nodes tell it that its requests have moved, and it serves as before.
-    request = ask("after-the-stop", 1)
-    assert_right(await session.generate(request), request)
+    request = slow_request("after-the-stop", 1)
+    assert_undisturbed(await session.generate(request), request)
 
 
 async def test_streams_start_over_when_router_and_redis_are_killed(session: ClusterSession) -> None:
@@ -94,8 +98,8 @@ async def test_streams_start_over_when_router_and_redis_are_killed(session: Clus
         router = session.cluster.process("router-0")
         answers = await disturbed(session, "unknown", lambda: os.kill(router.pid, signal.SIGKILL))
     assert answers[0][1].end.path.reason != "adopted from another router"
-    await session.back(redis)
-    await session.back(router)
+    await session.wait_until_replaced(redis)
+    await session.wait_until_replaced(router)
 
 
 async def test_streams_continue_when_the_only_known_router_restarts(session: ClusterSession) -> None:
@@ -104,5 +108,5 @@ async def test_streams_continue_when_the_only_known_router_restarts(session: Clu
     before = session.cluster.process("router-0")
     answers = await disturbed(session, "alone", lambda: os.kill(before.pid, signal.SIGKILL), num_routers=1)
     assert all(answer.end.path.attempts <= 2 for _, answer in answers)
-    await session.back(before)
+    await session.wait_until_replaced(before)
     assert session.cluster.state.grpc_address == address

@@ -25,8 +25,8 @@ from baton.errors import ExitCode
 from baton.messages.generation import GenerateRequest
 from baton.registry.embedded import embedded_redis
 from baton.registry.registry import Registry
-from tests.support.kill_drill import Load, Result, ask, requests
-from tests.support.process_cluster import BOUND_S, ProcessCluster, ended, is_pending, process_cluster
+from tests.support.kill_drill import DrillResult, Load, ask, requests
+from tests.support.process_cluster import BOUND_S, ProcessCluster, is_pending, process_cluster, wait_until_ended
 
 AWAY_S = float(os.environ.get("BATON_DRILL_AWAY_S", "0"))
 pytestmark = pytest.mark.skipif(
@@ -128,7 +128,7 @@ async def redis_is_killed_and_comes_back_empty(cluster: ProcessCluster, operator
         cluster.signal("redis", signal.SIGKILL)
         until = time.monotonic() + AWAY_S
         async with cluster.session() as session:
-            await session.until(lambda status: status.health != "ok")
+            await session.wait_for_status(lambda status: status.health != "ok")
         while True:
             assert (await operator.run("status"))["health"] == "degraded"
             if time.monotonic() >= until:
@@ -137,7 +137,7 @@ async def redis_is_killed_and_comes_back_empty(cluster: ProcessCluster, operator
         refused = await operator.run("uncordon", "prefill-1", exit_code=ExitCode.UNREACHABLE)
         assert "the registry could not store it" in refused["said"]
     async with cluster.session() as session:
-        status = await session.until(lambda status: status.health == "ok")
+        status = await session.wait_for_status(lambda status: status.health == "ok")
         assert {node.name for node in status.nodes if node.cordoned} == {"prefill-1"}
     registry = Registry.connect(embedded_redis(cluster.run_dir).url, "default")
     try:
@@ -158,7 +158,7 @@ async def a_drained_node_ends_and_another_takes_its_place(cluster: ProcessCluste
     assert (await operator.run("drain", "prefill-0", "--stop"))["nodes"][0]["stopped"]
     await operator.do("uncordon", "prefill-0")
     async with cluster.session() as session:
-        assert (await session.back(before)).last_exit == "exit 0"
+        assert (await session.wait_until_replaced(before)).last_exit == "exit 0"
 
 
 async def a_second_signal_ends_a_draining_process(cluster: ProcessCluster, operator: Operator) -> None:
@@ -176,7 +176,7 @@ async def a_second_signal_ends_a_draining_process(cluster: ProcessCluster, opera
             assert role == "router" or answer.attempts == 2
             # Connections of its own: those to a router that ends take a while to begin again.
             async with cluster.session() as session:
-                await session.back(before)
+                await session.wait_until_replaced(before)
 
 
 def _end_with_two_signals(pid: int) -> float:
@@ -186,7 +186,7 @@ def _end_with_two_signals(pid: int) -> float:
         # A second signal that comes before the first one is handled counts as one.
         time.sleep(0.001)
     began = time.monotonic()
-    ended([pid], lambda: os.kill(pid, signal.SIGTERM))
+    wait_until_ended([pid], lambda: os.kill(pid, signal.SIGTERM))
     return time.monotonic() - began
 
 
@@ -203,7 +203,7 @@ async def test_operators_commands_fail_no_request(operated: ProcessCluster, caps
     _print_result(capsys, time.monotonic() - began, load.result, operator)
 
 
-def _print_result(capsys: pytest.CaptureFixture[str], seconds: float, result: Result, operator: Operator) -> None:
+def _print_result(capsys: pytest.CaptureFixture[str], seconds: float, result: DrillResult, operator: Operator) -> None:
     took = ", ".join(f"{what} {spent:.1f}" for what, spent in operator.took.items())
     with capsys.disabled():
         sys.stdout.write(

@@ -19,11 +19,11 @@ import pytest
 from baton.cli.cluster.state import ProcessState
 from baton.errors import BatonError
 from baton.messages.generation import GenerateRequest
-from tests.support.drill import Drill
-from tests.support.handoff_places import PLACES
+from tests.support.handoff_failpoints import HANDOFF_FAILPOINTS
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
 from tests.support.process_counts import by_role, holdings
-from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
+from tests.support.requested_fault import RequestedFault
+from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, assert_undisturbed, slow_request
 
 NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "2"))
 FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
@@ -35,10 +35,10 @@ their size. A leak with every fault comes to more than this. Nothing else may be
 
 @pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])
 def disturbed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path
 ) -> Iterator[ProcessCluster]:
     transport = {} if request.param == "default" else {"UCX_TLS": request.param}
-    environment = {**BRISK_STEP_TIMES, **transport, "BATON_FAILPOINTS": str(asked)}
+    environment = {**BRISK_STEP_TIMES, **transport, "BATON_FAILPOINTS": str(failpoints_dir)}
     flags = (*FLAGS, "--prefill", "2", "--decode", "2")
     run_dir = tmp_path_factory.mktemp("disturbed") / "run"
     with process_cluster(run_dir, model, *flags, environment=environment) as running:
@@ -48,11 +48,11 @@ def disturbed(
 class Schedule:
     """A few requests, and the faults of the nodes meanwhile."""
 
-    def __init__(self, seed: int, session: ClusterSession, asked: Path) -> None:
+    def __init__(self, seed: int, session: ClusterSession, failpoints_dir: Path) -> None:
         self._seed = seed
         self._rng = Random(seed)
         self._session = session
-        self._asked = asked
+        self._asked = failpoints_dir
         self._killed: set[int] = set()
         self.seen: Counter[str] = Counter()
 
@@ -62,13 +62,17 @@ class Schedule:
         await asyncio.gather(*(self._disturb() for _ in range(self._rng.randint(1, 2))))
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*asking)
-        await self._session.until(lambda _: not self._killed & {p.pid for p in self._session.cluster.state.processes})
-        await self._session.whole()
-        await self._session.idle()
+        await self._session.wait_for_status(
+            lambda _: not self._killed & {p.pid for p in self._session.cluster.state.processes}
+        )
+        await self._session.wait_until_whole()
+        await self._session.wait_until_idle()
 
     def _request(self, number: int) -> GenerateRequest:
         rng = self._rng
-        return ask(f"s{self._seed}-{number}", rng.randint(1, 4), rng.randint(1, 12), sampled=rng.random() < 0.5)
+        return slow_request(
+            f"s{self._seed}-{number}", rng.randint(1, 4), rng.randint(1, 12), sampled=rng.random() < 0.5
+        )
 
     async def _ask(self, request: GenerateRequest) -> None:
         await asyncio.sleep(self._rng.uniform(0.0, 0.5))
@@ -80,7 +84,7 @@ class Schedule:
                 raise  # nobody foresaw it
             self.seen["left" if leaves else f"failed: {error}"] += 1
             return
-        assert_right(answer, request)
+        assert_undisturbed(answer, request)
         self.seen["right"] += 1
         self.seen["failed over"] += answer.end.path.attempts > 1
 
@@ -100,11 +104,11 @@ class Schedule:
                 self._send(node, signal.SIGCONT)
             case _:
                 act = self._rng.choice(["kill", "stop", "sleep 0.3", "sleep 2"])
-                with Drill(self._asked, self._rng.choice(PLACES), act) as drill:
+                with RequestedFault(self._asked, self._rng.choice(HANDOFF_FAILPOINTS), act) as fault:
                     await asyncio.sleep(self._rng.uniform(0.5, 4.5))
-                if drill.struck is not None:
-                    self.seen[f"drill: {act}"] += 1
-                    self._killed |= {drill.struck} if act == "kill" else set()
+                if fault.struck is not None:
+                    self.seen[f"fault: {act}"] += 1
+                    self._killed |= {fault.struck} if act == "kill" else set()
 
     def _send(self, node: ProcessState, number: signal.Signals) -> None:
         try:
@@ -133,29 +137,31 @@ class Counted:
     async def no_process_holds_more(self) -> None:
         """Raises AssertionError if a process still holds more after a while: sockets may be closed a little later."""
         try:
-            await self._session.until(lambda _: not self.left_over())
+            await self._session.wait_for_status(lambda _: not self.left_over())
         except TimeoutError:
             raise AssertionError(f"left over: {self.left_over()}") from None
 
 
 async def warm_up(session: ClusterSession) -> None:
     """Wait until everything that is created once and kept (links, connections, threads) exists."""
-    await session.whole()
+    await session.wait_until_whole()
     for turn in range(2):
-        requests = [ask(f"before-{turn}-{number}", 2) for number in range(8)]
+        requests = [slow_request(f"before-{turn}-{number}", 2) for number in range(8)]
         for request, answer in zip(requests, await asyncio.gather(*map(session.generate, requests)), strict=True):
-            assert_right(answer, request)
-    await session.idle()
+            assert_undisturbed(answer, request)
+    await session.wait_until_idle()
 
 
 @pytest.mark.timeout(120 + 60 * NUM_SCHEDULES)
-async def test_every_request_ends_once_and_no_process_holds_more_again(disturbed: ProcessCluster, asked: Path) -> None:
+async def test_every_request_ends_once_and_no_process_holds_more_again(
+    disturbed: ProcessCluster, failpoints_dir: Path
+) -> None:
     seen: Counter[str] = Counter()
     async with disturbed.session() as session:
         await warm_up(session)
         before = Counted(session)
         for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
-            schedule = Schedule(seed, session, asked)
+            schedule = Schedule(seed, session, failpoints_dir)
             try:
                 await schedule.run()
             except BaseException as error:

@@ -62,5 +62,5 @@ async def test_random_kills_lose_no_request_and_change_no_token(
     assert result.lost == []
     assert result.wrong == []
     async with doomed.session() as session:
-        await session.whole()
-        await session.idle()
+        await session.wait_until_whole()
+        await session.wait_until_idle()

@@ -8,26 +8,26 @@ import signal
 from baton.registry.embedded import embedded_redis
 from baton.registry.registry import Registry
 from tests.support.process_cluster import ClusterSession
-from tests.support.slow_model import ask, assert_right
+from tests.support.slow_model import assert_undisturbed, slow_request
 
 
 async def test_killing_redis_disturbs_no_request(session: ClusterSession) -> None:
     incarnations = {p.incarnation for p in session.cluster.state.processes if p.role != "redis"}
-    running = ask("redis-dies", chunks=2, max_tokens=12)
+    running = slow_request("redis-dies", chunks=2, max_tokens=12)
     answering = asyncio.create_task(session.generate(running))
-    await session.seen("prefill", "chunk_computed", running.request_id)
+    await session.wait_for_event("prefill", "chunk_computed", running.request_id)
     # The supervisor is stopped, too, so Redis stays away until the status is read.
     with session.cluster.stopped(session.cluster.state.pid):
         before = session.cluster.signal("redis", signal.SIGKILL)
-        status = await session.until(lambda found: found.health != "ok")
+        status = await session.wait_for_status(lambda found: found.health != "ok")
         assert status.health == "degraded"
         assert "registry" in status.detail
-        assert_right(await answering, running)
-        for request in (ask("no-redis-0", chunks=2), ask("no-redis-1", chunks=2, sampled=True)):
+        assert_undisturbed(await answering, running)
+        for request in (slow_request("no-redis-0", chunks=2), slow_request("no-redis-1", chunks=2, sampled=True)):
             answer = await session.generate(request)
-            assert_right(answer, request)
+            assert_undisturbed(answer, request)
             assert (answer.end.path.attempts, bool(answer.end.path.prefill_node)) == (1, True)
-    now = await session.back(before)
+    now = await session.wait_until_replaced(before)
     assert now.last_exit == "SIGKILL"
     assert {p.incarnation for p in session.cluster.state.processes if p.role != "redis"} == incarnations
     registry = Registry.connect(embedded_redis(session.cluster.run_dir).url, "default")

@@ -84,7 +84,7 @@ async def _race(rng: Random, cluster_type: type[SimulatedCluster], outcomes: Cou
 
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*(ask(number) for number in range(PER_CLUSTER)))
-        await cluster.idle(BOUND_S)
+        await cluster.wait_until_idle(BOUND_S)
         for node in cluster.nodes.values():
             node.assert_nothing_is_left()
             lost = [e for e in node.log.after(0) if e.name == "kv_failed" and e.detail == "lease_lost"]

@@ -12,9 +12,9 @@ import pytest
 
 from baton.client import AsyncGenerationClient
 from tests.fault.test_lost_routers import Watched, routers
-from tests.support.first_of_all import FirstOfAll
+from tests.support.always_first import AlwaysFirst
 from tests.support.process_cluster import ProcessCluster, process_cluster
-from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
+from tests.support.slow_model import FLAGS, STEP_TIMES, assert_undisturbed, slow_request
 
 
 @pytest.fixture
@@ -29,18 +29,22 @@ async def test_a_rolling_restart_of_routers_hands_their_requests_over(
     impatient: ProcessCluster,
 ) -> None:
     async with impatient.session() as session:
-        await session.whole()
-        requests = [ask("streams", 1, 24), ask("sampled", 1, 20, sampled=True), ask("begins", 4, 16)]
-        async with AsyncGenerationClient(*routers(session), rng=FirstOfAll()) as client:
+        await session.wait_until_whole()
+        requests = [
+            slow_request("streams", 1, 24),
+            slow_request("sampled", 1, 20, sampled=True),
+            slow_request("begins", 4, 16),
+        ]
+        async with AsyncGenerationClient(*routers(session), rng=AlwaysFirst()) as client:
             watched = Watched(client)
-            answering = [asyncio.create_task(watched.ask(request)) for request in requests]
+            answering = [asyncio.create_task(watched.generate(request)) for request in requests]
             for name, count in (("router-0", 3), ("router-1", 8)):
-                await watched.told(requests[0], count)
+                await watched.wait_for_tokens(requests[0], count)
                 before = impatient.process(name)
                 os.kill(before.pid, signal.SIGTERM)
-                await session.back(before)
+                await session.wait_until_replaced(before)
             answers = await asyncio.gather(*answering)
         for request, answer in zip(requests, answers, strict=True):
-            assert_right(answer, request)
+            assert_undisturbed(answer, request)
         assert [answer.end.path.attempts for answer in answers] == [1, 1, 1]
         assert answers[0].end.path.reason == "adopted from another router"

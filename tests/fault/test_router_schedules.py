@@ -64,7 +64,7 @@ class Schedule:
             made.heal()
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*asking)
-            await made.idle(PATIENCE_S)
+            await made.wait_until_idle(PATIENCE_S)
             for node in made.nodes.values():
                 node.assert_nothing_is_left()
             for router in made.routers.values():

@@ -18,7 +18,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from router.flight.flight_table import AttemptCause
-from tests.support.first_of_all import FirstOfAll
+from tests.support.always_first import AlwaysFirst
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
@@ -36,7 +36,7 @@ class Client:
     def __init__(self, cluster: RoutedCluster) -> None:
         self._cluster = cluster
         now = asyncio.get_running_loop().time()
-        rng = FirstOfAll()
+        rng = AlwaysFirst()
         self._continuation = Continuation(EndpointRotation(NAMES, rng), rng, now, 60.0)
         self._request = with_id_and_seed(
             GenerateRequest(PROMPT, "r", temperature=0.0, seed=0, max_tokens=NUM_TOKENS), Random(2)
@@ -111,7 +111,7 @@ async def _late_adoption(leaves: bool) -> None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await late.aclose()
-        await made.idle(30.0)
+        await made.wait_until_idle(30.0)
         for node in made.nodes.values():
             node.assert_nothing_is_left()
 
@@ -188,6 +188,6 @@ async def _rolling_restart(seed: int) -> None:
         assert sum(of_one.adopted for of_one in counters) > 0
         begun = sum((of_one.attempts for of_one in counters), Counter())
         assert begun == {AttemptCause.FIRST: len(prompts)}, "each prompt was computed once"
-        await made.idle(30.0)
+        await made.wait_until_idle(30.0)
         for node in made.nodes.values():
             node.assert_nothing_is_left()

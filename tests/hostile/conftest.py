@@ -24,7 +24,7 @@ from baton.security.matrix import CallerRole
 from baton.security.tls_files import certificate_files
 from tests.hostile.peers import Target
 from tests.hostile.witness import BOUND_S, Page, Victim, Watched
-from tests.support.ports import free_ports
+from tests.support.free_ports import first_free_port
 from tests.support.process_cluster import ProcessCluster, process_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ class Stage:
 
 @contextmanager
 def _stage(home: Path, mode: str, *flags: str, keys: dict[str, str], certs: Path | None) -> Iterator[Stage]:
-    first = free_ports(2)
+    first = first_free_port(2)
     known = ("--metrics-port", str(first), "--threads", "1", *flags)
     with process_cluster(home / "run", MODEL, *known) as cluster:
         router = cluster.process("router-0")

@@ -60,7 +60,7 @@ def test_nodes_are_watched_during_a_load(cluster: ProcessCluster) -> None:
 
 async def _until_busy(cluster: ProcessCluster) -> None:
     async with cluster.session() as session:
-        await session.until(lambda status: sum(node.running for node in status.nodes) > 1)
+        await session.wait_for_status(lambda status: sum(node.running for node in status.nodes) > 1)
 
 
 def test_ctrl_c_keeps_what_there_is(cluster: ProcessCluster, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from baton.registry.embedded import READY_WORDS, find_redis_server
 from tests.process.shell import BOUND_S, Shell, refusal
-from tests.support.ports import free_ports
+from tests.support.free_ports import first_free_port
 
 
 def line_with(words: bytes, output: IO[bytes] | None) -> bytes:
@@ -32,7 +32,7 @@ def line_with(words: bytes, output: IO[bytes] | None) -> bytes:
 @pytest.fixture
 def registry(shell: Shell) -> Iterator[str]:
     """URL of a Redis on loopback."""
-    port = free_ports(1)
+    port = first_free_port(1)
     command = [str(find_redis_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=shell.home, env=shell.environment) as redis:
         line_with(READY_WORDS, redis.stdout)

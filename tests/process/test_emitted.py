@@ -20,8 +20,8 @@ from baton.messages.generation import Chunk, Finished
 from baton.registry.embedded import READY_WORDS
 from tests.process.shell import BOUND_S, Shell
 from tests.process.test_by_hand import line_with
-from tests.support.ports import free_ports
-from tests.support.slow_model import ask, tokens_of
+from tests.support.free_ports import first_free_port
+from tests.support.slow_model import expected_tokens_of, slow_request
 from tests.support.slurm_site import NoSlurm, SlurmSite, slurm_site
 
 UP = ("up", "--runner", "simulated", "--insecure", "--grpc-port", "0", "--http-port", "0")
@@ -49,7 +49,7 @@ def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell
     (script,) = emitted(shell, "slurm", "--drain-s", "25")
     ready = shell.home / "ready"
     os.mkfifo(ready)
-    port = str(free_ports(1))
+    port = str(first_free_port(1))
     given = {"BATON_READY_FILE": str(ready), "BATON_REDIS_PORT": port, "BATON_SIMULATED_STEP_MS": "10"}
     job = site.run("sbatch", "--parsable", "--ntasks-per-node=1", script, **given).strip()
     with ready.open() as news:
@@ -58,7 +58,7 @@ def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell
     names = {node["name"]: node["status"] for node in json.loads(listed.stdout)["items"]}
     assert names == dict.fromkeys(("router-0", "prefill-0", "decode-0"), "Ready")
     # A stream of two seconds, cancelled at its first token.
-    request = ask("long", max_tokens=200)
+    request = slow_request("long", max_tokens=200)
     tokens: list[int] = []
     with GenerationClient(told["address"]) as client:
         for event in client.generate(request):
@@ -66,7 +66,7 @@ def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell
                 if not tokens:
                     site.run("scancel", job)
                 tokens += event.token_ids
-    assert tokens == tokens_of(request)
+    assert tokens == expected_tokens_of(request)
     assert isinstance(event, Finished)
     assert event.path.prefill_node == "prefill-0"
     site.wait_for_end(job)
@@ -96,10 +96,10 @@ def test_units_start_a_cluster_as_systemd_would(shell: Shell) -> None:
         assert [systemd.recv(100) for unit in units if unit["Service"]["Type"] == "notify"] == [b"READY=1"] * 2
         redis, node, router = started
         address = json.loads(line_with(b"grpc on", router.stderr))["event"].split("gRPC on ")[1].split(",")[0]
-        request = ask("short")
+        request = slow_request("short")
         with GenerationClient(address) as client:
             chunks = [event for event in client.generate(request) if isinstance(event, Chunk)]
-        assert [token for chunk in chunks for token in chunk.token_ids] == tokens_of(request)
+        assert [token for chunk in chunks for token in chunk.token_ids] == expected_tokens_of(request)
         for process in (node, router, redis):
             process.send_signal(signal.Signals[units[1]["Service"]["KillSignal"]])
             assert process.wait(BOUND_S) == 0

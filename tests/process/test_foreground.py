@@ -18,7 +18,7 @@ from baton.messages.generation import Accepted, Chunk, Finished
 from baton.v1 import generation_pb2
 from tests.process.shell import Shell, refusal
 from tests.process.terminal import Terminal
-from tests.support.slow_model import FLAGS, STEP_TIMES, ask, tokens_of
+from tests.support.slow_model import FLAGS, STEP_TIMES, expected_tokens_of, slow_request
 
 LAST_LINE = "Ctrl-C stops it.\n"
 
@@ -95,7 +95,7 @@ def assert_grpcurl_works(line: str, address: str) -> None:
 
 def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
-    request = ask("drained", max_tokens=40)
+    request = slow_request("drained", max_tokens=40)
     with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
         terminal.until(LAST_LINE)
         state = RunDir(tmp_path / "run").read_state()
@@ -110,7 +110,7 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
                     tokens += event.token_ids
         assert isinstance(event, Finished)
         assert terminal.end() == 0
-    assert tokens == tokens_of(request)
+    assert tokens == expected_tokens_of(request)
     assert not shell.left()
 
 

@@ -26,8 +26,8 @@ from baton.security.keys import new_key, write_keys
 from baton.security.matrix import CallerRole, callers_of_rpc
 from baton.security.tls_files import certificate_files
 from baton.wire.credentials import Dialer
-from tests.support.listening import listening
-from tests.support.ports import free_ports
+from tests.support.free_ports import first_free_port
+from tests.support.listening_sockets import listening_sockets
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.rpc_methods import METHODS
 
@@ -89,7 +89,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[G
     made = {f"{tenant}-{role}": new_key(tenant, CallerRole(role), "") for tenant, role in who}
     write_keys(home / "keys.json", [entry for _, entry in made.values()])
     keys = {name: key for name, (key, _) in made.items()}
-    first = free_ports(2)
+    first = first_free_port(2)
     flags = ("--certs", str(home / "certs"), "--api-keys", str(home / "keys.json"), "--metrics-port", str(first))
     with process_cluster(home / "run", model, "--runner", "simulated", *flags) as cluster:
         yield Guarded(cluster, home / "certs", keys, {"prefill-0": first, "decode-0": first + 1})
@@ -251,7 +251,7 @@ def test_garbage_at_every_port_harms_nobody(guarded: Guarded, tmp_path: Path) ->
     context.check_hostname = False
     context.load_cert_chain(guarded.certs / "operator.crt", guarded.certs / "operator.key")
     for name in NAMES:
-        for host, port in listening(before[name]):
+        for host, port in listening_sockets(before[name]):
             for shot in shots:
                 shoot(str(host), port, shot, None)
                 shoot(str(host), port, shot, context)
@@ -282,20 +282,20 @@ def test_the_ports_are_those_of_the_documents_and_on_loopback_alone(guarded: Gua
     for name in NAMES:
         process = guarded.cluster.process(name)
         own = {int(where.rpartition(":")[2]) for where in (process.address, process.operator_address) if where}
-        found = listening(process.pid)
+        found = listening_sockets(process.pid)
         assert all(host.is_loopback for host, _ in found), found
         others = {port for _, port in found} - own - {ports[name]}
         # A node's transport listens, too, on a port of its own choice.
         assert len(others) == (0 if name == "router-0" else 1), found
         assert {port for _, port in found} > own
     redis = guarded.cluster.process("redis")
-    assert not listening(redis.pid)
-    assert not listening(guarded.cluster.state.pid)
+    assert not listening_sockets(redis.pid)
+    assert not listening_sockets(guarded.cluster.state.pid)
 
 
 def test_a_cluster_without_configuration_is_reached_from_this_machine_alone(cluster: ProcessCluster) -> None:
     for process in cluster.state.processes:
-        found = listening(process.pid)
+        found = listening_sockets(process.pid)
         assert all(host.is_loopback for host, _ in found), (process.name, found)
         assert len(found) == {"redis": 0, "router": 3}.get(process.role, 2), (process.name, found)
     for name, status in (("localhost", 200), ("127.0.0.1:1", 200), ("evil.example", 403), ("", 403)):

@@ -142,7 +142,7 @@ async def test_who_leaves_in_mid_stream_leaves_nothing_behind(client: OpenAI, cl
     with client.completions.create(**asked) as stream:
         assert next(iter(stream)).choices[0].index == 0
     async with cluster.session() as session:
-        await session.idle()
+        await session.wait_until_idle()
 
 
 def test_pages_of_a_running_router(cluster: ProcessCluster, shell: Shell) -> None:

@@ -26,11 +26,13 @@ class BrowserError(Exception):
 
 
 class Browser:
-    """Made by `browser`: one page at a time. Whatever the page complains about is in `complaints`, what it asks the
-    network for in `requests`."""
+    """Drives one page at a time; made by `browser`.
+
+    `complaints` has the errors and warnings of the page, `requests` the URLs that it asked the network for.
+    """
 
     def __init__(self, commands: int, answers: int) -> None:
-        """File descriptors: messages are JSON, each with a NUL behind it."""
+        """`commands`, `answers`: file descriptors. A message is JSON followed by a NUL byte."""
         self._commands = os.fdopen(commands, "wb", buffering=0)
         self._answers = os.fdopen(answers, "rb")
         self._unread = b""
@@ -47,15 +49,15 @@ class Browser:
             self._call(f"{domain}.enable")
 
     def open(self, path: Path, width: int = 1200, height: int = 900, scheme: str = "light", media: str = "") -> None:
-        """Load a file, with the network gone, on a screen of this size."""
+        """Load a file without a network, on a screen of this size in pixels."""
         self._load(path.resolve().as_uri(), width, height, scheme, media, offline=True)
 
     def visit(self, url: str, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
-        """Load a page from a server, on a screen of this size."""
+        """Load a page from a server, on a screen of this size in pixels."""
         self._load(url, width, height, scheme, "", offline=False)
 
     def leave(self) -> None:
-        """Show nothing, so that whoever served the page is rid of it."""
+        """Show an empty page, so that the server's connections close."""
         self._call("Page.navigate", url="about:blank")
 
     def _load(self, url: str, width: int, height: int, scheme: str, media: str, *, offline: bool) -> None:
@@ -75,23 +77,23 @@ class Browser:
             self._read()
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of a JavaScript expression in the page. Raises BrowserError."""
         answer = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise BrowserError(str(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
     def point(self, x: float, y: float) -> None:
-        """Move the mouse there."""
+        """Move the mouse to these coordinates (pixels)."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def picture(self, path: Path, whole: bool = True) -> None:
-        """What is to be seen, as a PNG file."""
+        """Write a screenshot as a PNG file."""
         shot = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def print(self, path: Path) -> None:
-        """The page on paper, as a PDF file."""
+        """Print the page into a PDF file."""
         path.write_bytes(base64.b64decode(self._call("Page.printToPDF", printBackground=True)["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -114,28 +116,28 @@ class Browser:
             if not more:
                 raise BrowserError("the browser is gone")
             self._unread += more
-        said, _, self._unread = self._unread.partition(b"\0")
-        message: dict[str, Any] = json.loads(said)
+        text, _, self._unread = self._unread.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
         if "method" in message:
             self._note(message)
         return message
 
     def _note(self, event: dict[str, Any]) -> None:
         self._events.append(event)
-        said = event["params"]
+        params = event["params"]
         if event["method"] == "Runtime.exceptionThrown":
-            self.complaints.append(str(said["exceptionDetails"]))
-        elif event["method"] == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
-            self.complaints.append(str(said["args"]))
+            self.complaints.append(str(params["exceptionDetails"]))
+        elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.complaints.append(str(params["args"]))
         elif event["method"] == "Log.entryAdded":
-            self.complaints.append(str(said["entry"]))
+            self.complaints.append(str(params["entry"]))
         elif event["method"] == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
+            self.requests.append(params["request"]["url"])
 
 
 @contextmanager
 def browser(home: Path) -> Iterator[Browser]:
-    """A browser with its files in `home`, ended at the end; raises NoBrowser."""
+    """Yield a browser that keeps its files in `home`, and end it. Raises NoBrowser."""
     program = _find()
     command_out, command_in = os.pipe()
     answer_out, answer_in = os.pipe()
@@ -166,7 +168,7 @@ def browser(home: Path) -> Iterator[Browser]:
 
 
 def _find() -> str:
-    """The program, installed if need be and if that can be done."""
+    """Return the path of the program; install it if it is missing. Raises NoBrowser."""
     if found := _on_path():
         return found
     done = subprocess.run([INSTALL], capture_output=True, text=True, check=False, timeout=110)

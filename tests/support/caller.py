@@ -1,4 +1,4 @@
-"""A client over real gRPC that keeps all it was told, the indices of tokens included."""
+"""A client over real gRPC that records everything it receives, including the indices of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Call = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.G
 
 @dataclass(slots=True)
 class Answer:
-    """What a client got."""
+    """Everything that a client received for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -29,9 +29,9 @@ class Answer:
     seed: int = 0
     finished: Finished | None = None
     others: dict[int, Answer] = field(default_factory=dict)
-    """What came of sequences other than the first."""
+    """The answers of the sequences other than the first, by sequence index."""
     ends: dict[int, SequenceFinished] = field(default_factory=dict)
-    """Of each sequence, when there are several."""
+    """The end of each sequence, by sequence index, if the request has several."""
 
     def sequence(self, index: int) -> Answer:
         return self.others.setdefault(index, Answer()) if index else self
@@ -43,7 +43,7 @@ class Answer:
 
 
 class TokenCount:
-    """Counts the tokens of each sequence of an answer while they come; it is the `on_event` of `Caller.generate`."""
+    """Counts the tokens of each sequence as they arrive; to be passed as `on_event` to `Caller.generate`."""
 
     def __init__(self) -> None:
         self.by_sequence: Counter[int] = Counter()
@@ -54,15 +54,15 @@ class TokenCount:
             self.by_sequence[event.sequence_index] += len(event.token_ids)
             self._counted.set()
 
-    async def each(self, num_tokens: int, num_sequences: int = 1) -> None:
-        """Return once so many sequences have at least so many tokens each."""
+    async def wait_for_tokens(self, num_tokens: int, num_sequences: int = 1) -> None:
+        """Return once `num_sequences` sequences have at least `num_tokens` tokens each."""
         while sum(count >= num_tokens for count in self.by_sequence.values()) < num_sequences:
             self._counted.clear()
             await self._counted.wait()
 
 
 class Caller:
-    """Speaks to one router; `channel` is the owner's to open and close."""
+    """Calls one router. The owner opens and closes `channel`."""
 
     channel: grpc.aio.Channel
 
@@ -72,7 +72,7 @@ class Caller:
         timeout_s: float = 60.0,
         on_event: Callable[[Accepted | Chunk], None] = lambda event: None,
     ) -> Answer:
-        """Run one request to its end; raises what the server meant."""
+        """Run one request to its end. Raises the BatonError that the server reported."""
         answer = Answer()
         call = self.call(request, timeout_s)
         try:
@@ -104,7 +104,7 @@ class Caller:
         return answer
 
     def call(self, request: GenerateRequest, timeout_s: float = 60.0) -> Call:
-        """The bare call, for tests that leave in the middle."""
+        """Start the plain gRPC call, for tests that cancel it before its end."""
         stub = generation_pb2_grpc.GenerationStub(self.channel)
         call: Call = stub.Generate(request_to_pb(request), timeout=timeout_s)
         return call

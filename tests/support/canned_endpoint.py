@@ -1,5 +1,7 @@
-"""An endpoint that computes nothing and answers every request at once with so many tokens: what a load generator costs
-can be seen against it, and that what it writes down is what it was sent. It speaks just enough HTTP/2 for `Generate`.
+"""A gRPC endpoint that computes nothing and answers every request at once with a given number of tokens.
+
+Tests run load generators against it, to see what they cost and that they record what they received. It speaks just
+enough HTTP/2 for `Generate`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _CACHED = 5
 
 
 def events(tokens: int) -> list[GenerateEvent]:
-    """One stream of the service."""
+    """Return the events of one answer with this number of tokens."""
     chunks = [Chunk(index, (7,), "x") for index in range(tokens)]
     path = Path("prefill-0", "decode-0", 2, "the cheapest")
     finished = Finished("length", None, 9, tokens, _CACHED, 0.1, 0.2, 0.3, 0.4, 0.5, 6, path)
@@ -27,7 +29,7 @@ def events(tokens: int) -> list[GenerateEvent]:
 
 
 class CannedEndpoint(asyncio.Protocol):
-    """One connection."""
+    """Serves one connection."""
 
     def __init__(self, tokens: int, status: int) -> None:
         self._transport: asyncio.Transport | None = None
@@ -44,8 +46,8 @@ class CannedEndpoint(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        grow = struct.pack(">I", (1 << 31) - 65_536)
-        transport.write(_frame(_SETTINGS, 0, 0, b"") + _frame(_WINDOW_UPDATE, 0, 0, grow))
+        increment = struct.pack(">I", (1 << 31) - 65_536)
+        transport.write(_frame(_SETTINGS, 0, 0, b"") + _frame(_WINDOW_UPDATE, 0, 0, increment))
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
@@ -86,7 +88,7 @@ class CannedEndpoint(asyncio.Protocol):
 
 @asynccontextmanager
 async def canned_endpoint(tokens: int, status: int = 0, port: int = 0) -> AsyncIterator[str]:
-    """Yields HOST:PORT. With a `status` of gRPC every request is refused with it."""
+    """Yield HOST:PORT of the endpoint. With a gRPC `status` other than 0 every request is refused with it."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: CannedEndpoint(tokens, status), "127.0.0.1", port)
     try:

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that answers every request at once with what a test gives it, cut where the test says."""
+"""An OpenAI endpoint that answers every request at once with given bytes, sent in pieces that the test chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 def sse_answer(tokens: int, *, is_chat: bool = False, error: str = "") -> bytes:
-    """A whole answer in chunks, as servers of server-sent events write it."""
+    """Return a whole HTTP answer of server-sent events with this number of tokens, in chunked encoding."""
     events = []
     if is_chat:
         events.append('{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}')
@@ -29,12 +29,12 @@ def sse_answer(tokens: int, *, is_chat: bool = False, error: str = "") -> bytes:
 
 
 def plain_answer(status: int, body: str) -> bytes:
-    """An answer of a known length."""
+    """Return an HTTP answer with a content length."""
     return f"HTTP/1.1 {status} Sorry\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
 
 
 class CannedHttp:
-    """What it was asked, and how many connections it had."""
+    """Answers requests and records them: `requests` has their bytes, `connections` counts the connections."""
 
     def __init__(self, answer: bytes, cuts: Sequence[int], closes: bool) -> None:
         self._pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
@@ -43,7 +43,7 @@ class CannedHttp:
         self.connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         self.connections += 1
         try:
             while True:
@@ -65,7 +65,7 @@ class CannedHttp:
 async def canned_http(
     answer: bytes, cuts: Sequence[int] = (), *, closes: bool = False
 ) -> AsyncIterator[tuple[str, CannedHttp]]:
-    """Yields HOST:PORT and what hears the requests. The answer is sent in pieces, cut at these bytes."""
+    """Yield HOST:PORT and the endpoint. The answer is sent in pieces, cut at these byte positions."""
     canned = CannedHttp(answer, cuts, closes)
     server = await asyncio.start_server(canned.serve, "127.0.0.1", 0)
     try:

@@ -1,7 +1,10 @@
-"""Renders the chart and holds it against the schemas of Kubernetes; run by the Python that has the tools on its path.
+"""Renders the Helm chart and validates it against the schemas of Kubernetes.
 
-Standard input: {"chart": DIR, "cases": [{"values", "versions": [...]}], "compose": [...]}. Standard output: "cases", of
-each {"error": why it does not render} or {"objects": [...], "complaints": [...]}; "lint"; "compose", each one's faults.
+It is run as a program, by a Python that has helm_python and kubernetes_validate.
+
+Standard input: {"chart": DIR, "cases": [{"values", "versions": [...]}], "compose": [...]}. Standard output: "cases",
+each {"error": why it does not render} or {"objects": [...], "complaints": [...]}; "lint"; "compose", the errors of
+each.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ POD_HOMES = {
     "LeaderWorkerSet": lambda spec: [spec["leaderWorkerTemplate"]["workerTemplate"]],
     "DisaggregatedSet": lambda spec: [role["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in spec["roles"]],
 }
-"""Where kinds that are not Kubernetes' own keep their pods."""
+"""The pod templates of kinds that are not built into Kubernetes."""
 
 
-# It would read megabytes again for each object.
+# Without a cache it reads megabytes for each object.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    with helm_python.Chart.load(asked["chart"]) as chart:
-        answers = [answer(chart, case) for case in asked["cases"]]
-    lint = helm_python.lint(asked["chart"], asked["cases"][0]["values"], strict=True)
-    json.dump({"cases": answers, "lint": lint, "compose": compose_complaints(asked["compose"])}, sys.stdout)
+    task = json.load(sys.stdin)
+    with helm_python.Chart.load(task["chart"]) as chart:
+        answers = [answer(chart, case) for case in task["cases"]]
+    lint = helm_python.lint(task["chart"], task["cases"][0]["values"], strict=True)
+    json.dump({"cases": answers, "lint": lint, "compose": compose_complaints(task["compose"])}, sys.stdout)
 
 
 def answer(chart: Any, case: dict[str, Any]) -> dict[str, Any]:
@@ -45,15 +48,15 @@ def answer(chart: Any, case: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
     objects = [each for text in texts for each in yaml.safe_load_all(text) if each is not None]
-    found = [story for each in objects for version in case["versions"] for story in complaints(each, version)]
+    found = [error for each in objects for version in case["versions"] for error in complaints(each, version)]
     return {"objects": objects, "complaints": found}
 
 
 def complaints(each: dict[str, Any], version: str) -> list[str]:
-    """What a Kubernetes of this version finds wrong with an object; of others' kinds with the pods in it."""
+    """Return the errors that Kubernetes of this version finds in an object; for custom kinds, in its pods."""
     if each["kind"] in POD_HOMES:
         pods = POD_HOMES[each["kind"]](each["spec"])
-        return [story for pod in pods for story in complaints(deployment_of(pod), version)]
+        return [error for pod in pods for error in complaints(deployment_of(pod), version)]
     if each["kind"] == "ServiceMonitor":
         return []
     try:
@@ -70,7 +73,7 @@ def deployment_of(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def compose_complaints(documents: list[Any]) -> list[list[str]]:
-    """What the compose specification finds wrong with each."""
+    """Return the errors of each document by the compose specification."""
     schema = json.loads(importlib.resources.files("compose").joinpath("config/compose_spec.json").read_text())
     validator = jsonschema.Draft7Validator(schema)
     return [[error.message for error in validator.iter_errors(document)] for document in documents]

@@ -1,4 +1,4 @@
-"""Writes effects of the lease and transfer books as text, one line each: a test can show a whole conversation."""
+"""Writes the effects of the lease and transfer books as text, one line each, so that a test shows a conversation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kv_transfer.effects import Recorded
 
 
 def lines(effects: Iterable[Any]) -> list[str]:
-    """One line per effect; records are left out, they have their own tests."""
+    """Return one line for each effect. `Recorded` effects are left out; they have their own tests."""
     return [_line(effect) for effect in effects if not isinstance(effect, Recorded)]
 
 
 def names(effects: Iterable[Any]) -> list[str]:
-    """The names of the records among the effects."""
+    """Return the names of the `Recorded` effects."""
     return [effect.name for effect in effects if isinstance(effect, Recorded)]
 
 

@@ -1,4 +1,4 @@
-"""Breaks TCP connections of this process as a network does: neither end is asked."""
+"""Breaks TCP connections of this process as a network failure does: neither end closes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def cut_connections_to(address: str) -> int:
-    """Cut every connection from this process to `address` (HOST:PORT); how many."""
+    """Cut every connection from this process to `address` (HOST:PORT). Returns their number."""
     host, _, port = address.rpartition(":")
     cut = 0
     for entry in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""An engine on a scripted runner and a connector played by hand, with everything it said kept for questions."""
+"""An engine with a scripted runner and a connector that the test plays; all its outputs are recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 class EngineRig:
-    """One engine with 4-token blocks unless told otherwise. Block books are checked after every call."""
+    """One engine, by default with blocks of 4 tokens. The block accounts are checked after every call."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineRig:
         self.core = EngineCore(self.scheduler, self.runner, executor)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
-        """Tokens as a client saw them, checked to be without gaps."""
+        """The tokens that a client received of each request, without gaps."""
         self.ends: dict[str, EngineCoreOutput] = {}
 
     def add(
@@ -68,9 +68,9 @@ class EngineRig:
         given: int = 0,
         **params: Any,
     ) -> Request:
-        """Queue a request; a number stands for a prompt of that length.
+        """Queue a request; an int as `prompt` stands for a prompt of that length.
 
-        `given`: how many tokens of its output it comes with.
+        `given`: the number of output tokens that it comes with.
         """
         tokens = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
         sampling = SamplingParams(**params)
@@ -93,18 +93,18 @@ class EngineRig:
         return request
 
     def step(self) -> list[EngineCoreOutput]:
-        """One step; its outputs."""
+        """Run one step and return its outputs."""
         return self._note(self.core.step())
 
     def commit(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None = None
     ) -> list[EngineCoreOutput]:
-        """The other half of a step that a test began with `scheduler.schedule()`."""
+        """Compute and commit a step that the test began with `scheduler.schedule()`."""
         computed = runner_output if runner_output is not None else self.runner.execute_model(scheduler_output)
         return self._note(self.scheduler.update_from_output(scheduler_output, computed))
 
     def run(self, limit: int = 500) -> None:
-        """Step until the engine would sleep."""
+        """Run steps until the engine has no work."""
         for _ in range(limit):
             if not self.core.has_work():
                 return
@@ -121,7 +121,7 @@ class EngineRig:
         released: Sequence[str] = (),
         cause: TransferCause = TransferCause.PEER_GONE,
     ) -> list[EngineCoreOutput]:
-        """Report to the scheduler; arrivals are first tokens by request id, failures their stories."""
+        """Report transfers to the scheduler: `arrived` has first tokens by request id, `failed` error messages."""
         report = KVTransferOutput(
             arrived={request_id: ArrivedKV(tokens) for request_id, tokens in (arrived or {}).items()},
             failed={
@@ -132,7 +132,7 @@ class EngineRig:
         return self._note(self.core.update_from_kv_transfer(report))
 
     def lose(self, request_id: str, num_valid_blocks: int) -> list[EngineCoreOutput]:
-        """A transfer fails when so many leading blocks are here and proven; what is in the others is garbage."""
+        """Fail a transfer of which the first `num_valid_blocks` blocks are verified; the others hold garbage."""
         load, size, groups = self.connector.loads[request_id], self.config.block_size, len(self.config.windows)
         self.fill(request_id)
         for entry in range(num_valid_blocks, len(load.block_ids)):
@@ -143,7 +143,7 @@ class EngineRig:
         return self._note(self.core.update_from_kv_transfer(KVTransferOutput(failed={request_id: lost})))
 
     def fill(self, request_id: str) -> None:
-        """Write the right KV where the request's load waits for it, and nowhere else."""
+        """Write the right KV into the blocks that the request's load waits for, and nowhere else."""
         load = self.connector.loads[request_id]
         start = load.num_local_tokens
         for group in range(len(self.config.windows)):
@@ -151,7 +151,7 @@ class EngineRig:
             self.runner.write_slots(load.block_ids, slots[start:], start, group)
 
     def check_offered(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        """A prefill leg's blocks hold the right KV of so many tokens, and all that whoever goes on from them sees."""
+        """Check that a prefill leg's blocks hold the right KV of `num_tokens` tokens, as far as a continuation sees."""
         prompt, size = self.submitted(request_id), self.config.block_size
         for group, window in enumerate(self.config.windows):
             first_seen = max(0, len(prompt) - window) // size * size if window is not None else 0
@@ -161,33 +161,33 @@ class EngineRig:
             assert slots[first_seen:] == prompt_slots(prompt, group)[first_seen:num_tokens]
 
     def deliver(self, request_id: str) -> list[EngineCoreOutput]:
-        """A transfer that went well: the KV is here, with the token that the prefill node sampled."""
+        """Complete a transfer: write the KV, and report it with the token that the prefill node sampled."""
         self.fill(request_id)
         return self.transfer(arrived={request_id: self.next_expected(request_id)})
 
     def submitted(self, request_id: str) -> list[int]:
-        """All tokens that a request came with."""
+        """Return all tokens that a request was submitted with."""
         request = self.requests[request_id]
         return request.token_ids(0, request.num_submitted_tokens)
 
     def next_expected(self, request_id: str) -> list[int]:
-        """The token that follows them."""
+        """Return the token that follows the submitted ones, as a list."""
         num_given = self.requests[request_id].num_given_tokens
         return self.expected(request_id, num_given + 1)[num_given:]
 
     def expected(self, request_id: str, num_tokens: int) -> list[int]:
-        """What an undisturbed request (or sequence of one) would generate."""
+        """Return the tokens that an undisturbed request, or sequence of one, would generate."""
         name, index = split_sequence_id(request_id)
         request = self.requests[name]
         seed, vocab = sequence_seed(request.sampling_params.seed, index), self.runner.model.vocab_size
         return expected_tokens(request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab)
 
     def reason(self, request_id: str) -> Outcome | None:
-        """Why a request ended; None while it lives."""
+        """Return the outcome of a request; None while it runs."""
         return self.ends[request_id].outcome if request_id in self.ends else None
 
     def events(self) -> list[tuple[str, str, int]]:
-        """(type, request id, value) of the events since the last call."""
+        """Return (type, request id, value) of the events since the last call."""
         return [(event.type.value, event.request_id, event.value) for event in self.core.take_events()]
 
     def _note(self, by_client: Mapping[int, EngineCoreOutputs]) -> list[EngineCoreOutput]:

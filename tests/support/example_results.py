@@ -1,4 +1,4 @@
-"""Results of runs that never were: a queue in front of a few engines, seeded, in the form of the benchmark's files."""
+"""Made-up benchmark results in the format of the result files: a seeded model of a queue before a few engines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def comparison(
     slo: Slo = SLO,
     has_outcomes: bool = True,
 ) -> dict[str, Any]:
-    """A whole result file."""
+    """Return a whole result file of a comparison."""
     rng = np.random.default_rng(seed)
     return {
         "schema": SCHEMA,
@@ -73,7 +73,7 @@ def comparison(
 def measurement(
     behaviour: Behaviour, rate: float, requests: int, rng: np.random.Generator, slo: Slo, has_outcomes: bool
 ) -> dict[str, Any]:
-    """One entry of `rates`."""
+    """Return one entry of `rates`."""
     outcomes = Outcomes()
     planned = np.cumsum(rng.exponential(1.0 / rate, requests))
     free = np.zeros(behaviour.prefill_engines)
@@ -130,7 +130,7 @@ def _draw(
     gaps: np.ndarray,
     prompt: int,
 ) -> None:
-    """A prompt's step, its transfer, and those decode steps that follow and find the node idle."""
+    """Add a prompt's step, its transfer, and the decode steps after it that find the node idle, to the timeline."""
     if behaviour.transfer_s:
         timeline.setdefault("prefill-0", []).append([start_s, end_s, "prefill", prompt])
         at = end_s + behaviour.transfer_s
@@ -148,7 +148,7 @@ def _draw(
 
 
 def all_failed(requests: int = 40) -> dict[str, Any]:
-    """An endpoint that was down."""
+    """Return the result file of a run whose endpoint was down."""
     result = comparison((COLOCATED,), (4.0,), 0)
     outcomes = Outcomes()
     for index in range(requests):

@@ -1,4 +1,4 @@
-"""Steps that run when a test wants them to: as soon as they are submitted, or not before their result is needed."""
+"""Step executors that run a step as soon as it is submitted, or only when its result is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.engine.batch import ModelRunnerOutput
 from baton.engine.runner import LazyExecutor, StepExecutor
 
 Ahead = Literal["no", "late", "early"]
-"""Whether steps are decided ahead, and when those in flight run: as late or as early as they may."""
+"""Asynchronous scheduling: off ("no"), or on with steps in flight that run as late or as early as they may."""
 
 
 class EagerExecutor:
@@ -29,5 +29,5 @@ class EagerExecutor:
 
 
 def executor_for(ahead: Ahead) -> StepExecutor | None:
-    """What `EngineCore` is to be given."""
+    """Return the executor to be passed to `EngineCore`; None: synchronous scheduling."""
     return {"no": None, "late": LazyExecutor(), "early": EagerExecutor()}[ahead]

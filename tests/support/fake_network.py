@@ -1,8 +1,8 @@
-"""A network in one process: what goes from one name to another arrives in order, late, or not until it is let through.
+"""A network in one process: messages from one name to another arrive in order, with a latency, or when a hold ends.
 
-It carries KvLink, as the fake of a gRPC channel and of a server, and whatever else is put into a `Pipe`. As with TCP,
-nothing gets lost on a connection that lives: what is held comes later. A connection that is cut ends for both sides,
-and the end of one side is news to the other only if it can still hear.
+It carries KvLink, as fakes of a gRPC channel and a gRPC server, and anything that is put into a `Pipe`. As with TCP,
+nothing is lost on a live connection: held messages arrive later. A connection that is cut ends for both sides. When
+one side ends it, the other side learns of it only if its messages are not held.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import grpc
 
 
 class Pipe:
-    """One direction of a connection. Exceptions are carried too, and raised by `read`."""
+    """One direction of a connection. It carries exceptions, too; `read` raises them."""
 
     def __init__(self, network: FakeNetwork, source: str, target: str) -> None:
         self._network = network
         self.ends = (source, target)
         self._sent: deque[Any] = deque()
         self._due = 0
-        """How many of them would be there by now, were they not held."""
+        """The number of sent items whose latency is over but which are held."""
         self._arrived: asyncio.Queue[Any] = asyncio.Queue()
         self._over: BaseException | None = None
         self._broken = False
@@ -42,13 +42,13 @@ class Pipe:
             self.let_through()
 
     def let_through(self) -> None:
-        """What was held arrives."""
+        """Deliver the held items."""
         while self._due:
             self._due -= 1
             self._arrived.put_nowait(self._sent.popleft())
 
     def break_off(self, error: BaseException) -> None:
-        """The target learns at once that nothing more comes."""
+        """Break the connection: the target gets the error at once and nothing after it."""
         self._broken = True
         self._sent.clear()
         self._due = 0
@@ -65,7 +65,7 @@ class Pipe:
 
 
 class FakeNetwork:
-    """Names, who of them can't be heard by whom at the moment, and the connections between them."""
+    """All names, the directions that are held at the moment, and the connections between names."""
 
     def __init__(self, latency: Callable[[], float] = lambda: 0.0005) -> None:
         self.latency = latency
@@ -81,16 +81,16 @@ class FakeNetwork:
         return made
 
     def hold(self, source: str, target: str) -> None:
-        """From now on the target hears nothing from the source."""
+        """Hold everything that the source sends to the target from now on."""
         self._held.add((source, target))
 
     def let_through(self, source: str, target: str) -> None:
-        """Undo `hold`; what was held arrives now."""
+        """Undo `hold`; held messages arrive now."""
         self._held.discard((source, target))
         self._let_through()
 
     def silence(self, name: str) -> None:
-        """From now on nobody hears anything from it, nor it from anybody."""
+        """Hold everything that this name sends or is sent from now on."""
         self._silent.add(name)
 
     def unsilence(self, name: str) -> None:
@@ -110,23 +110,23 @@ class FakeNetwork:
                 pipe.let_through()
 
     def is_held(self, source: str, target: str) -> bool:
-        """Whether what one sends does not reach the other at the moment."""
+        """Whether messages from the source to the target are held at the moment."""
         return (source, target) in self._held or not self._silent.isdisjoint((source, target))
 
     def serve(self, name: str, address: str, servicer: Any) -> None:
-        """Somebody listens on this address."""
+        """Let a server listen on this address."""
         self._servers[address] = (name, servicer)
 
     def server(self, address: str) -> tuple[str, Any] | None:
         return self._servers.get(address)
 
     async def answers(self, name: str, address: str) -> bool:
-        """Whether somebody on this address would greet a new connection from there."""
+        """Whether a server on this address would answer a new connection from this name."""
         server, _ = self._servers.get(address, (None, None))
         return server is not None and not self.is_held(name, server) and not self.is_held(server, name)
 
     def channel(self, name: str, address: str) -> FakeChannel:
-        """What `grpc.aio.insecure_channel` would give that process."""
+        """Return what `grpc.aio.insecure_channel` would return to that process."""
         return FakeChannel(self, name, address)
 
     def between(self, one: str, other: str) -> Iterator[Connection]:
@@ -134,7 +134,7 @@ class FakeNetwork:
         return (connection for connection in list(self.connections) if {connection.client, connection.server} == ends)
 
     def forget(self, name: str) -> None:
-        """The process is gone: nobody listens there, and its connections break."""
+        """Remove a process that is gone: nobody listens on its address, and its connections break."""
         self._servers = {address: entry for address, entry in self._servers.items() if entry[0] != name}
         for connection in list(self.connections):
             if name in (connection.client, connection.server):
@@ -143,7 +143,7 @@ class FakeNetwork:
 
 
 class FakeServer:
-    """What `KvLink` servicers are added to."""
+    """A gRPC server that holds one `KvLink` servicer."""
 
     def __init__(self) -> None:
         self.servicer: Any = None
@@ -157,7 +157,7 @@ class FakeServer:
 
 
 class FakeChannel:
-    """A channel with one call at most."""
+    """A gRPC channel with at most one call."""
 
     def __init__(self, network: FakeNetwork, name: str, address: str) -> None:
         self._network = network
@@ -178,7 +178,7 @@ class FakeChannel:
 
 
 class _HungUp(Exception):
-    """The client is gone."""
+    """The client ended the call."""
 
 
 class _Aborted(Exception):
@@ -186,7 +186,7 @@ class _Aborted(Exception):
 
 
 class Connection:
-    """One call: the client's end of it has `write` and `read` of its own."""
+    """One call, as its client sees it: `write` and `read`."""
 
     def __init__(self, network: FakeNetwork, client: str, server: tuple[str, Any] | None) -> None:
         self.client = client
@@ -208,11 +208,11 @@ class Connection:
         return await self._down.read()
 
     def hang_up(self) -> None:
-        """The client ends the call; the server hears of it if it can."""
+        """End the call as the client; the server learns of it unless messages are held."""
         self._up.send(_HungUp())
 
     def cut(self) -> None:
-        """The connection breaks, for both at once."""
+        """Break the connection for both sides at once."""
         self._down.break_off(_unavailable("connection reset"))
         if self._task is not None:
             self._task.cancel()
@@ -235,7 +235,7 @@ class Connection:
 
 
 class _Context:
-    """The server's end."""
+    """The call as its servicer sees it."""
 
     def __init__(self, up: Pipe, down: Pipe) -> None:
         self._up = up

@@ -1,4 +1,4 @@
-"""A cluster in virtual time for requests that nobody would write: after each, nothing of it may be left."""
+"""A cluster in virtual time for fuzzed requests; after each request nothing of it may be left."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SERVED = Served(SPEC.name, SPEC.vocab_size, SPEC.max_model_len)
 CANARY = pb.GenerateRequest(token_ids={"ids": [5, 6, 7, 8, 9]}, sampling_params={"seed": 3, "max_tokens": 6})
 CANARY_TOKENS = expected_tokens([5, 6, 7, 8, 9], SamplingParams(temperature=1.0, seed=3, max_tokens=6), SPEC)
 PATIENCE_S = 600.0
-"""In virtual time: as good as for ever."""
+"""The longest wait, in seconds of virtual time."""
 
 T = TypeVar("T")
 
 
-class Letters(FakeTokenizer):
-    """Fits the letters of any text into the vocabulary of the simulated model."""
+class LetterTokenizer(FakeTokenizer):
+    """A tokenizer that maps the letters of any text into the vocabulary of the simulated model."""
 
     def letter(self, token_id: int) -> str:
         return chr(32 + token_id)
@@ -49,7 +49,7 @@ class Letters(FakeTokenizer):
 
 
 class CountedTimers(LoopTimers):
-    """Knows which callbacks are yet to come."""
+    """Timers that know the number of pending callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,19 +67,19 @@ class CountedTimers(LoopTimers):
         return len(self._made)
 
 
-class Ear:
-    """What the dispatcher hears of its nodes; `spoil` says in the place of a report what else is to be heard."""
+class ReportFilter:
+    """Passes what nodes send on to the dispatcher. `replace_report` returns the reports to pass on instead of one."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self.spoil: Callable[[StepReport], Sequence[StepReport]] = lambda report: (report,)
+        self.replace_report: Callable[[StepReport], Sequence[StepReport]] = lambda report: (report,)
 
     def on_attached(self, description: NodeDescription) -> None:
         self._dispatcher.requests.on_attached(description)
 
     def on_report(self, incarnation: str, report: StepReport) -> None:
-        for heard in self.spoil(report):
-            self._dispatcher.requests.on_report(incarnation, heard)
+        for passed_on in self.replace_report(report):
+            self._dispatcher.requests.on_report(incarnation, passed_on)
 
     def on_cut(self, incarnation: str, reason: str) -> None:
         self._dispatcher.requests.on_cut(incarnation, reason)
@@ -92,12 +92,12 @@ class Ear:
 
 
 class FuzzedCluster:
-    """A cluster that outlives its requests, and the port at which they arrive."""
+    """A cluster that serves many fuzzed requests, and the gRPC server at which they arrive."""
 
     def __init__(self) -> None:
         self.cluster = SimulatedCluster(LIMITS, Random(1), Faults)
         self.timers = CountedTimers()
-        cluster, codec = self.cluster, Letters()
+        cluster, codec = self.cluster, LetterTokenizer()
 
         def card() -> ModelCard:
             return ModelCard(SPEC.name, SPEC.max_model_len, SPEC.vocab_size, embedding_size=8)
@@ -105,8 +105,8 @@ class FuzzedCluster:
         limits = DispatchLimits(thread_text_chars=200)
         self.dispatcher = Dispatcher(cluster.view, cluster._links, codec, card, self.timers, Random(2), limits)
         cluster.dispatcher = self.dispatcher
-        self.ear = Ear(self.dispatcher)
-        cluster._links.listen(self.ear)
+        self.report_filter = ReportFilter(self.dispatcher)
+        cluster._links.listen(self.report_filter)
         self.card = card
         self.server = LocalServer()
         self.handler = GenerationHandler(self.dispatcher, codec, card)
@@ -115,17 +115,20 @@ class FuzzedCluster:
     async def start(self) -> None:
         for name in ("prefill-0", "decode-0"):
             await self.cluster.start(name)
-        await self.cluster.whole()
-        # The nodes' link stays once it is open.
+        await self.cluster.wait_until_whole()
+        # The link between the nodes stays open after the first request.
         await self.call("Generate", CANARY.SerializeToString())
         await asyncio.sleep(1.0)
-        self._tasks = kinds_of_tasks()
+        self._tasks = count_tasks()
 
     async def call(self, method: str, request: bytes, **how: Any) -> Reply:
         return await self.server.call(f"/{SERVICE_NAME}/{method}", request, **how)
 
     async def beside_a_canary(self, ask: Callable[[FuzzedCluster], Awaitable[T]]) -> T:
-        """The answer; afterwards nothing of it is left, and who came at the same time has noticed nothing."""
+        """Run `ask` beside an ordinary request and return its answer.
+
+        Checks that the ordinary request got its tokens and that nothing of either is left.
+        """
         async with asyncio.timeout(PATIENCE_S):
             canary = asyncio.create_task(self.call("Generate", CANARY.SerializeToString()))
             reply = await ask(self)
@@ -139,14 +142,14 @@ class FuzzedCluster:
         requests = self.dispatcher.requests
         assert (requests.num_live, requests.num_waiting, requests.num_placed) == (0, 0, 0)
         assert self.timers.pending() == 0
-        await self.cluster.idle(PATIENCE_S)
+        await self.cluster.wait_until_idle(PATIENCE_S)
         for node in self.cluster.nodes.values():
             node.assert_nothing_is_left()
-        left = kinds_of_tasks() - self._tasks
+        left = count_tasks() - self._tasks
         assert not left, left
 
 
-def kinds_of_tasks() -> Counter[str]:
+def count_tasks() -> Counter[str]:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     return Counter(str(task.get_coro().__qualname__) for task in others)  # type: ignore[union-attr]
 
@@ -156,7 +159,7 @@ Run = Callable[[Callable[[FuzzedCluster], Awaitable[Any]]], Any]
 
 @contextmanager
 def fuzzed_cluster() -> Iterator[Run]:
-    """What asks it, beside a canary, and gives the answer."""
+    """Yield a function that runs a coroutine function on the cluster, beside an ordinary request (the canary)."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
 
         async def start() -> FuzzedCluster:

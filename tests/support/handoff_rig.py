@@ -1,4 +1,4 @@
-"""A sender and a receiver half in one process: a real link on loopback, real bytes, a fake of one-sided reads."""
+"""The sending and the receiving half of a hand-off in one process: a real link, real bytes, faked one-sided reads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def new_memory() -> KVMemory:
 
 
 def new_device_memory() -> KVMemory:
-    """Likewise, of a device as far as anybody is told: its blocks are to be had as a tensor alone."""
+    """Zeroed memory that claims to be on a device: its blocks are accessible only as a tensor."""
     tensor = torch.zeros(NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
     return KVMemory(tensor.data_ptr(), NUM_BLOCKS, BLOCK_BYTES, "VRAM", 0, tensor)
 
@@ -60,13 +60,13 @@ def read_block(memory: KVMemory, block: int) -> bytes:
 
 
 def content_of(request_id: str, index: int) -> bytes:
-    """What prompt block `index` of a request holds."""
+    """Return the content of prompt block `index` of a request."""
     return (f"{request_id}/{index};".encode() * BLOCK_BYTES)[:BLOCK_BYTES]
 
 
 @dataclass
-class Notes:
-    """What one half told its engine and its event log, and a way to wait for it."""
+class Recorder:
+    """Records what one half reports to its engine and its event log, and waits for it."""
 
     arrived: dict[str, tuple[int, ...]] = field(default_factory=dict)
     failed: dict[str, LostKV] = field(default_factory=dict)
@@ -74,12 +74,12 @@ class Notes:
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
     heartbeats: int = 0
-    asked: bool = False
-    """A reader has asked whether the lease was held."""
+    has_confirm_read: bool = False
+    """Whether a reader has asked if its lease was held."""
     dropped_peers: list[str] = field(default_factory=list)
-    running: bool = False
-    """What is said of a silent peer's process."""
-    asked_running: list[str] = field(default_factory=list)
+    is_peer_running: bool = False
+    """The answer to the question whether the process of a silent peer runs."""
+    probed_addresses: list[str] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -95,55 +95,55 @@ class Notes:
         self.events.append((name, str(attempt), value, detail))
         self._changed.set()
 
-    async def says_running(self, address: str, within_s: float) -> bool:
-        self.asked_running.append(address)
-        return self.running
+    async def is_running(self, address: str, within_s: float) -> bool:
+        self.probed_addresses.append(address)
+        return self.is_peer_running
 
     def names(self, key: str) -> list[str]:
         return [name for name, attempt, _, _ in self.events if attempt == key]
 
-    def heard(self, message: ReaderMessage) -> None:
+    def on_message(self, message: ReaderMessage) -> None:
         self.heartbeats += isinstance(message, Heartbeat)
-        self.asked = self.asked or isinstance(message, ConfirmRead)
+        self.has_confirm_read = self.has_confirm_read or isinstance(message, ConfirmRead)
         self._changed.set()
 
-    def post_noted(self) -> None:
+    def on_read_posted(self) -> None:
         self.reads_posted += 1
         self._changed.set()
 
-    def drop_noted(self, incarnation: str) -> None:
+    def on_peer_dropped(self, incarnation: str) -> None:
         self.dropped_peers.append(incarnation)
         self._changed.set()
 
-    async def until(self, what: Callable[[], bool]) -> None:
-        """Return when `what` holds; it is looked at whenever something was noted."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return when the condition holds; it is evaluated whenever something was recorded."""
         async with asyncio.timeout(WITHIN_S):
-            while not what():
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def event(self, name: str, key: str) -> None:
-        await self.until(lambda: name in self.names(key))
+    async def wait_for_event(self, name: str, key: str) -> None:
+        await self.wait_until(lambda: name in self.names(key))
 
 
-MakeBackend = Callable[[str, KVMemory, Notes], TransferBackend]
-"""Makes the transfer agent of that incarnation over that memory; in the mover's thread."""
+MakeBackend = Callable[[str, KVMemory, Recorder], TransferBackend]
+"""Makes the transfer backend of an incarnation over this memory; called in the mover's thread."""
 
 
-class NotingHandOff(HandOff):
-    """Notes what it hears, so that a test can wait for it."""
+class RecordingHandOff(HandOff):
+    """A hand-off that records the messages that it receives, so that a test can wait for them."""
 
-    def __init__(self, *args: Any, notes: Notes, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recorder: Recorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._notes = notes
+        self._recorder = recorder
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
         super().link_received(link, message)
-        self._notes.heard(message)
+        self._recorder.on_message(message)
 
 
 class GatedDigests:
-    """The digests of a memory's blocks, not before the gate is open."""
+    """Computes the digests of blocks, and waits for its gate to be open first."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._digests = block_digests(memory)
@@ -168,21 +168,21 @@ class SenderHalf:
     ) -> None:
         self.identity = identity
         self.memory = memory or new_memory()
-        self.notes = Notes()
-        self.handoff = NotingHandOff(
+        self.recorder = Recorder()
+        self.handoff = RecordingHandOff(
             identity,
             self.memory,
             lambda deliver: Mover(
-                lambda: make_backend(identity.incarnation, self.memory, self.notes), deliver, SystemClock()
+                lambda: make_backend(identity.incarnation, self.memory, self.recorder), deliver, SystemClock()
             ),
-            self.notes.tell_engine,
-            self.notes.record,
+            self.recorder.tell_engine,
+            self.recorder.record,
             clock,
             heartbeat_s=HEARTBEAT_S,
-            notes=self.notes,
+            recorder=self.recorder,
             digests=block_digests(self.memory),
             digest_every=digest_every,
-            is_running=self.notes.says_running,
+            is_running=self.recorder.is_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, post, lambda work: work())
@@ -219,20 +219,20 @@ class SenderHalf:
 
 
 class AnnouncingBackend(FakeTransferBackend):
-    """Says on the loop when a read was posted (from then on it may write) and when a peer was dropped."""
+    """A backend that records, on the loop, each posted read (which may write from then on) and each dropped peer."""
 
-    def __init__(self, fabric: FakeTransferFabric, incarnation: str, memory: KVMemory, notes: Notes) -> None:
+    def __init__(self, fabric: FakeTransferFabric, incarnation: str, memory: KVMemory, recorder: Recorder) -> None:
         super().__init__(fabric, incarnation, memory)
-        self._notes = notes
+        self._recorder = recorder
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         handle = super().post_read(incarnation, ranges)
-        self._notes.on_loop(self._notes.post_noted)
+        self._recorder.on_loop(self._recorder.on_read_posted)
         return handle
 
     def disconnect(self, incarnation: str) -> None:
         super().disconnect(incarnation)
-        self._notes.on_loop(lambda: self._notes.drop_noted(incarnation))
+        self._recorder.on_loop(lambda: self._recorder.on_peer_dropped(incarnation))
 
 
 def decode_leg(key: str, num_tokens: int, source: KVSource) -> Request:
@@ -252,24 +252,24 @@ class ReceiverHalf:
     ) -> None:
         self.identity = identity
         self.memory = memory or new_memory()
-        self.notes = Notes()
+        self.recorder = Recorder()
         self.digests = GatedDigests(self.memory)
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.intake = Intake(
             identity,
             lambda deliver: Mover(
-                lambda: make_backend(identity.incarnation, self.memory, self.notes),
+                lambda: make_backend(identity.incarnation, self.memory, self.recorder),
                 deliver,
                 SystemClock(),
                 digests=self.digests,
             ),
-            self.notes.tell_engine,
-            self.notes.record,
+            self.recorder.tell_engine,
+            self.recorder.record,
             post,
             heartbeat_s=HEARTBEAT_S,
             digest_every=digest_every,
             keeps_valid_blocks=keeps_valid_blocks,
-            is_running=self.notes.says_running,
+            is_running=self.recorder.is_running,
             vocab_size=VOCAB_SIZE,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
@@ -281,7 +281,7 @@ class ReceiverHalf:
         await self.intake.stop()
 
     def take(self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0) -> Request:
-        """Reserve blocks for a decode leg whose first `num_local` tokens are cached here, without asking anybody."""
+        """Reserve blocks for a decode leg whose first `num_local` tokens are cached here, as an engine does."""
         request = decode_leg(key, num_tokens, source)
         self.connector.update_state_after_alloc(request, block_ids, num_tokens - num_local)
         return request
@@ -292,7 +292,7 @@ class ReceiverHalf:
 
 
 class HandoffRig:
-    """One sender and one receiver. `clock` moves the books only by hand; links and movers run in real time."""
+    """One sender and one receiver. The lease and transfer books follow `clock`; links and movers run in real time."""
 
     def __init__(
         self,
@@ -311,8 +311,8 @@ class HandoffRig:
         identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
         self.receiver = ReceiverHalf(self.make_backend, identity, make_memory(), digest_every, keeps_valid_blocks)
 
-    def _fake_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
-        return AnnouncingBackend(self.fabric, incarnation, memory, notes)
+    def _fake_backend(self, incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
+        return AnnouncingBackend(self.fabric, incarnation, memory, recorder)
 
     async def __aenter__(self) -> HandoffRig:
         await self.sender.start()
@@ -325,7 +325,7 @@ class HandoffRig:
         if exc[0] is None:
             assert self.receiver.intake.num_links == 0
             assert self.sender.handoff.num_links == 0
-            # gRPC's own may take another turn to end.
+            # Tasks of gRPC may take another turn of the loop to end.
             left = asyncio.all_tasks() - {asyncio.current_task()}
             _, stay = await asyncio.wait(left, timeout=WITHIN_S) if left else ((), set())
             assert not stay, stay
@@ -334,9 +334,9 @@ class HandoffRig:
         """Reads stay in flight from now on, as from a stopped sender."""
         self.fabric.freeze(self.sender.identity.incarnation)
 
-    async def read_in_flight(self) -> None:
-        """Return when a read was posted."""
-        await self.receiver.notes.until(lambda: self.receiver.notes.reads_posted > 0)
+    async def wait_for_read(self) -> None:
+        """Return once a read has been posted."""
+        await self.receiver.recorder.wait_until(lambda: self.receiver.recorder.reads_posted > 0)
 
     def thaw_reads(self) -> None:
         self.fabric.thaw(self.sender.identity.incarnation)

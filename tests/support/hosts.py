@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with an address of its own, and links to cut.
+"""Several hosts on one machine: network namespaces on a bridge, each with its own address, whose links can be cut.
 
 Needs the right to make namespaces (root, or CAP_SYS_ADMIN and CAP_NET_ADMIN) and the `ip` and `tc` of iproute2.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _PREFIX = "198.18"
-"""Of networks for tests between devices (RFC 2544): nobody's addresses."""
+"""The prefix of networks for benchmarks (RFC 2544), which nobody else uses."""
 
 
 class NotPermitted(Exception):
@@ -19,10 +19,10 @@ class NotPermitted(Exception):
 
 
 class Hosts:
-    """Made by `hosts`. The process that made them has an address on their network, too."""
+    """The hosts, made by `hosts`. The process that made them has an address on their network, too."""
 
     def __init__(self, tag: str, names: Sequence[str]) -> None:
-        """`tag`: at most 6 characters that no other set of hosts has."""
+        """`tag`: at most 6 characters, different for each set of hosts."""
         self._tag = tag
         self._network = f"{_PREFIX}.{sum(tag.encode()) % 250}"
         self._numbers = {name: number for number, name in enumerate(names, start=1)}
@@ -31,7 +31,7 @@ class Hosts:
         return f"{self._network}.{self._numbers[name]}"
 
     def command(self, name: str, words: Sequence[str]) -> list[str]:
-        """The command line that runs these words on that host; the process has the id that it is started with."""
+        """Return the command line that runs a command on this host. The command keeps the process id of `ip`."""
         return ["ip", "netns", "exec", f"{self._tag}-{name}", *words]
 
     def down(self, name: str) -> None:
@@ -51,7 +51,7 @@ class Hosts:
 
     @contextmanager
     def blackhole(self, source: str, target: str) -> Iterator[None]:
-        """What one host sends to the other is dropped without a word."""
+        """Drop everything that the source sends to the target, without an error."""
         route = ("blackhole", f"{self.address(target)}/32")
         _run("ip", "-n", f"{self._tag}-{source}", "route", "add", *route)
         try:
@@ -61,13 +61,13 @@ class Hosts:
 
     @contextmanager
     def throttled(self, name: str, rate: str) -> Iterator[None]:
-        """The host sends no faster than that, like 500kbit; on exit it must have wanted to."""
+        """Limit what the host sends to a rate like 500kbit; fails on exit if the limit was never reached."""
         queue = ("-n", f"{self._tag}-{name}", "qdisc")
         _run("tc", *queue, "add", "dev", "v0", "root", "tbf", "rate", rate, "burst", "16kb", "latency", "2s")
         try:
             yield
-            told = _run("tc", "-s", *queue, "show", "dev", "v0")
-            assert int(told.partition("overlimits ")[2].split()[0]) > 0, told
+            shown = _run("tc", "-s", *queue, "show", "dev", "v0")
+            assert int(shown.partition("overlimits ")[2].split()[0]) > 0, shown
         finally:
             _run("tc", *queue, "del", "dev", "v0", "root")
 
@@ -91,7 +91,7 @@ class Hosts:
         _run("ip", *where, "link", "set", device, "up")
 
     def remove(self) -> None:
-        """Also what was made of them before something failed."""
+        """Remove the hosts, also those that were made before an error."""
         for name in (*self._numbers, "hub"):
             subprocess.run(["ip", "netns", "del", f"{self._tag}-{name}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self._tag], capture_output=True, check=False)

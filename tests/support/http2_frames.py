@@ -1,4 +1,4 @@
-"""HTTP/2 frames made by hand, for tests of who reads them."""
+"""Makes and parses HTTP/2 frames, for tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Any frame, whether it makes sense or not."""
+    """Return a frame, valid or not."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def sent(data: bytes) -> list[tuple[int, int, int, bytes]]:
-    """Kind, flags, stream and payload of each frame."""
+def parse_frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
+    """Return kind, flags, stream and payload of each frame in `data`."""
     frames, at = [], 0
     while at < len(data):
         stop = at + 9 + int.from_bytes(data[at : at + 3], "big")
@@ -26,7 +26,7 @@ def sent(data: bytes) -> list[tuple[int, int, int, bytes]]:
 
 
 def request_fields(path: str) -> list[Header]:
-    """What a call of gRPC begins with."""
+    """Return the header fields of a gRPC call."""
     return [
         (":method", "POST"),
         (":scheme", "http"),
@@ -37,5 +37,5 @@ def request_fields(path: str) -> list[Header]:
 
 
 def request_block(path: str) -> bytes:
-    """The headers of a call of gRPC."""
+    """Return the encoded headers of a gRPC call."""
     return write_headers(request_fields(path))

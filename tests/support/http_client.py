@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message
 
 
 class Exchange:
-    """One request and its answer, as the client sees them. `leave` is a closed connection, `pause` a full one."""
+    """One request and its answer, as the client sees them."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Exchange:
         self.body = b""
         self.is_complete = False
         self.is_stuck = asyncio.Event()
-        """Something was to be sent since `pause`, and waits."""
+        """Set while the application waits to send something because of `stop_reading`."""
         self._changed = asyncio.Event()
         self._may_send = asyncio.Event()
         self._may_send.set()
@@ -66,34 +66,34 @@ class Exchange:
             self.is_complete = not message.get("more_body", False)
         self._changed.set()
 
-    def leave(self) -> None:
-        """The connection is closed."""
+    def disconnect(self) -> None:
+        """Close the connection."""
         self._to_read.put_nowait({"type": "http.disconnect"})
 
-    def pause(self) -> None:
-        """Take nothing more for now."""
+    def stop_reading(self) -> None:
+        """Read nothing more until `resume_reading`."""
         self.is_stuck.clear()
         self._may_send.clear()
 
-    def go_on(self) -> None:
+    def resume_reading(self) -> None:
         self._may_send.set()
 
     async def end(self) -> Exchange:
-        """Wait for the end of the answer."""
+        """Wait for the end of the answer and return self."""
         await self.task
         assert self.is_complete
         return self
 
-    async def events_read(self, count: int) -> list[Event]:
-        """Wait until so many events of a stream are there."""
+    async def wait_for_events(self, count: int) -> list[Event]:
+        """Wait until `count` events of a stream have arrived, and return them."""
         while len(self.events) < count:
             assert not self.task.done(), self.body
             self._changed.clear()
             await self._changed.wait()
         return self.events
 
-    async def bytes_read(self, expected: bytes) -> None:
-        """Wait until the answer begins so."""
+    async def wait_for_body(self, expected: bytes) -> None:
+        """Wait until the body of the answer begins with these bytes."""
         while not self.body.startswith(expected):
             assert expected.startswith(self.body), self.body
             self._changed.clear()
@@ -105,7 +105,7 @@ class Exchange:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's error object, which is all there is."""
+        """OpenAI's error object, which must be the whole body."""
         assert set(self.json) == {"error"}
         found: dict[str, Any] = self.json["error"]
         assert set(found) == {"message", "type", "param", "code"}
@@ -113,7 +113,7 @@ class Exchange:
 
     @property
     def events(self) -> list[Event]:
-        """Those of a stream, without comments."""
+        """The events of a stream, without comments."""
         blocks = self.body.decode().split("\n\n")[:-1]
         return [Event(block) for block in blocks if not block.startswith(":")]
 
@@ -142,7 +142,7 @@ class Event:
 
     @property
     def text(self) -> str:
-        """What it adds to the text of its sequence."""
+        """The text that the event adds to its sequence."""
         if self.is_done or not self.json.get("choices"):
             return ""
         choice = self.choice
@@ -150,13 +150,13 @@ class Event:
 
 
 class AsgiClient:
-    """Asks one application."""
+    """Sends requests to one application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     def post(self, path: str, body: Mapping[str, object] | bytes, headers: Mapping[str, str] | None = None) -> Exchange:
-        """Begin an exchange."""
+        """Start an exchange with a JSON body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.ask("POST", path, data, {"content-type": "application/json", **(headers or {})})
 
@@ -166,6 +166,6 @@ class AsgiClient:
     def ask(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, is_whole: bool = True
     ) -> Exchange:
-        """Begin an exchange; `is_whole`: nothing of the body follows."""
+        """Start an exchange; `is_whole`: no more of the body follows."""
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         return Exchange(self._app, method, path, body, pairs, is_whole=is_whole)

@@ -1,4 +1,4 @@
-"""The HTTP front over a scripted core: no sockets, no nodes, no waiting."""
+"""The HTTP front over a scripted request handler: no sockets, no nodes, no waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CARD = ModelCard(MODEL, 64, 300, embedding_size=2)
 
 
 class HttpRig(AsgiClient):
-    """What a test asks, and the calls that its core gets."""
+    """Sends requests to the HTTP front and hands out the calls that its handler receives."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class HttpRig(AsgiClient):
             self._page_authenticator,
         )
 
-    async def called(self) -> FakeCall:
-        """The next call."""
+    async def next_call(self) -> FakeCall:
+        """Wait for the next call of the handler and return it."""
         return await self.handler.calls.get()
 
 
 def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:
-    """A token for each letter."""
+    """Return a chunk with one token for each letter."""
     return Chunk(first_index, tuple(map(ord, text)), text, (), sequence_index)
 
 

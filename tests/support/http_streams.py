@@ -1,4 +1,4 @@
-"""Streams of a running router, read by hand and cut where a test wants."""
+"""Reads HTTP streams of a running router, and cuts them where a test wants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 Events = list[tuple[str, Any]]
-"""The last id that the client has seen, and the data: JSON or `[DONE]`."""
+"""For each event the last event id that the client has seen, and the data: JSON or `[DONE]`."""
 
 
 def sse(
@@ -18,11 +18,11 @@ def sse(
     limit: int | None = None,
     at_limit: Callable[[], object] = lambda: None,
 ) -> Events:
-    """A stream's events; `at_limit` is called after so many, and then the connection is closed."""
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+    """Return the events of a stream. After `limit` events `at_limit` is called and the connection is closed."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
     events: Events = []
     last_id = ""
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         for line in answer:
             name, _, value = line.decode().rstrip("\n").partition(": ")
             if name == "id":
@@ -41,10 +41,10 @@ def _choices(events: Events, index: int) -> list[dict[str, Any]]:
 
 
 def tokens_of(events: Events, index: int = 0) -> list[int]:
-    """A sequence's tokens, of a stream that was asked for with return_token_ids."""
+    """Return the tokens of a sequence, from a stream with return_token_ids."""
     return [token for choice in _choices(events, index) for token in choice.get("token_ids", ())]
 
 
 def text_of(events: Events, index: int = 0) -> str:
-    """A sequence's text, of a chat."""
+    """Return the text of a sequence, from a streamed chat."""
     return "".join(choice["delta"].get("content", "") for choice in _choices(events, index))

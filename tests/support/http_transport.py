@@ -1,4 +1,4 @@
-"""A connection of the HTTP server without a socket: what it is told, and what it does with its transport."""
+"""A connection of the HTTP server over a fake transport instead of a socket."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from router.http.connection import HEAD_S, READ_BYTES, Connection
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and hands over what comes in only while reading is not paused, as the kernel does."""
+    """Records what is written and whether reading is paused."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
         self.is_paused = False
         self.has_ended = False
-        """Nothing more will be written."""
+        """Whether the server has ended its side: nothing more will be written."""
         self.is_closed = False
         self.is_reset = False
-        """By the client, and nobody here has heard of it yet."""
+        """Whether the client has reset the connection, which the server does not know yet."""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -60,7 +60,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class Client:
-    """The other end. Belongs to the running loop."""
+    """The client of one connection. As a kernel does, it delivers bytes only while reading is not paused."""
 
     def __init__(self, app: ASGIApp, budget: TurnBudget | None = None) -> None:
         loop = asyncio.get_running_loop()
@@ -68,7 +68,7 @@ class Client:
         config.load()
         self.transport = FakeTransport()
         self.unsent = b""
-        """What waits in the kernel."""
+        """The bytes that wait in the kernel."""
         self.connection = Connection(
             HEAD_S,
             budget or TurnBudget(loop),
@@ -82,7 +82,7 @@ class Client:
         self.connection.connection_made(self.transport)
 
     def send(self, data: bytes) -> None:
-        """Let it arrive, as far as the connection reads; the rest comes with the turns of the loop."""
+        """Deliver as much as the connection reads now; the rest follows in later turns of the loop."""
         self.unsent += data
         self._arrive()
 
@@ -96,7 +96,7 @@ class Client:
             if self.unsent:
                 asyncio.get_running_loop().call_soon(self._arrive)
 
-    async def turns(self, count: int = 20) -> None:
-        """Let the loop turn so many times."""
+    async def run_loop(self, count: int = 20) -> None:
+        """Let the loop run this number of turns."""
         for _ in range(count):
             await asyncio.sleep(0)

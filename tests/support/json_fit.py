@@ -1,4 +1,4 @@
-"""Schemas to generate for, and a judge of what was generated that shares nothing with the library that steers it."""
+"""JSON schemas for tests, and a validator that shares no code with the library that constrains the output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
     },
     "constant": {"const": {"a": [1, '\u00fc"\\\n', None]}},
 }
-"""All of them bounded, so that a model that draws at random comes to an end."""
+"""All schemas are bounded, so that even a model that samples at random ends its output."""
 
 
 def schema_text(name: str) -> str:
@@ -57,7 +57,7 @@ def check_fits(text: str, name: str) -> None:
 
 
 def _misfit(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str | None:
-    """What is wrong, for the keywords that are used above."""
+    """Return what is wrong, by the keywords that are used above; None if the value fits."""
     if "$ref" in schema:
         return _misfit(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     if "anyOf" in schema and all(_misfit(value, option, root) for option in schema["anyOf"]):

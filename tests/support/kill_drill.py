@@ -1,4 +1,4 @@
-"""kill -9 in a cluster under load, drawn from a seed, and what the clients saw of it."""
+"""kill -9 of random processes in a cluster under load, drawn from a seed, and what the clients saw of it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
-class Stream:
-    """What one sequence of an answer brought."""
+class ObservedSequence:
+    """Everything that arrived of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -32,17 +32,17 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Seen:
-    """One answer: its sequences, and how long its client ever waited for the next thing."""
+class ObservedAnswer:
+    """One answer: its sequences, and the longest time that its client waited for the next event."""
 
-    streams: dict[int, Stream] = field(default_factory=dict)
+    streams: dict[int, ObservedSequence] = field(default_factory=dict)
     began: float = 0.0
     ended: float = 0.0
     longest_stall_s: float = 0.0
     attempts: int = 0
 
-    def check(self, undisturbed: Seen) -> str:
-        """What is wrong with it; empty: nothing."""
+    def check(self, undisturbed: ObservedAnswer) -> str:
+        """Return how it differs from the answer of an undisturbed run; empty: not at all."""
         for index, stream in self.streams.items():
             if stream.indices != list(range(len(stream.token_ids))):
                 return f"sequence {index}: indices {stream.indices}"
@@ -51,16 +51,16 @@ class Seen:
         return ""
 
 
-async def ask(client: AsyncGenerationClient, request: GenerateRequest) -> Seen:
-    """Run one request to its end; raises BatonError when the client could not be served."""
-    loop, seen = asyncio.get_running_loop(), Seen()
+async def ask(client: AsyncGenerationClient, request: GenerateRequest) -> ObservedAnswer:
+    """Run one request to its end. Raises BatonError."""
+    loop, seen = asyncio.get_running_loop(), ObservedAnswer()
     seen.began = last = loop.time()
     async for event in client.generate(request):
         now = loop.time()
         seen.longest_stall_s, last = max(seen.longest_stall_s, now - last), now
         match event:
             case Chunk():
-                stream = seen.streams.setdefault(event.sequence_index, Stream())
+                stream = seen.streams.setdefault(event.sequence_index, ObservedSequence())
                 stream.indices += range(event.first_index, event.first_index + len(event.token_ids))
                 stream.token_ids += event.token_ids
                 stream.text += event.text
@@ -77,7 +77,7 @@ async def ask(client: AsyncGenerationClient, request: GenerateRequest) -> Seen:
 
 
 def requests(rng: Random, count: int, vocab_size: int, longest_prompt: int) -> list[GenerateRequest]:
-    """Of every kind whose tokens a failover could change: sampled, penalised, with stop strings, with siblings."""
+    """Return requests of each kind whose tokens a failover could change: sampled, penalised, stop strings, n > 1."""
     prefix = [rng.randrange(vocab_size) for _ in range(longest_prompt // 2)]
     made = []
     for number in range(count):
@@ -103,7 +103,7 @@ def requests(rng: Random, count: int, vocab_size: int, longest_prompt: int) -> l
 
 
 class Killer:
-    """Kills processes, but never the last one of its kind that serves."""
+    """Kills random processes, but never the last router, prefill or decode node that serves."""
 
     def __init__(self, cluster: ProcessCluster, rng: Random, kills: int, pause_s: tuple[float, float]) -> None:
         self._cluster = cluster
@@ -112,7 +112,7 @@ class Killer:
         self._pause_s = pause_s
         self.killed: Counter[str] = Counter()
         self.times: list[float] = []
-        """Of each kill, on the loop's clock."""
+        """The time of each kill, on the clock of the loop."""
 
     async def run(self) -> None:
         while self.killed.total() < self._kills:
@@ -132,42 +132,44 @@ class Killer:
 
 
 @dataclass(slots=True)
-class Result:
-    """Of a whole drill."""
+class DrillResult:
+    """The result of a whole drill."""
 
-    answers: list[Seen] = field(default_factory=list)
+    answers: list[ObservedAnswer] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     @property
     def retried(self) -> int:
-        """Answers that took more than one attempt."""
+        """The number of answers that took more than one attempt."""
         return sum(seen.attempts > 1 for seen in self.answers)
 
     def stalls_s(self, kills: Sequence[float]) -> list[float]:
-        """Of each answer that was under way when something was killed the longest stall, in order."""
+        """Return the longest stall of each answer that was streaming during a kill, sorted."""
         return sorted(
             seen.longest_stall_s for seen in self.answers if any(seen.began <= at <= seen.ended for at in kills)
         )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in order; 0 where there are none."""
+    """Return a quantile of sorted values; 0 if there are none."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 class Load:
-    """Clients that ask one request after the other until they are told to stop, each with connections of its own."""
+    """Clients that send one request after the other until `stop`, each with its own connections."""
 
-    def __init__(self, addresses: Sequence[str], asked: Sequence[GenerateRequest], undisturbed: Sequence[Seen]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], asked: Sequence[GenerateRequest], undisturbed: Sequence[ObservedAnswer]
+    ) -> None:
         self._addresses = addresses
         self._asked = asked
         self._undisturbed = undisturbed
         self._over = False
-        self.result = Result()
+        self.result = DrillResult()
 
     def stop(self) -> None:
-        """Ask nothing new."""
+        """Send no new requests."""
         self._over = True
 
     async def client(self, rng: Random) -> None:
@@ -181,7 +183,7 @@ class Load:
                     continue
                 self._note(place, seen)
 
-    def _note(self, place: int, seen: Seen) -> None:
+    def _note(self, place: int, seen: ObservedAnswer) -> None:
         self.result.answers.append(seen)
         if problem := seen.check(self._undisturbed[place]):
             self.result.wrong.append(f"request {place}: {problem}"[:2000])

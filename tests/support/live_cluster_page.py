@@ -1,4 +1,4 @@
-"""Nodes and requests for the live page, made up."""
+"""Example nodes and requests for tests of the live page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC server without a network: bytes in, a status and bytes out, through the barrier that all servicers have."""
+"""A gRPC server without a network: request bytes in, response bytes and a status out, through the fault barrier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 @dataclass(slots=True)
 class Reply:
-    """What the caller got."""
+    """Everything that the caller received."""
 
     code: str = "OK"
     details: str = ""
@@ -27,14 +27,16 @@ class Reply:
 
     @property
     def fields(self) -> set[str]:
-        """Named as wrong."""
-        told = status_pb2.Status.FromString(self.trailer["grpc-status-details-bin"])
+        """The fields that the status names as invalid."""
+        status = status_pb2.Status.FromString(self.trailer["grpc-status-details-bin"])
         bad = error_details_pb2.BadRequest()
-        return {violation.field for detail in told.details if detail.Unpack(bad) for violation in bad.field_violations}
+        return {
+            violation.field for detail in status.details if detail.Unpack(bad) for violation in bad.field_violations
+        }
 
 
 class _Context:
-    """One call, as a servicer sees it."""
+    """The context of one call, as a servicer sees it."""
 
     def __init__(self, reply: Reply, timeout_s: float | None, leave_after: int | None) -> None:
         self._reply = reply
@@ -54,7 +56,7 @@ class _Context:
     async def write(self, message: Any) -> None:
         self._reply.messages.append(self.serialize(message))
         if len(self._reply.messages) == self._leave_after:
-            # As gRPC does it: whoever writes is cancelled.
+            # As in gRPC, the handler is cancelled in its write.
             raise asyncio.CancelledError
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> None:
@@ -64,7 +66,7 @@ class _Context:
 
 
 class LocalServer:
-    """What servicers are added to."""
+    """A server to which servicers are added."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Any] = {}
@@ -79,7 +81,7 @@ class LocalServer:
     async def call(
         self, path: str, request: bytes, timeout_s: float | None = None, leave_after: int | None = None
     ) -> Reply:
-        """Call a method; the caller goes away after so many messages, if that is given."""
+        """Call a method. The caller disconnects after `leave_after` messages, if that is given."""
         reply = Reply()
         context = _Context(reply, timeout_s, leave_after)
 

@@ -28,7 +28,7 @@ from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
 from router.app import RouterAddresses, run_router
 from tests.support.caller import Caller
-from tests.support.reports import HeardStream
+from tests.support.reports import QueuedReports
 
 CLUSTER = "mini"
 
@@ -45,7 +45,7 @@ class RunningNode:
         self.task = asyncio.create_task(self._serve(config, runner, membership), name=config.node_id)
 
     async def started(self) -> None:
-        """Return once it serves; raises why it does not."""
+        """Return once it serves. Raises the error if it can not start."""
         ready = asyncio.create_task(self._ready.wait())
         await asyncio.wait((ready, self.task), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -53,7 +53,7 @@ class RunningNode:
             self.task.result()
 
     async def end(self) -> None:
-        """Wait for nothing that runs."""
+        """End the node at once, without waiting for running requests."""
         self.stop()
         self.stop()
         await asyncio.gather(self.task, return_exceptions=True)
@@ -73,18 +73,18 @@ class RunningNode:
         self._ready.set()
 
     @property
-    def in_use(self) -> int:
-        """Blocks that are neither free nor idle in the prefix cache."""
+    def num_blocks_in_use(self) -> int:
+        """The number of blocks that are neither free nor idle in the prefix cache."""
         stats = self.node.scheduler.make_stats()
         return stats.total_blocks - stats.free_blocks
 
 
 BOTH_KINDS: Mapping[str, object] = {"placement": "least-loaded"}
-"""Short prompts take a prefill and a decode node, too."""
+"""Settings with which short prompts take a prefill and a decode node, too."""
 
 
 class MiniCluster(Caller):
-    """Started by `mini_cluster`."""
+    """A running cluster, made by `mini_cluster`."""
 
     def __init__(self, store: FakeRegistryStore) -> None:
         self.store = store
@@ -92,20 +92,20 @@ class MiniCluster(Caller):
         self.router = RouterAddresses("", "", "")
 
     async def trace(self, node_id: str) -> Sequence[TraceEvent]:
-        """A node's events, oldest first."""
+        """Return the events of a node, oldest first."""
         client = NodeClient(self.nodes[node_id].description.address)
         try:
             return await client.trace()
         finally:
             await client.close()
 
-    async def idle(self, *node_ids: str) -> None:
-        """Wait until no node (of those named, or all) uses a block; the test's own time limit bounds it."""
+    async def wait_until_idle(self, *node_ids: str) -> None:
+        """Wait until these nodes (default: all) use no block. Only the time limit of the test bounds the wait."""
         for node_id in node_ids or tuple(self.nodes):
             running = self.nodes[node_id]
             client = NodeClient(running.description.address)
             try:
-                stream = HeardStream(await client.attach("test-watcher"))
+                stream = QueuedReports(await client.attach("test-watcher"))
                 async for report in stream:
                     load = report.load
                     if load.free_blocks == load.total_blocks and not (load.running or load.waiting):
@@ -210,7 +210,7 @@ async def _start_router(
 
 
 async def _until_placeable(cluster: MiniCluster, num_nodes: int) -> None:
-    """Wait until the router is attached to every node; each question is a round trip, so nothing spins."""
+    """Wait until the router is attached to every node. Each question is a round trip, so the loop does not spin."""
     async with grpc.aio.insecure_channel(cluster.router.operator) as channel:
         stub = operator_pb2_grpc.OperatorStub(channel)
         while True:
@@ -220,12 +220,12 @@ async def _until_placeable(cluster: MiniCluster, num_nodes: int) -> None:
 
 
 def simulated_model_dir(directory: Path, vocab_size: int, max_model_len: int) -> Path:
-    """The little that a router reads of a model when it serves token ids only."""
+    """Write the files that a router reads of a model when it serves token ids only; return the directory."""
     config = {"vocab_size": vocab_size, "max_position_embeddings": max_model_len}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
 def random_prompt(rng: Random, length: int, vocab_size: int) -> list[int]:
-    """Token ids without meaning."""
+    """Return random token ids."""
     return [rng.randrange(vocab_size) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""Bytes of something good, broken by a fuzzer."""
+"""Mutates valid bytes for fuzz tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 
 def mutated(draw: st.DrawFn, good: bytes, longest: int, junk: st.SearchStrategy[bytes]) -> bytes:
-    """A few of the bytes changed, at most `longest` at a time cut out or repeated, or junk put in."""
+    """Return the bytes with a few changes: bits flipped, up to `longest` bytes cut or repeated, or junk inserted."""
     data = bytearray(good)
     for _ in range(draw(st.integers(1, 4))):
         place, size = draw(st.integers(0, len(data))), draw(st.integers(0, longest))

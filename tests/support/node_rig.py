@@ -1,4 +1,4 @@
-"""A node without a wire, over a real engine that is turned by hand."""
+"""A node without gRPC, over a real engine whose turns the test calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DESCRIPTION = NodeDescription(
 
 
 class NodeRig:
-    """What routers ask for comes in by `ask`, what they hear is in their ports."""
+    """A node service. Requests are submitted by `ask`; the reports for a router are in its port."""
 
     def __init__(self, role: Role = Role.DECODE, clock: Clock | None = None, **service: Any) -> None:
         self.runner = runner = FakeRunner(33, 4, vocab_size=VOCAB)
@@ -67,7 +67,7 @@ class NodeRig:
         self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain, **service)
 
     def fill(self, block_ids: Sequence[int], prompt: Sequence[int]) -> None:
-        """Write the right KV of a prompt where a load waits for it."""
+        """Write the right KV of a prompt into these blocks."""
         self.runner.write_slots(block_ids, prompt_slots(prompt))
 
     def _drain(self) -> None:
@@ -82,8 +82,8 @@ def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
     return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)
 
 
-async def heard(port: Port) -> list[StepReport]:
-    """Everything that is queued for the router now."""
+async def queued_reports(port: Port) -> list[StepReport]:
+    """Return all reports that are queued for the router now."""
     reports = port.reports()
     assert isinstance(reports, AsyncGenerator)
     async with aclosing(reports) as stream:
@@ -91,8 +91,13 @@ async def heard(port: Port) -> list[StepReport]:
 
 
 async def deltas(port: Port) -> list[RequestDelta]:
-    """What came of the attempts; that they were taken is left out."""
-    return [delta for report in await heard(port) for delta in report.deltas if delta != RequestDelta(delta.attempt)]
+    """Return the queued deltas without those that only confirm that an attempt was taken."""
+    return [
+        delta
+        for report in await queued_reports(port)
+        for delta in report.deltas
+        if delta != RequestDelta(delta.attempt)
+    ]
 
 
 def tokens(of: Sequence[RequestDelta]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A cluster of real processes, started with `baton up`, seen as a client, an operator and the kernel see it."""
+"""A cluster of real processes, started with `baton up`, with a client, an operator and the view of the kernel."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
 from tests.support.caller import Caller
-from tests.support.reports import HeardStream
+from tests.support.reports import QueuedReports
 
 BOUND_S = 100.0
-"""Nothing waits longer. Far beyond what anything takes, also on a busy machine."""
+"""The longest wait, in seconds: far beyond what anything takes, also on a busy machine."""
 _PAUSE_S = 0.05
-"""Between two questions of the same kind, so that asking takes no core from those that are asked."""
+"""Seconds between two polls, so that polling takes no core from the processes."""
 
 
 class ProcessCluster:
-    """One `baton up`. Processes are named as in `baton status`."""
+    """The processes of one `baton up`, named as in `baton status`."""
 
     def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
         self._run_dir = RunDir(run_dir)
@@ -53,13 +53,13 @@ class ProcessCluster:
 
     @property
     def state(self) -> ClusterState:
-        """What the supervisor wrote last."""
+        """The state that the supervisor wrote last."""
         state = self._run_dir.read_state()
         assert state is not None, "no cluster is running"
         return state
 
-    def complaints(self) -> dict[str, str]:
-        """First lines with a traceback in the logs, by process: a fault outside is none inside."""
+    def tracebacks(self) -> dict[str, str]:
+        """Return the first traceback in the log of each process; a fault outside a process must cause none."""
         found = {}
         for log in sorted((self._run_dir.path / "logs").glob("*.log")):
             bad = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
@@ -68,22 +68,22 @@ class ProcessCluster:
         return found
 
     def process(self, name: str) -> ProcessState:
-        """One process as its supervisor sees it."""
+        """Return the state of one process."""
         return next(process for process in self.state.processes if process.name == name)
 
     def nodes(self, role: str) -> list[str]:
-        """Names of the nodes of a role."""
+        """Return the names of the nodes of a role."""
         return [process.name for process in self.state.processes if process.role == role]
 
     def signal(self, name: str, number: signal.Signals) -> ProcessState:
-        """Send a signal; returns the process as it was just before."""
+        """Send a signal; return the state of the process just before."""
         process = self.process(name)
         os.kill(process.pid, number)
         return process
 
     @contextmanager
     def stopped(self, pid: int) -> Iterator[None]:
-        """A process that the kernel does not run meanwhile."""
+        """Stop a process (SIGSTOP) for the time of the `with` block."""
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
@@ -92,7 +92,7 @@ class ProcessCluster:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[ClusterSession]:
-        """Connections for the time of one test."""
+        """Yield connections for one test."""
         state = self.state
         async with (
             grpc.aio.insecure_channel(state.grpc_address) as public,
@@ -102,7 +102,7 @@ class ProcessCluster:
 
 
 class ClusterSession(Caller):
-    """What a test does with a running cluster."""
+    """Calls to a running cluster, for the time of one test."""
 
     def __init__(self, cluster: ProcessCluster, public: grpc.aio.Channel, private: grpc.aio.Channel) -> None:
         self.cluster = cluster
@@ -110,9 +110,9 @@ class ClusterSession(Caller):
         self._operator = operator_pb2_grpc.OperatorStub(private)
 
     async def status(self) -> ClusterStatus:
-        """The cluster as its router sees it.
+        """Return the status of the cluster as its router sees it.
 
-        A router that ends cancels the calls at its operators' port; then its successor is asked. Raises TimeoutError.
+        A router that ends cancels the calls at its operator port; then its successor is asked. Raises TimeoutError.
         """
         async with asyncio.timeout(BOUND_S):
             while True:
@@ -124,17 +124,17 @@ class ClusterSession(Caller):
                     if error.code() is not grpc.StatusCode.CANCELLED:
                         raise
 
-    async def until(self, is_so: Callable[[ClusterStatus], bool]) -> ClusterStatus:
-        """Ask the router until it says so; returns what it said."""
+    async def wait_for_status(self, condition: Callable[[ClusterStatus], bool]) -> ClusterStatus:
+        """Ask the router for the status until the condition holds; return that status."""
         found = await self.status()
         async with asyncio.timeout(BOUND_S):
-            while not is_so(found):
+            while not condition(found):
                 await asyncio.sleep(_PAUSE_S)
                 found = await self.status()
         return found
 
-    async def whole(self) -> ClusterStatus:
-        """Wait until every process that the supervisor runs is one that the router uses."""
+    async def wait_until_whole(self) -> ClusterStatus:
+        """Wait until the router uses every process that the supervisor runs."""
 
         def is_whole(status: ClusterStatus) -> bool:
             processes = self.cluster.state.processes
@@ -142,23 +142,23 @@ class ClusterSession(Caller):
             ready = {node.incarnation for node in status.nodes if node.status == "Ready"}
             return status.health == "ok" and ready == wanted and all(p.status == "Ready" for p in processes)
 
-        return await self.until(is_whole)
+        return await self.wait_for_status(is_whole)
 
-    async def back(self, before: ProcessState) -> ProcessState:
-        """Wait until a process that was killed is replaced by a new one and the cluster is whole; returns that."""
+    async def wait_until_replaced(self, before: ProcessState) -> ProcessState:
+        """Wait until a killed process is replaced and the cluster is whole; return the new process."""
 
         def is_replaced(_: ClusterStatus) -> bool:
             now = self.cluster.process(before.name)
             return now.pid not in (0, before.pid) and now.status == "Ready"
 
-        await self.until(is_replaced)
-        await self.whole()
+        await self.wait_for_status(is_replaced)
+        await self.wait_until_whole()
         now = self.cluster.process(before.name)
         assert now.restarts > before.restarts
         return now
 
     async def trace(self, name: str, request_id: str = "") -> list[TraceEvent]:
-        """Events that a node keeps, oldest first; of one request if it is named."""
+        """Return the events that a node keeps, oldest first; only those of one request if it is given."""
         client = NodeClient(self.cluster.process(name).address)
         try:
             events = await client.trace()
@@ -166,8 +166,8 @@ class ClusterSession(Caller):
             await client.close()
         return [event for event in events if request_id in ("", event.attempt.request_id)]
 
-    async def seen(self, role: str, event: str, request_id: str, count: int = 1) -> str:
-        """Wait until a node of the role has recorded the event so many times; returns the node's name."""
+    async def wait_for_event(self, role: str, event: str, request_id: str, count: int = 1) -> str:
+        """Wait until a node of the role has recorded the event `count` times; return the name of the node."""
         watches = [
             asyncio.create_task(self._watch(name, event, request_id, count), name=name)
             for name in self.cluster.nodes(role)
@@ -194,8 +194,8 @@ class ClusterSession(Caller):
         finally:
             await client.close()
 
-    async def idle(self, *names: str) -> None:
-        """Wait until these nodes (default: all) run nothing, and lease, quarantine and use no block."""
+    async def wait_until_idle(self, *names: str) -> None:
+        """Wait until these nodes (default: all) run nothing and lease, quarantine and use no block."""
         async with asyncio.timeout(BOUND_S):
             for name in names or (*self.cluster.nodes("prefill"), *self.cluster.nodes("decode")):
                 while True:
@@ -204,10 +204,10 @@ class ClusterSession(Caller):
                     await asyncio.sleep(_PAUSE_S)
 
     async def _has_become_idle(self, name: str) -> bool:
-        """False: nobody is there. What was killed a moment ago counts as ready until somebody has noticed."""
+        """Wait until a node is idle. False if it is gone: a node killed a moment ago still counts as ready."""
         client = NodeClient(self.cluster.process(name).address)
         try:
-            stream = HeardStream(await client.attach("test-watch"))
+            stream = QueuedReports(await client.attach("test-watch"))
             try:
                 async for report in stream:
                     if is_idle(report.load):
@@ -231,7 +231,7 @@ def is_idle(load: LoadReport) -> bool:
 def process_cluster(
     run_dir: Path, model: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[ProcessCluster]:
-    """`baton up --detach` with these flags; on exit nothing of it is left."""
+    """Run `baton up --detach` with these flags; on exit stop everything and check that no log has a traceback."""
     cluster = ProcessCluster(run_dir, environment or {})
     words = ("up", "--detach", "--grpc-port", "0", "--http-port", "0", "--model", str(model), *flags, "-o", "json")
     started = cluster.baton(*words)
@@ -241,11 +241,11 @@ def process_cluster(
     finally:
         stopped = cluster.baton("down", "--timeout", "60", "--force")
         assert stopped.returncode == 0, stopped.stderr
-    assert cluster.complaints() == {}
+    assert cluster.tracebacks() == {}
 
 
-def ended(pids: Sequence[int], act: Callable[[], None]) -> None:
-    """Do something and return when all of these processes have ended, whoever their parent is."""
+def wait_until_ended(pids: Sequence[int], act: Callable[[], None]) -> None:
+    """Call `act` and return once all these processes have ended, whatever their parent."""
     descriptors = [os.pidfd_open(pid) for pid in pids]
     try:
         act()
@@ -258,6 +258,6 @@ def ended(pids: Sequence[int], act: Callable[[], None]) -> None:
 
 
 def is_pending(pid: int, number: signal.Signals) -> bool:
-    """Whether a signal was sent to a process that has not taken it yet."""
+    """Whether a signal that was sent to a process is still pending."""
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool((int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)) >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""What processes hold, as the kernel counts it: descriptors by kind, and threads."""
+"""Counts the descriptors, by kind, and the threads of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from baton.cli.cluster.state import ProcessState
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Of one process."""
+    """The descriptors and threads of one process."""
 
     threads: int
     descriptors: Counter[str] = field(default_factory=Counter)
-    """By kind: socket, pipe, anon_inode:[eventpoll], file, ..."""
+    """The number of descriptors by kind: socket, pipe, anon_inode:[eventpoll], file, ..."""
 
     def counted(self) -> Counter[str]:
-        """Threads, too."""
+        """Return descriptors by kind together with threads."""
         return self.descriptors + Counter({"thread": self.threads})
 
 
 def holdings(pid: int) -> Holdings:
-    """Now. Raises FileNotFoundError for a process that has ended."""
+    """Return what a process holds now. Raises FileNotFoundError if it has ended."""
     kinds: Counter[str] = Counter()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -36,7 +36,7 @@ def holdings(pid: int) -> Holdings:
 
 
 def by_role(processes: Iterable[ProcessState]) -> dict[str, Holdings]:
-    """The most that any process of a role holds, kind by kind."""
+    """Return the most that any process of each role holds, kind by kind."""
     most: dict[str, Holdings] = {}
     for process in processes:
         held, known = holdings(process.pid), most.get(process.role, Holdings(0))

@@ -1,4 +1,4 @@
-"""The Redis of one test, the server that comes with Baton: started, killed, and started again with nothing in it."""
+"""A Redis server for one test, the one that comes with Baton; it can be killed and started again empty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _users() -> Iterator[str]:
 
 
 class RedisProcess:
-    """Reached over a socket in a directory of its own. Each cluster's user may do no more than it needs."""
+    """One Redis server on a socket in its own directory. The user of each cluster may do no more than it needs."""
 
     def __init__(self, run_dir: Path) -> None:
         self.redis = embedded_redis(run_dir)
@@ -28,28 +28,28 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
-        """As the user who may do anything."""
+        """The URL as the user who may do anything."""
         return self.redis.url
 
     def url_of(self, cluster: str) -> str:
-        """As the user of one cluster, which is one of CLUSTERS."""
+        """Return the URL as the user of one cluster of CLUSTERS."""
         return self.redis.url.replace("unix://", f"unix://{cluster}@") + f"?password={_PASSWORD}"
 
     async def start(self) -> None:
-        """Return when it answers."""
+        """Start the server and return once it answers."""
         self._process = await asyncio.create_subprocess_exec(
             *self.redis.command, *_users(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         assert self._process.stdout is not None
-        said = b""
+        output = b""
         async for line in self._process.stdout:
-            said += line
+            output += line
             if READY_WORDS in line.lower():
                 return
-        raise AssertionError(said.decode())
+        raise AssertionError(output.decode())
 
     async def stop(self) -> None:
-        """kill -9. Idempotent."""
+        """Kill the server (SIGKILL). Idempotent."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
             await self._process.communicate()

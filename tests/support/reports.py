@@ -1,4 +1,4 @@
-"""What a node's stream brings, as tests read it: one after the other."""
+"""Reads the reports of a node one after the other."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from baton.messages.node import NodeDescription, RouterMessage, StepReport
 from router.node_links import NodeStream
 
 
-class HeardStream:
-    """A stream whose reports wait until somebody wants them. Iterating goes on where it ended, and raises NodeLost."""
+class QueuedReports:
+    """A stream of a node whose reports are queued. Iteration continues after the last report read; raises NodeLost."""
 
     def __init__(self, stream: NodeStream) -> None:
         self._stream = stream
-        self._heard: asyncio.Queue[StepReport | NodeLost] = asyncio.Queue()
-        stream.listen(self._heard.put_nowait, self._heard.put_nowait)
+        self._queue: asyncio.Queue[StepReport | NodeLost] = asyncio.Queue()
+        stream.listen(self._queue.put_nowait, self._queue.put_nowait)
 
     @property
     def welcome(self) -> NodeDescription:
@@ -30,8 +30,8 @@ class HeardStream:
 
     async def __aiter__(self) -> AsyncIterator[StepReport]:
         while True:
-            report = await self._heard.get()
+            report = await self._queue.get()
             if isinstance(report, NodeLost):
-                self._heard.put_nowait(report)  # whoever asks again hears it again
+                self._queue.put_nowait(report)  # the next iteration raises it, too
                 raise report
             yield report

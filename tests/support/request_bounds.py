@@ -1,4 +1,4 @@
-"""The documented bounds of a request, written a second time and in another way: what fuzzed requests are judged by."""
+"""The documented bounds of a request, implemented a second time in another way, to check fuzzed requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOT_WITH_BEAMS = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served: the model's name and sizes."""
+    """The name and the sizes of the served model."""
 
     model: str
     vocab_size: int
@@ -42,7 +42,7 @@ class Served:
 
 
 def wrong_fields(pb: GenerateRequest, served: Served) -> set[str]:
-    """Those that may be named in the refusal; empty if the request is to be served. A text has a token per letter."""
+    """Return the fields of which the refusal may name any; empty if the request is valid. A letter is a token."""
     params = pb.sampling_params
     present = {field.name: value for field, value in params.ListFields()}
     wrong = _unknown_numbers(pb)

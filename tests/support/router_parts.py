@@ -48,7 +48,7 @@ def decode(name: str = "d1", **changes: object) -> NodeDescription:
 
 
 def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:
-    """The node as it stands in the registry."""
+    """Return the record of a node in the registry."""
     return node_record(node, started_at, lease_s=10.0)
 
 

@@ -1,4 +1,4 @@
-"""A router's core over scripted nodes and hand-moved time: no sockets, no waiting, no registry."""
+"""A router's dispatcher over scripted nodes and a clock moved by hand: no sockets, no waiting, no registry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.router_parts import MODEL, record_of
 
 
 class Reader:
-    """A client: reads its stream to the end in a task of its own."""
+    """A client that reads its stream to the end in its own task."""
 
     def __init__(self, events: AsyncGenerator[GenerateEvent, None]) -> None:
         self.events: list[GenerateEvent] = []
@@ -42,16 +42,16 @@ class Reader:
         return last
 
     async def finished(self) -> Finished:
-        """How it ended; raises the stream's error."""
+        """Wait for the end of the stream and return it; raises the stream's error."""
         return await self.task
 
-    async def tokens_read(self, count: int) -> None:
-        """Return once the client has this many tokens."""
+    async def wait_for_tokens(self, count: int) -> None:
+        """Return once the client has `count` tokens."""
         while len(self.token_ids) < count:
             self._changed.clear()
             await self._changed.wait()
 
-    async def accepted_now(self) -> None:
+    async def wait_until_accepted(self) -> None:
         """Return once the client has read Accepted."""
         while not self.events:
             self._changed.clear()
@@ -77,7 +77,7 @@ class Reader:
 
 
 class RouterRig:
-    """What a test holds: the dispatcher, its nodes by name, and time."""
+    """The dispatcher, its nodes by name, and its clock."""
 
     def __init__(
         self, limits: DispatchLimits | None, placer: Placer | None = None, spans: RequestSpans | None = None
@@ -103,11 +103,11 @@ class RouterRig:
         self.nodes: dict[str, FakeNode] = {}
 
     def journal(self, router: str) -> FlightJournal:
-        """What a router of this cluster leaves and finds."""
+        """Return the journal of a router of this cluster."""
         return FlightJournal(FakeFlightRecords(self.store, "c"), router, self.timers.monotonic)
 
     def register(self, *descriptions: NodeDescription) -> None:
-        """These nodes are in the registry from now on, and no others."""
+        """Put exactly these nodes into the registry."""
         for description in descriptions:
             if description.incarnation not in {node.incarnation for node in self.nodes.values()}:
                 self.nodes[description.node_id] = self.fakes.add(FakeNode(description))
@@ -115,8 +115,8 @@ class RouterRig:
         self.view.registered(records)
         self.links.update(records)
 
-    async def attached(self, count: int) -> None:
-        """Return once exactly this many nodes are attached."""
+    async def wait_until_attached(self, count: int) -> None:
+        """Return once exactly `count` nodes are attached."""
         while len(self.view.descriptions()) != count:
             self.dispatcher.requests.changed.clear()
             await self.dispatcher.requests.changed.wait()
@@ -127,29 +127,29 @@ class RouterRig:
     def resume(
         self, request_id: str, *positions: int, timeout_s: float | None = None, call: int = 0, **fields: object
     ) -> Reader:
-        """A client that comes back; with `fields` it sends its request again."""
+        """Resume a request as a client that comes back; with `fields` it sends its request again."""
         repeat = GenerateRequest(**fields) if fields else None  # type: ignore[arg-type]
         return Reader(self.dispatcher.resume(request_id, positions, timeout_s, call=call, repeat=repeat))
 
-    async def adopted(self, name: str) -> AttemptKey:
-        """The next message to that node, which must ask for an attempt that another router began."""
+    async def next_adopt(self, name: str) -> AttemptKey:
+        """Return the attempt of the next message to a node, which must be an Adopt."""
         message = await self.nodes[name].inbox.get()
         assert isinstance(message, Adopt), message
         return message.attempt
 
-    async def submitted(self, name: str) -> Submit:
-        """The next message to that node, which must be work."""
+    async def next_submit(self, name: str) -> Submit:
+        """Return the next message to a node, which must be a Submit."""
         message = await self.nodes[name].inbox.get()
         assert isinstance(message, Submit), message
         return message
 
-    async def aborted(self, name: str) -> Abort:
-        """The next message to that node, which must be an abort."""
+    async def next_abort(self, name: str) -> Abort:
+        """Return the next message to a node, which must be an Abort."""
         message = await self.nodes[name].inbox.get()
         assert isinstance(message, Abort), message
         return message
 
-    def tell(
+    def report(
         self,
         name: str,
         attempt: AttemptKey,
@@ -162,7 +162,7 @@ class RouterRig:
         logprob: float | None = None,
         takeover: int = 0,
     ) -> None:
-        """One step of a node that brings these tokens."""
+        """Let a node report a step with one token for each letter of `text`."""
         tokens = tuple(ord(letter) for letter in text)
         logprobs = [] if logprob is None else [TokenLogprobs(token, logprob, 1, ()) for token in tokens]
         self.nodes[name].report(
@@ -180,7 +180,7 @@ class RouterRig:
         )
 
     def in_flight(self) -> float:
-        """Legs that the router believes to be running on attached nodes."""
+        """Return the number of legs that the router believes to be running on attached nodes."""
         return sum(candidate.load for candidate in self.view.candidates())
 
 
@@ -191,11 +191,11 @@ async def router_rig(
     placer: Placer | None = None,
     spans: RequestSpans | None = None,
 ) -> AsyncIterator[RouterRig]:
-    """A rig with these nodes attached. At the end nothing may be left of it: no request, timer, task or client."""
+    """Yield a rig with these nodes attached; checks at the end that no request, timer, task or client is left."""
     before = asyncio.all_tasks()
     rig = RouterRig(limits, placer, spans)
     rig.register(*descriptions)
-    await rig.attached(len(descriptions))
+    await rig.wait_until_attached(len(descriptions))
     try:
         yield rig
         assert rig.dispatcher.requests.num_live == 0

@@ -1,4 +1,4 @@
-"""Every RPC that a Baton server answers, as the descriptors have them."""
+"""The paths of all RPCs that Baton's servers answer, from the descriptors."""
 
 from __future__ import annotations
 

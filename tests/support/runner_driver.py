@@ -13,8 +13,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(slots=True)
-class Driven:
-    """A request as the driver follows it."""
+class DrivenRequest:
+    """A request and how far the driver has computed it."""
 
     request_id: str
     prompt: Sequence[int]
@@ -22,7 +22,8 @@ class Driven:
     block_ids: Sequence[int]
     num_computed: int = 0
     output: list[int] = field(default_factory=list)
-    known: bool = False
+    is_known: bool = False
+    """Whether the runner has been given the request."""
     failed: str | None = None
 
     @property
@@ -31,11 +32,11 @@ class Driven:
 
 
 class RunnerDriver:
-    """Hands out blocks from 1 upwards and never takes one back."""
+    """Calls a runner step by step. It hands out blocks from 1 upwards and never takes one back."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.requests: dict[str, Driven] = {}
+        self.requests: dict[str, DrivenRequest] = {}
         self.last = ModelRunnerOutput({})
         self._next_block = 1
         self._step = 0
@@ -49,26 +50,26 @@ class RunnerDriver:
         output: Sequence[int] = (),
         num_computed: int = 0,
         shared: Sequence[int] = (),
-    ) -> Driven:
-        """A request with blocks for prompt and `max_tokens`; `shared` are blocks that already hold its first tokens."""
+    ) -> DrivenRequest:
+        """Add a request with blocks for prompt and `max_tokens`; `shared` blocks already hold its first tokens."""
         layout = self.runner.layout
         total = -(-(len(prompt) + params.max_tokens) // layout.block_size) * len(layout.groups)
         own = total - len(shared)
         blocks = [*shared, *range(self._next_block, self._next_block + own)]
         self._next_block += own
-        request = Driven(request_id, prompt, params, blocks, num_computed, list(output))
+        request = DrivenRequest(request_id, prompt, params, blocks, num_computed, list(output))
         self.requests[request_id] = request
         return request
 
     def step(self, counts: Mapping[str, int], finished: Iterable[str] = ()) -> ModelRunnerOutput:
-        """One engine step with so many tokens per request."""
+        """Run one step with this number of tokens for each request."""
         new, cached = [], []
         for name in counts:
             request = self.requests[name]
-            if request.known:
+            if request.is_known:
                 cached.append(CachedRequestData(name, (), request.num_computed))
             else:
-                request.known = True
+                request.is_known = True
                 new.append(
                     NewRequestData(
                         name,
@@ -96,7 +97,7 @@ class RunnerDriver:
         return out
 
     def finish(self, chunks: Mapping[str, Sequence[int]] | None = None, chunk: int = 1 << 30) -> None:
-        """Step all requests together to `max_tokens`, prompts in `chunks[name]` (then `chunk`) tokens a step."""
+        """Run all requests together up to `max_tokens`, prompts in steps of `chunks[name]` (then `chunk`) tokens."""
         plan = {name: list(sizes) for name, sizes in (chunks or {}).items()}
         while True:
             counts = {}

@@ -1,4 +1,4 @@
-"""Nodes behind real gRPC whose engine is a script: tokens are a function of the prompt and the index."""
+"""Nodes with real gRPC and a scripted engine: each token is a function of the prompt and the index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def token_at(prompt: Sequence[int], index: int) -> int:
 
 
 class AnsweringPort(FakeRouterPort):
-    """A port that answers each leg with its tokens."""
+    """A port that answers each submitted leg with its tokens."""
 
     def __init__(self, node: ServedNode, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> None:
         super().__init__(node, router_id, router_incarnation, keeps)
@@ -46,7 +46,7 @@ class AnsweringPort(FakeRouterPort):
         self.queue.put_nowait(StepReport((delta,), LoadReport()))
 
     def answer(self, submit: Submit, stop: int | None = None) -> None:
-        """Send the leg's tokens, up to output index `stop` and without an end if that is given."""
+        """Send the tokens of the leg; with `stop`, only those up to this output index, without an end."""
         last = submit.sampling_params.max_tokens
         first, end = {Leg.PREFILL: (0, 1), Leg.DECODE: (1, last), Leg.WHOLE: (0, last)}[submit.leg]
         outcome: Outcome | None = Outcome.LENGTH
@@ -69,14 +69,14 @@ class AnsweringPort(FakeRouterPort):
 
 
 class ServedNode(FakeNodeHandler):
-    """One incarnation behind its own server; `received` has what routers sent."""
+    """One incarnation of a node with its own server; `received` has the messages of routers."""
 
     def __init__(self, description: NodeDescription) -> None:
         self._server = RpcServer((SERVICE_NAME,))
         bound = self._server.bind("127.0.0.1", 0)
         super().__init__(replace(description, address=f"127.0.0.1:{bound}"))
         self.is_stuck = False
-        """Takes work but does nothing on its own."""
+        """Whether it takes requests without computing them."""
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self.port_opened = asyncio.Event()
         self.port_closed = asyncio.Event()
@@ -87,15 +87,15 @@ class ServedNode(FakeNodeHandler):
         await self._server.start()
 
     async def kill(self) -> None:
-        """Every connection breaks at once. Idempotent."""
+        """Break all connections at once. Idempotent."""
         await self._server.stop(0)
 
-    async def submitted(self) -> Submit:
+    async def next_submit(self) -> Submit:
         message = await self.received.get()
         assert isinstance(message, Submit), message
         return message
 
-    async def aborted(self) -> Abort:
+    async def next_abort(self) -> Abort:
         message = await self.received.get()
         assert isinstance(message, Abort), message
         return message

@@ -1,4 +1,4 @@
-"""A whole cluster in one thread and virtual time: everything but sockets, threads and NIXL is what the processes run.
+"""A whole cluster in one thread and virtual time: it runs the code of the processes without sockets, threads and NIXL.
 
 Router, nodes, engines, links, leases, transfers and movers are the real ones. Connections are a `FakeNetwork`,
 one-sided reads a `FakeTransferFabric` under a `FaultyTransferBackend`, tokens and KV bytes those of the simulated
@@ -63,7 +63,7 @@ ROUTER = "router-0"
 STEP_S = 0.01
 MOVER_TURN_S = 0.02
 BLOCK_SIZE = 4
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class SimulatedLimits:
 
     num_blocks: int = 48
     num_prefill_blocks: int = 0
-    """Of a prefill node; 0: as many as a decode node."""
+    """The number of blocks of a prefill node; 0: as many as a decode node has."""
     chunk: int = 8
     max_num_seqs: int = 4
     lease: LeaseTimes = field(default_factory=lambda: LeaseTimes(lease_s=4, unclaimed_s=12, grace_s=2))
@@ -86,7 +86,7 @@ class SimulatedLimits:
     on_transfer_failure: TransferFailurePolicy = "reroute"
     orphan_grace_s: float = 10.0
     digests: bool = True
-    """Whether both sides compute them."""
+    """Whether both nodes compute digests."""
 
     @property
     def spec(self) -> SimulatedSpec:
@@ -103,7 +103,7 @@ class SimulatedLimits:
 
 
 class _Machine:
-    """What a process is made of: turns that are taken while it runs, and none while it is stopped or gone."""
+    """A process: runs scheduled turns while it runs, and none while it is stopped or gone."""
 
     def __init__(self) -> None:
         self.is_gone = False
@@ -112,7 +112,7 @@ class _Machine:
         self._due: dict[str, Callable[[], None]] = {}
 
     def wake(self, name: str, turn: Callable[[], None], after_s: float) -> None:
-        """Have a turn taken; once, however often it is asked for."""
+        """Schedule a turn; a turn that is already scheduled under this name runs only once."""
         if name not in self._due and not self.is_gone:
             self._due[name] = turn
             asyncio.get_running_loop().call_later(after_s, self._take, name)
@@ -122,13 +122,13 @@ class _Machine:
             self._due.pop(name)()
 
     async def running(self) -> None:
-        """Return when it runs."""
+        """Return when the process runs."""
         await self._running.wait()
 
     def pause(self) -> None:
         self._running.clear()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._running.set()
         for name in list(self._due):
             self._take(name)
@@ -139,7 +139,7 @@ class _Machine:
 
 
 class _Hasher(Executor):
-    """A machine's thread for digests: what it is given is computed a little later, one after the other."""
+    """A process's thread for digests: runs the given functions a little later, one after the other."""
 
     def __init__(self, machine: _Machine, latency: Callable[[], float]) -> None:
         self._machine = machine
@@ -153,7 +153,7 @@ class _Hasher(Executor):
             try:
                 future.set_result(fn(*args, **kwargs))
             except Exception as error:
-                # As in a real one: nobody hears of it who does not ask.
+                # As in a real executor, only the future has the error.
                 future.set_exception(error)
 
         self._queue.append(run)
@@ -194,7 +194,7 @@ class _Driver(FakeEngineDriver):
 
 class _Mover(FakeMover):
     def __init__(self, machine: _Machine, is_busy: Callable[[], bool], *args: Any) -> None:
-        """`is_busy`: too busy for the digests of what was read."""
+        """`is_busy`: returns whether the mover is too busy to compute digests itself."""
         super().__init__(*args)
         self._machine = machine
         self._is_busy = is_busy
@@ -216,7 +216,7 @@ class _Mover(FakeMover):
 
 
 class _Role:
-    """What a node's service asks of its role."""
+    """The role of a node, as its service uses it."""
 
     def __init__(self, half: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
         self.half = half
@@ -356,7 +356,7 @@ class SimulatedNode:
 
     @property
     def record(self) -> NodeRecord:
-        """The node as it stands in the registry."""
+        """The record of the node in the registry."""
         return record_of(self.description)
 
     def _make_mover(self, deliver: Callable[[MoverEvent], None]) -> FakeMover:
@@ -393,7 +393,7 @@ class SimulatedNode:
         self._heartbeat = asyncio.create_task(self.service.heartbeat(), name=f"heartbeat-{self.incarnation}")
 
     async def end(self) -> None:
-        """Nothing of the process is left."""
+        """End everything of the process."""
         self.machine.end()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -409,7 +409,7 @@ class SimulatedNode:
         return not busy and stats.free_blocks == stats.total_blocks and not self.half.mover.reads_in_flight
 
     def assert_nothing_is_left(self) -> None:
-        """Books, queues and agents are as they were when it started."""
+        """Check that books, queues and agents are as empty as at the start."""
         assert not self.crashes
         assert self.is_idle, f"{self.incarnation}: {self.scheduler.make_stats()} {self.scheduler.requests}"
         self.scheduler.check_invariant()
@@ -424,7 +424,7 @@ class SimulatedNode:
 
 
 class _Stream:
-    """The router's end of one attachment."""
+    """The router's end of its stream to one node."""
 
     def __init__(
         self,
@@ -437,7 +437,7 @@ class _Stream:
         self.welcome = node.description
         self.router_id = router_id
         self.held: list[RouterMessage] | None = None
-        """What the router has said and the node has yet to hear; None: it hears everything at once."""
+        """Messages of the router that are held back; None: messages are delivered at once."""
         self._node = node
         self._up = cluster.network.pipe(ROUTER, node.incarnation)
         self._down = cluster.network.pipe(node.incarnation, ROUTER)
@@ -464,7 +464,7 @@ class _Stream:
             self.held.append(message)
 
     def let_go_on(self) -> None:
-        """The node hears what was held."""
+        """Deliver the messages that were held back."""
         held, self.held = self.held or [], None
         for message in held:
             self._up.send(message)
@@ -480,7 +480,7 @@ class _Stream:
             on_lost(loss)
 
     def cut(self) -> None:
-        """The connection breaks, for both at once."""
+        """Break the connection for both sides at once."""
         self._down.break_off(NodeLost(f"node {self._node.node_id} is gone: connection reset"))
         self._let_go()
 
@@ -498,7 +498,7 @@ class _Stream:
 
 
 class _Client:
-    """Speaks to one node."""
+    """The client of one node."""
 
     def __init__(self, cluster: SimulatedCluster, address: str) -> None:
         self._cluster = cluster
@@ -524,7 +524,7 @@ class _Client:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request: the tokens of each sequence so far, and the one end."""
+    """The answer to a request: the tokens of each sequence so far, and its one end."""
 
     sequences: dict[int, list[int]] = field(default_factory=lambda: {0: []})
     finished: Finished | None = None
@@ -532,11 +532,11 @@ class Answer:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first sequence."""
+        """The tokens of the first sequence."""
         return self.sequences[0]
 
     def note(self, event: GenerateEvent) -> None:
-        """Take what its client got."""
+        """Add an event that the client received."""
         if isinstance(event, Chunk):
             token_ids = self.sequences.setdefault(event.sequence_index, [])
             assert event.first_index == len(token_ids), "a gap, or a token twice"
@@ -546,7 +546,7 @@ class Answer:
 
 
 class SimulatedCluster:
-    """Started by `simulated_cluster`. `nodes` has the living incarnation of each node."""
+    """A cluster, made by `simulated_cluster`. `nodes` has the live incarnation of each node."""
 
     make_handoff: Callable[..., HandOff] = HandOff
     make_intake: Callable[..., Intake] = Intake
@@ -573,7 +573,7 @@ class SimulatedCluster:
         self.dispatcher = Dispatcher(self.view, self._links, None, lambda: card, timers, rng, patience)
 
     def streams_of(self, router_id: str) -> list[_Stream]:
-        """Those of one router."""
+        """Return the streams of one router."""
         return [stream for stream in self._streams if stream.router_id == router_id]
 
     def add_stream(self, stream: _Stream) -> _Stream:
@@ -581,7 +581,7 @@ class SimulatedCluster:
         return stream
 
     async def probe_port(self, address: str) -> PortState:
-        """What the kernel says of a port."""
+        """Return the state of a port, as the kernel would."""
         is_taken = any(node.description.address == address for node in self.nodes.values())
         return PortState.LISTENING if is_taken else PortState.REFUSED
 
@@ -589,7 +589,7 @@ class SimulatedCluster:
         return await self.probe_port(address) is PortState.REFUSED
 
     async def start(self, node_id: str) -> SimulatedNode:
-        """A new incarnation of the node, registered."""
+        """Start and register a new incarnation of the node."""
         self._runs[node_id] = run = self._runs.get(node_id, 0) + 1
         node = self.nodes[node_id] = SimulatedNode(self, node_id, run, self._faults())
         await node.start()
@@ -602,7 +602,7 @@ class SimulatedCluster:
         self._links.update(records)
 
     def kill(self, node_id: str) -> None:
-        """As SIGKILL does; its record stays, as in a registry whose lease has not run out."""
+        """End a node as SIGKILL does. Its record stays, as in a registry whose lease has not run out."""
         node = self.nodes.pop(node_id)
         node.machine.end()
         self.fabric.kill(node.incarnation)
@@ -611,13 +611,13 @@ class SimulatedCluster:
         self._ending.append(asyncio.create_task(node.end(), name=f"end-{node.incarnation}"))
 
     def cut_from_router(self, node: SimulatedNode) -> None:
-        """Break the router's stream to it."""
+        """Break the streams of all routers to this node."""
         for stream in [stream for stream in self._streams if stream.welcome.incarnation == node.incarnation]:
             self._streams.remove(stream)
             stream.cut()
 
     def cut_links(self, router_id: str = "", which: Callable[[], bool] = lambda: True) -> int:
-        """Break streams of this router, or of all of them; how many."""
+        """Break streams of this router, or of all routers. Returns their number."""
         cut = [stream for stream in self._streams if router_id in ("", stream.router_id) and which()]
         for stream in cut:
             self._streams.remove(stream)
@@ -625,21 +625,21 @@ class SimulatedCluster:
         return len(cut)
 
     def stop(self, node: SimulatedNode) -> None:
-        """As SIGSTOP does: it says nothing, does nothing and hears nothing, and nobody is told."""
+        """Stop a node as SIGSTOP does: it runs, sends and receives nothing, and its peers are not notified."""
         node.machine.pause()
         self.fabric.freeze(node.incarnation)
         self.network.silence(node.incarnation)
 
-    def go_on(self, node: SimulatedNode) -> None:
-        """As SIGCONT does."""
+    def resume(self, node: SimulatedNode) -> None:
+        """Resume a stopped node as SIGCONT does."""
         self.fabric.thaw(node.incarnation)
         self.network.unsilence(node.incarnation)
-        node.machine.go_on()
+        node.machine.resume()
 
     def heal(self) -> None:
-        """Whatever was stopped, held or stalled goes on."""
+        """Resume everything that was stopped, held or stalled."""
         for node in self.nodes.values():
-            self.go_on(node)
+            self.resume(node)
             if node.backend is not None:
                 node.backend.heal()
         self.network.heal()
@@ -653,7 +653,7 @@ class SimulatedCluster:
             answer.note(event)
             return True
 
-        # Every other client takes chunks at once, as those of the router's own gRPC server do.
+        # Every second client takes chunks directly, as those of the router's own gRPC server do.
         take = note if zlib.crc32(request.request_id.encode()) % 2 else None
         try:
             async for event in self.dispatcher.generate(request, timeout_s, take):
@@ -662,18 +662,18 @@ class SimulatedCluster:
             answer.error = error
         return answer
 
-    async def whole(self) -> None:
-        """Return when the router is attached to every living node."""
+    async def wait_until_whole(self) -> None:
+        """Return when the router is attached to every live node."""
         while {d.incarnation for d in self.view.descriptions()} != {node.incarnation for node in self.nodes.values()}:
             self.dispatcher.requests.changed.clear()
             await self.dispatcher.requests.changed.wait()
 
-    async def idle(self, within_s: float) -> None:
-        """Return when no living node uses a block, or after so long. Looking costs nothing in virtual time."""
-        for _ in range(int(within_s / _LOOK_S)):
+    async def wait_until_idle(self, within_s: float) -> None:
+        """Return when no live node uses a block, or after `within_s`. Polling costs nothing in virtual time."""
+        for _ in range(int(within_s / _POLL_S)):
             if all(node.is_idle for node in self.nodes.values()):
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
         await self._links.close()
@@ -694,12 +694,12 @@ async def simulated_cluster(
     faults: Callable[[], Faults] = Faults,
     cluster: Callable[[SimulatedLimits, Random, Callable[[], Faults]], SimulatedCluster] = SimulatedCluster,
 ) -> AsyncIterator[SimulatedCluster]:
-    """A cluster whose nodes are attached. At the end no task is left."""
+    """Yield a cluster whose nodes are attached; checks at the end that no task is left."""
     before = asyncio.all_tasks()
     made = cluster(limits or SimulatedLimits(), rng, faults)
     for name in [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]:
         await made.start(name)
-    await made.whole()
+    await made.wait_until_whole()
     try:
         yield made
     finally:

@@ -1,4 +1,4 @@
-"""Several routers over a simulated cluster, and clients that go from one to the other: all in virtual time."""
+"""Several routers over a simulated cluster, and clients that move from one to the other, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROGRESS_S = 200.0
 
 
 class SimulatedRouter:
-    """One incarnation of a router: what a process has of it."""
+    """One incarnation of a router, with the parts that its process has."""
 
     def __init__(self, cluster: RoutedCluster, name: str, run: int) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class SimulatedRouter:
     async def answer(
         self, ask: Callable[[Dispatcher], AsyncGenerator[GenerateEvent, None]]
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """One call of a client; Unreachable once the process is gone."""
+        """Run one call of a client. Raises Unreachable once the process is gone."""
         if self.is_gone:
             raise Unreachable(f"{self.name} is gone")
         async with aclosing(ask(self.dispatcher)) as events:
@@ -68,22 +68,22 @@ class SimulatedRouter:
                 yield event
 
     async def stop(self) -> None:
-        """As SIGTERM does once the time to drain is over."""
+        """End as after SIGTERM once the time to drain is over."""
         self.dispatcher.drain()
         self.dispatcher.leave_all_to_other_routers()
-        # Whoever reads hears of it before the connections are closed.
+        # Clients receive the end of their streams before the connections are closed.
         await self.dispatcher.idle()
         await self.kill()
 
     async def kill(self) -> None:
-        """As SIGKILL does: every connection breaks, and nothing is said any more."""
+        """End as SIGKILL does: every connection breaks, and nothing more is sent."""
         self.is_gone = True
         await self.links.close()
         self._gone.set_result(None)
 
 
 class RoutedCluster(SimulatedCluster):
-    """A simulated cluster with routers that die; the one that it has by itself serves nobody."""
+    """A simulated cluster with routers that can die. The router of the base class serves nobody."""
 
     def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
         self.store = FakeFlightStore()
@@ -92,7 +92,7 @@ class RoutedCluster(SimulatedCluster):
         super().__init__(limits, rng, faults)
 
     def start_router(self, name: str) -> SimulatedRouter:
-        """A new incarnation of the router."""
+        """Start a new incarnation of the router."""
         self._router_runs[name] = run = self._router_runs.get(name, 0) + 1
         router = self.routers[name] = SimulatedRouter(self, name, run)
         self._tell(router)
@@ -115,8 +115,10 @@ class RoutedCluster(SimulatedCluster):
         await super().close()
 
     async def ask(self, request: GenerateRequest, leaves: Callable[[], bool] = lambda: False) -> Answer:
-        """Run one request to its end, as the Python client does it. With each event it may leave the stream open and
-        go on at another router, as one does whose connection is only believed to be there.
+        """Run one request to its end, as the Python client does.
+
+        After each event `leaves` decides whether the client leaves the stream open and continues at another router, as
+        a client does whose connection is dead without either end knowing.
         """
         loop, names, answer = asyncio.get_running_loop(), sorted(self.routers), Answer()
         request = with_id_and_seed(request, self.rng)
@@ -135,7 +137,7 @@ class RoutedCluster(SimulatedCluster):
                         break
                     if leaves():
                         left.append(events)
-                        raise Unreachable("nothing is heard of it any more")
+                        raise Unreachable("the connection is dead")
             except BatonError as error:
                 try:
                     wait_s = continuation.call_failed(error, loop.time())

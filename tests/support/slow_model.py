@@ -17,19 +17,19 @@ CHUNK = 64
 STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "6", "BATON_SIMULATED_DECODE_SEQ_MS": "60"}
 """A chunk takes 0.4 s, an output token 60 ms for each running sequence."""
 BRISK_STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
-"""For faults that strike at a step of the protocol, whenever that comes."""
+"""Shorter step times, for faults that strike at a step of the protocol."""
 FLAGS = ("--runner", "simulated", "--max-num-batched-tokens", str(CHUNK), "--kv-cache-memory", "8MiB")
 
 
-def ask(request_id: str, chunks: int = 4, max_tokens: int = 6, *, sampled: bool = False) -> GenerateRequest:
-    """A request with a prompt of its own, which follows from its id."""
+def slow_request(request_id: str, chunks: int = 4, max_tokens: int = 6, *, sampled: bool = False) -> GenerateRequest:
+    """Return a request whose prompt follows from its id."""
     prompt = random_prompt(Random(request_id), chunks * CHUNK - 5, VOCAB_SIZE)
     temperature, seed = (1.0, 7) if sampled else (0.0, None)
     return GenerateRequest(prompt, request_id=request_id, temperature=temperature, seed=seed, max_tokens=max_tokens)
 
 
-def tokens_of(request: GenerateRequest) -> list[int]:
-    """What an undisturbed run gives."""
+def expected_tokens_of(request: GenerateRequest) -> list[int]:
+    """Return the tokens of an undisturbed run."""
     assert isinstance(request.prompt, list)
     params = SamplingParams(
         temperature=request.temperature or 0.0, seed=request.seed or 0, max_tokens=request.max_tokens or 0
@@ -37,7 +37,7 @@ def tokens_of(request: GenerateRequest) -> list[int]:
     return expected_tokens(request.prompt, params, _SPEC)
 
 
-def assert_right(answer: Answer, request: GenerateRequest) -> None:
-    """All tokens of an undisturbed run, each index once and in order."""
-    assert answer.token_ids == tokens_of(request)
+def assert_undisturbed(answer: Answer, request: GenerateRequest) -> None:
+    """Check that the answer has all tokens of an undisturbed run, each index once and in order."""
+    assert answer.token_ids == expected_tokens_of(request)
     assert answer.indices == list(range(len(answer.token_ids)))

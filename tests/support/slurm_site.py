@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.support.ports import free_ports
+from tests.support.free_ports import first_free_port
 
 INSTALL = Path(__file__).parents[2] / "scripts" / "slurm"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
@@ -43,14 +43,14 @@ class NoSlurm(Exception):
 
 
 class SlurmSite:
-    """Commands of its users."""
+    """The commands of the site's users."""
 
     def __init__(self, place: Path, environment: Mapping[str, str]) -> None:
         self.place = place
         self.environment = {**environment, "SLURM_CONF": str(place / "slurm.conf")}
 
     def run(self, *words: object, **environment: str) -> str:
-        """The output of one of Slurm's commands; fails when the command does."""
+        """Run a command of Slurm and return its output; fails if the command does."""
         command = list(map(str, words))
         done = subprocess.run(
             command,
@@ -71,10 +71,10 @@ class SlurmSite:
 
 @contextmanager
 def slurm_site(place: Path, nodes: int, environment: Mapping[str, str]) -> Iterator[SlurmSite]:
-    """A site with so many nodes, gone at the end; raises NoSlurm."""
+    """Yield a site with this number of nodes, and remove it. Raises NoSlurm."""
     _install()
     place.mkdir()
-    first = free_ports(nodes + 1)
+    first = first_free_port(nodes + 1)
     ports = range(first, first + nodes + 1)
     lines = [
         f"NodeName=n{index} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=4"

@@ -8,10 +8,10 @@ LONG_S = 60.0
 
 
 class StepGate:
-    """Give it to `SimulatedSpec(sleep=...)`. Open at first; a closed gate holds the engine's thread in its step."""
+    """Holds the engine's thread in its step while it is closed; to be passed as `SimulatedSpec(sleep=...)`."""
 
     def __init__(self, allowed: int | None = None) -> None:
-        """`allowed` steps may pass; None: all."""
+        """`allowed`: the number of steps that may pass; None: all."""
         self._condition = threading.Condition()
         self._allowed = allowed
         self._passed = 0
@@ -24,13 +24,13 @@ class StepGate:
                 raise TimeoutError("the test forgot its gate")
 
     def allow(self, steps: int | None) -> None:
-        """From now on this many steps in all may pass; None: all."""
+        """Set the number of steps that may pass in all; None: all."""
         with self._condition:
             self._allowed = steps
             self._condition.notify_all()
 
     def wait_for_step(self, number: int) -> None:
-        """Return when the engine has come to step `number` (counted from 1); blocks the caller."""
+        """Block until the engine has reached step `number` (counted from 1)."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._passed >= number, LONG_S):
                 raise TimeoutError(f"step {number} never came")

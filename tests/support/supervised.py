@@ -1,8 +1,8 @@
 """A trivial process for a supervisor: `python supervised.py MODE JOURNAL [--flag value]...`.
 
-Writes what it lives through into JOURNAL, one line each. Modes: serve, refuse (announces why it can't start), crash
-(ends with a complaint), crash-later (serves, ends at the first byte on its FIFO), stubborn (serves and ignores
-SIGTERM), deaf (serves and does not watch its supervisor).
+It writes its start and the signals that it gets into JOURNAL, one line each. Modes: serve, refuse (announces why it
+can't start), crash (ends with an error), crash-later (serves, ends at the first byte on its FIFO), stubborn (serves and
+ignores SIGTERM), deaf (serves and does not watch its supervisor).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configurations of tiny models, one per architecture that Baton promises."""
+"""Configurations of tiny models, one for each supported architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BASE: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
     "max_position_embeddings": 512,
-    # Wide enough that the largest logits are far apart: a greedy choice must not hang on the last bit.
+    # Wide enough that the largest logits are far apart: a greedy choice must not depend on the last bit.
     "initializer_range": 0.15,
 }
 

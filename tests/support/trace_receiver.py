@@ -1,4 +1,4 @@
-"""A collector of traces: takes what OpenTelemetry's exporters send over HTTP, and keeps the spans."""
+"""A trace collector that receives spans from OpenTelemetry's exporters over HTTP and keeps them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReceivedSpan:
 
 @dataclass(slots=True)
 class TraceReceiver:
-    """What came so far."""
+    """The spans that were received so far."""
 
     address: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)
@@ -56,7 +56,7 @@ class TraceReceiver:
 
 @contextmanager
 def trace_receiver() -> Iterator[TraceReceiver]:
-    """A collector on a free port of this host."""
+    """Run a collector on a free port of this host."""
     received = TraceReceiver()
 
     class Handler(BaseHTTPRequestHandler):

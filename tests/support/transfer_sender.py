@@ -1,4 +1,4 @@
-"""A NIXL sender in a process of its own, so that reads are one-sided for real and it can be killed or stopped."""
+"""A NIXL sender in its own process, so that reads are really one-sided and it can be killed or stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_memory(num_blocks: int, block_bytes: int) -> tuple[KVMemory, Any]:
 
 
 def pattern(block: int, salt: int, block_bytes: int) -> bytes:
-    """What block `block` of a sender holds: differs between blocks and salts, and within a block."""
+    """Return the content of a block of a sender: it differs between blocks and salts, and within a block."""
     line = bytes((block * 7919 + salt * 104729 + i * (block + 31) & 0xFFFF) % 251 for i in range(62))
     tagged = block.to_bytes(3, "little") + salt.to_bytes(1, "little") + line
     return (tagged * (block_bytes // len(tagged) + 1))[:block_bytes]
@@ -57,7 +57,7 @@ def _serve(pipe: Connection, tls: str | None, incarnation: str, num_blocks: int,
 
 
 class Sender:
-    """Handle on one sender process. `pump(True)` makes it call into its agent every millisecond."""
+    """Controls one sender process. `pump(True)` makes it call into its agent every millisecond."""
 
     def __init__(self, tls: str | None, incarnation: str, num_blocks: int, block_bytes: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -89,7 +89,7 @@ class Sender:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone; fine when it is."""
+        """Kill the process (SIGKILL) and wait until it is gone. Idempotent."""
         if self._process.is_alive():
             self._signal(signal.SIGKILL)
             self._process.join(ANSWER_WITHIN_S)

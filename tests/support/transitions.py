@@ -1,4 +1,4 @@
-"""What the tests of all transition tables share: they walk every (state, event) pair."""
+"""Helpers for the tests of transition tables, which walk every (state, event) pair."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def every_pair(states: type[S], events: type[E]) -> pytest.MarkDecorator:
-    """Runs a test with each `state` and `event`."""
+    """Parametrize a test with each pair of `state` and `event`."""
     pairs = list(itertools.product(states, events))
     return pytest.mark.parametrize(("state", "event"), pairs, ids=lambda one: one.name)
 
 
 def row(table: Mapping[tuple[S, E], S], state: S) -> dict[str, S]:
-    """The state after each event that is legal in `state`, by the event's name."""
+    """Return the state after each event that is legal in `state`, by the name of the event."""
     return {event.name: after for (before, event), after in table.items() if before is state}
 
 

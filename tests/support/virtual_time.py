@@ -1,4 +1,4 @@
-"""An event loop whose time passes only when there is nothing left to do, and then at once.
+"""An event loop whose clock jumps to the next timer whenever there is nothing left to do.
 
 A minute of heartbeats and deadlines takes milliseconds, and the same seed gives the same order of everything.
 """
@@ -15,12 +15,12 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-class NothingWillHappen(AssertionError):
-    """Somebody waits, and there is neither a timer nor anything else that could ever wake it."""
+class VirtualTimeDeadlock(AssertionError):
+    """A task waits, and no timer or other task could ever wake it."""
 
 
-class _Jump(selectors.DefaultSelector):
-    """Never waits: it moves the clock."""
+class _JumpingSelector(selectors.DefaultSelector):
+    """A selector that moves the clock instead of waiting."""
 
     now = 0.0
 
@@ -28,13 +28,13 @@ class _Jump(selectors.DefaultSelector):
         events = super().select(0)
         if not events:
             if timeout is None:
-                raise NothingWillHappen("every task waits for another one")
+                raise VirtualTimeDeadlock("every task waits for another one")
             self.now += timeout
         return events
 
 
-class _Inline(ThreadPoolExecutor):
-    """Runs what is meant for a thread while it is submitted."""
+class _InlineExecutor(ThreadPoolExecutor):
+    """An executor that runs a function while it is submitted."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -46,31 +46,31 @@ class _Inline(ThreadPoolExecutor):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Begins at second 1000."""
+    """An event loop in virtual time, which begins at second 1000."""
 
     def __init__(self) -> None:
-        self._jump = _Jump()
-        self._jump.now = 1000.0
-        super().__init__(self._jump)
-        self.set_default_executor(_Inline(1))
+        self._selector = _JumpingSelector()
+        self._selector.now = 1000.0
+        super().__init__(self._selector)
+        self.set_default_executor(_InlineExecutor(1))
 
     def time(self) -> float:
-        return self._jump.now
+        return self._selector.now
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
-        """At once, whosever threads it was meant for: no clock would await them."""
+        """Run the function at once, for any executor: virtual time could not wait for threads."""
         return super().run_in_executor(None, func, *args)
 
-    def hold_up(self, seconds: float) -> None:
-        """Time passes and nobody gets to do anything: this thread had no core, or somebody blocked it."""
-        self._jump.now += seconds
+    def stall_for(self, seconds: float) -> None:
+        """Let time pass while no task runs, as if the thread had no core or were blocked."""
+        self._selector.now += seconds
 
     async def shutdown_default_executor(self, *_bound: object) -> None:
-        """Nothing to wait for: it has no thread. The loop's own way takes one, whose end no clock would await."""
+        """Wait for nothing: the executor has no thread. The inherited method would start one."""
 
 
 class LoopClock:
-    """The running loop's time as everybody's clock."""
+    """A clock with the time of the running loop."""
 
     def __init__(self) -> None:
         self._time = asyncio.get_running_loop().time

@@ -25,7 +25,7 @@ from kv_transfer.sender.lease_values import LeaseTimes
 from router import app as router_app
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
-from tests.support.given_flags import configured
+from tests.support.parsed_flags import config_from_flags
 
 ROOT = Path(__file__).parents[3]
 configuration: Any = runpy.run_path(str(ROOT / "scripts/configuration.py"))
@@ -82,7 +82,7 @@ def test_a_setting_can_be_given_as_a_flag_a_variable_and_a_key(command: str, set
     value, texts = another(setting), texts_with(model, setting)
     words = flag_words({flag_of(key): text for key, text in texts.items() if key != setting.key})
     words += flag_words(setting.with_value(value))
-    by_flag = configured(model, words)
+    by_flag = config_from_flags(model, words)
     assert (getattr(by_flag.config, setting.key), by_flag.origins[setting.key]) == (value, setting.flag)
     by_variable = load(model, {}, {settings_of(model)[key].variable: text for key, text in texts.items()})
     assert (getattr(by_variable.config, setting.key), by_variable.origins[setting.key]) == (value, setting.variable)
@@ -124,7 +124,7 @@ def test_what_baton_up_is_given_arrives_in_the_processes_that_have_such_a_settin
     passed_on = {**settings_of(NodeSettings), **settings_of(RouterSettings)}
     given = {key: another(setting) for key, setting in passed_on.items()}
     words = [word for key, setting in passed_on.items() for word in flag_words(setting.with_value(given[key]))]
-    up = configured(UpConfig, words).config
+    up = config_from_flags(UpConfig, words).config
     assert {key: getattr(up, key) for key in given} == given
     children = plan_nodes(up, "redis://r", 2, None)
     assert [child.role for child in children] == ["prefill", "decode", "router"]
@@ -133,7 +133,7 @@ def test_what_baton_up_is_given_arrives_in_the_processes_that_have_such_a_settin
         with monkeypatch.context() as process:
             for name, text in child.environment.items():
                 process.setenv(name, text)
-            config = configured(MODELS[command], flag_words(flags)).config
+            config = config_from_flags(MODELS[command], flag_words(flags)).config
         group = RouterSettings if command == "router" else NodeSettings
         assert {key: getattr(config, key) for key in settings_of(group) if key not in PER_PROCESS} == {
             key: given[key] for key in settings_of(group) if key not in PER_PROCESS
@@ -155,7 +155,7 @@ def test_each_process_gets_its_own_ports_and_its_share_of_the_cores() -> None:
 def test_a_number_is_the_same_after_its_way_to_another_process(value: float) -> None:
     words = [f"--{key.replace('_', '-')}={text}" for key, text in REQUIRED.items() if key != "router_id"]
     flags = flags_of(UpConfig.model_validate({"drain_s": value}), ClusterSettings)
-    assert configured(NodeConfig, [*words, *flag_words(flags)]).config.drain_s == value
+    assert config_from_flags(NodeConfig, [*words, *flag_words(flags)]).config.drain_s == value
 
 
 def test_inconsistent_settings_are_refused_before_a_process_is_started() -> None:

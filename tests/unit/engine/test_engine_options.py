@@ -30,7 +30,7 @@ from baton.runner.model_runner import load_runner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_runner import FakeRunner
 from tests.support.engine_rig import EngineRig, prompt_of
-from tests.support.given_flags import configured
+from tests.support.parsed_flags import config_from_flags
 from tests.support.tiny_models import TINY_MODELS
 
 NODE = ("--role", "prefill", "--node-id", "n", "--registry", "r")
@@ -49,7 +49,7 @@ def limits_of(config: NodeConfig) -> SchedulerConfig:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_nodes_flag_reaches_its_scheduler(option: str) -> None:
     flags, value = OPTIONS[option]
-    default, changed = (limits_of(configured(NodeConfig, [*NODE, *more]).config) for more in ((), flags))
+    default, changed = (limits_of(config_from_flags(NodeConfig, [*NODE, *more]).config) for more in ((), flags))
     assert getattr(changed, option) == value != getattr(default, option)
     assert getattr(default, option) == getattr(SchedulerConfig(65), option), "a node's default is the engine's"
 
@@ -57,25 +57,25 @@ def test_a_nodes_flag_reaches_its_scheduler(option: str) -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_flag_of_up_reaches_every_nodes_scheduler(option: str) -> None:
     flags, value = OPTIONS[option]
-    config = configured(UpConfig, flags).config
+    config = config_from_flags(UpConfig, flags).config
     nodes = [child for child in plan_nodes(config, "redis://r", 2, None) if child.role != "router"]
     assert len(nodes) == 2
     for child in nodes:
         # The registry's URL may have a password, so it is not passed to a child as a flag.
         own = ["--registry", "r", *flag_words(command_and_flags(child.command)[1])]
-        node = configured(NodeConfig, own).config
+        node = config_from_flags(NodeConfig, own).config
         assert getattr(limits_of(node), option) == value
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_emitted_files_contain_the_flag(option: str) -> None:
     flags, value = OPTIONS[option]
-    config = configured(UpConfig, [*flags, "--insecure"]).config
+    config = config_from_flags(UpConfig, [*flags, "--insecure"]).config
     processes = emitted_processes(config, None)
     for process in processes:
         if process.command == "node":
             own = ["--registry", "r", *words(process.flags)]
-            assert getattr(configured(NodeConfig, own).config, option) == value
+            assert getattr(config_from_flags(NodeConfig, own).config, option) == value
     flag = flags[0].removeprefix("--")
     assert yaml.safe_load(helm_files(config, processes, "")["values.yaml"])["decode"]["flags"][flag] in (
         True,
@@ -91,7 +91,7 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(
     file = tmp_path / "baton.toml"
     file.write_text("enable_prefix_caching = false\nwatermark = 0.5\n[node]\nlong_prefill_token_threshold = 64\n")
     monkeypatch.setenv("BATON_WATERMARK", "0.3")
-    loaded = configured(NodeConfig, [*NODE, "--config", str(file), "--enable-prefix-caching"])
+    loaded = config_from_flags(NodeConfig, [*NODE, "--config", str(file), "--enable-prefix-caching"])
     limits = limits_of(loaded.config)
     assert (limits.enable_prefix_caching, limits.watermark, limits.long_prefill_token_threshold) == (True, 0.3, 64)
     found = view(NodeConfig, {"BATON_ENABLE_CHUNKED_PREFILL": "false"}, file)
@@ -104,11 +104,11 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(
 )
 def test_contradictory_flags_are_refused_with_their_names(flags: Sequence[str]) -> None:
     with pytest.raises(UsageError, match=flags[0].removeprefix("--").replace("-", "_")):
-        configured(NodeConfig, [*NODE, *flags])
+        config_from_flags(NodeConfig, [*NODE, *flags])
 
 
 def test_without_chunked_prefill_a_step_must_fit_the_longest_prompt() -> None:
-    config = configured(NodeConfig, [*NODE, "--no-enable-chunked-prefill"]).config
+    config = config_from_flags(NodeConfig, [*NODE, "--no-enable-chunked-prefill"]).config
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(512\) must be at least max_model_len"):
         limits_of(config)
 

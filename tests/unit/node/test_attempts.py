@@ -22,7 +22,7 @@ from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
 from baton.testing.fake_runner import expected_tokens
-from tests.support.node_rig import PROMPT, VOCAB, NodeRig, heard, submit
+from tests.support.node_rig import PROMPT, VOCAB, NodeRig, queued_reports, submit
 from tests.support.transitions import check_pair, every_pair, row
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop
 
@@ -294,7 +294,7 @@ class AdoptionMachine(RuleBasedStateMachine):
 
     async def _hear(self) -> None:
         for router in self.attached:
-            for report in await heard(router.port):
+            for report in await queued_reports(router.port):
                 for delta in report.deltas:
                     self._take(router, delta)
 
@@ -344,7 +344,7 @@ class AdoptionMachine(RuleBasedStateMachine):
         late = self._attach("late", next(self.runs))
         for key in self.params:
             late.port.receive(Adopt(key))
-        answers = [delta.outcome for report in await heard(late.port) for delta in report.deltas]
+        answers = [delta.outcome for report in await queued_reports(late.port) for delta in report.deltas]
         assert answers == [Outcome.UNKNOWN] * len(self.params), "something is kept for ever"
         rig.service.close()
 

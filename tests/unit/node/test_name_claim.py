@@ -15,7 +15,7 @@ from baton.registry import NodeRecord
 from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.wire.credentials import PLAINTEXT_DIALER
 from router.app import asks_with
-from tests.support.ports import free_ports
+from tests.support.free_ports import first_free_port
 from tests.support.router_parts import prefill, record_of
 
 LEASE_S = 0.05
@@ -121,6 +121,6 @@ async def test_of_two_processes_that_start_at_once_the_later_one_ends(store: Fak
 async def test_asking_for_an_incarnation_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
     with pytest.raises(Unreachable):
-        await asks_with(PLAINTEXT_DIALER)(replace(OLD, address=f"127.0.0.1:{free_ports(1)}"))
+        await asks_with(PLAINTEXT_DIALER)(replace(OLD, address=f"127.0.0.1:{first_free_port(1)}"))
     for thread in set(threading.enumerate()) - before:
         await asyncio.to_thread(thread.join)

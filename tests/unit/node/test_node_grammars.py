@@ -24,7 +24,7 @@ from baton.node.driver import EngineDriver, StepNews
 from baton.testing.fake_grammar import FakeMatcher
 from baton.text.schema_sandbox import SchemaSandbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
-from tests.support.schema_bombs import bomb
+from tests.support.schema_bombs import schema_bomb
 
 LONG_S = 30.0
 ANY = range(1000)
@@ -132,7 +132,7 @@ def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
     told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
     sandbox = SchemaSandbox()
     compiler = GrammarCompiler(matcher, sandbox=sandbox)
-    compiler.compile(request("bad", bomb()), told.put, told.put)
+    compiler.compile(request("bad", schema_bomb()), told.put, told.put)
     refusal = told.get(timeout=LONG_S)
     assert isinstance(refusal, InvalidRequest)
     assert refusal.field == "json_schema"

@@ -33,7 +33,7 @@ from baton.testing.fake_runner import FakeRunner, expected_tokens
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.wire.clients.node_client import NodeClient
 from prefill_node.app import PrefillRole
-from tests.support.reports import HeardStream
+from tests.support.reports import QueuedReports
 
 KEY = AttemptKey("r", 1, 5)
 
@@ -82,10 +82,10 @@ class Running:
 @asynccontextmanager
 async def running(
     directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None, **settings: object
-) -> AsyncIterator[tuple[Running, NodeClient, HeardStream]]:
+) -> AsyncIterator[tuple[Running, NodeClient, QueuedReports]]:
     node = Running(directory, make_role, **settings)
     client = await node.client()
-    stream = HeardStream(await client.attach("router-0", (await node.description).incarnation))
+    stream = QueuedReports(await client.attach("router-0", (await node.description).incarnation))
     try:
         yield node, client, stream
     finally:
@@ -115,7 +115,7 @@ def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:
     return Submit(KEY, leg, (1, 2, 3), SamplingParams(max_tokens=max_tokens))
 
 
-async def until_end(stream: HeardStream) -> RequestDelta:
+async def until_end(stream: QueuedReports) -> RequestDelta:
     async for report in stream:
         for delta in report.deltas:
             if delta.outcome is not None:
@@ -141,7 +141,7 @@ async def test_a_router_adopts_what_a_lost_router_had_submitted(tmp_path: Path) 
         while not any(delta.token_ids for delta in told):
             told += (await anext(reports)).deltas
         await stream.close()
-        second = HeardStream(await client.attach("router-1", router_incarnation="router-1.x"))
+        second = QueuedReports(await client.attach("router-1", router_incarnation="router-1.x"))
         second.send(Adopt(KEY))
         end: Outcome | None = None
         tokens: list[int] = []
@@ -340,7 +340,7 @@ async def test_a_node_changes_its_role_when_its_work_is_done_and_keeps_its_model
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
         client = NodeClient(first.address)
-        stream = HeardStream(await client.attach("router-0", first.incarnation))
+        stream = QueuedReports(await client.attach("router-0", first.incarnation))
         stream.send(submit(max_tokens=400))
         with pytest.raises(ConfigError, match=f"this is {first.incarnation}, not another"):
             await client.set_role(Role.DECODE, "another")
@@ -355,7 +355,7 @@ async def test_a_node_changes_its_role_when_its_work_is_done_and_keeps_its_model
         (record,) = (await node.registry.read()).values()
         assert (record.role, record.incarnation) == ("decode", second.incarnation)
         again = NodeClient(second.address)
-        stream = HeardStream(await again.attach("router-0", second.incarnation))
+        stream = QueuedReports(await again.attach("router-0", second.incarnation))
         await again.set_role(Role.DECODE)
         stream.send(submit())
         assert (await until_end(stream)).outcome is Outcome.LENGTH
@@ -375,7 +375,7 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
     async with changing(tmp_path) as (node, ready, task):
         first = await ready.get()
         client = NodeClient(first.address)
-        stream = HeardStream(await client.attach("router-0", first.incarnation))
+        stream = QueuedReports(await client.attach("router-0", first.incarnation))
         stream.send(submit(Leg.PREFILL))
         assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
         state = "SUSPECT" if side is HandoffSide.SENDER else "QUARANTINED"
@@ -388,7 +388,7 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
         else:
             second = await ready.get()
             again = NodeClient(second.address)
-            stream = HeardStream(await again.attach("router-0", second.incarnation))
+            stream = QueuedReports(await again.attach("router-0", second.incarnation))
             async for report in stream:
                 assert report.notice is not None
                 assert report.notice.startswith("the drain gave up on 1 blocks")

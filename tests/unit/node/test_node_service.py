@@ -39,7 +39,18 @@ from baton.node.service import LOAD_EVERY_S
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
 from baton.wire.channel import MAX_MESSAGE_BYTES
-from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
+from tests.support.node_rig import (
+    DESCRIPTION,
+    KEY,
+    PROMPT,
+    SOURCE,
+    VOCAB,
+    NodeRig,
+    deltas,
+    queued_reports,
+    submit,
+    tokens,
+)
 from tests.support.virtual_time import LoopClock, run_virtually
 
 
@@ -69,15 +80,15 @@ async def test_each_router_is_told_of_its_own_requests_only() -> None:
 async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_second_and_when_work_ends() -> None:
     rig = NodeRig()
     asking, watching = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    await heard(watching)
+    await queued_reports(watching)
     rig.ask(asking, sampling_params=SamplingParams(temperature=0.0, seed=3, max_tokens=9))
     told = []
     for _ in range(9):
         rig.driver.turn()
-        told.append([report.load.running for report in await heard(watching)])
+        told.append([report.load.running for report in await queued_reports(watching)])
         rig.manual_clock.advance(0.4 * LOAD_EVERY_S)
     rig.driver.run()
-    told.append([report.load.running for report in await heard(watching)])
+    told.append([report.load.running for report in await queued_reports(watching)])
     assert told == [[1], [], [], [1], [], [], [1], [], [0], []]
     assert len(await deltas(asking)) == 9, "who asked hears of every step"
 
@@ -237,17 +248,17 @@ async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() ->
 async def test_embeddings_too_large_for_one_report_come_in_several() -> None:
     rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    assert len(await heard(port)) == len(await heard(other)) == 1
+    assert len(await queued_reports(port)) == len(await queued_reports(other)) == 1
     keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
     ends = [EngineCoreOutput(str(key), (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
     step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
     stats = rig.scheduler.make_stats()
     rig.service.on_step(StepNews({port.client_index: EngineCoreOutputs(ends)}, (), stats, StepTimes(), step=step))
-    reports = await heard(port)
+    reports = await queued_reports(port)
     assert [delta.attempt for report in reports for delta in report.deltas] == keys
     assert max(sum(len(delta.embedding) for delta in report.deltas) for report in reports) < MAX_MESSAGE_BYTES / 2
     assert [report.step is not None for report in reports] == [False] * (len(reports) - 1) + [True]
-    assert len(await heard(other)) == 1
+    assert len(await queued_reports(other)) == 1
     assert all(report.deltas for report in reports)
 
 
@@ -310,7 +321,7 @@ def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> No
         left = [event for event in rig.log.after(0) if event.name == "drain_gave_up"]
         assert [(event.attempt, event.value, event.detail) for event in left] == [(KEY, 2, "SUSPECT decode-0")]
         story = f"the drain gave up on 2 blocks whose reads do not end: {KEY} SUSPECT with decode-0, 2 blocks, 9 s"
-        assert [report.notice for report in await heard(port) if report.notice] == [story]
+        assert [report.notice for report in await queued_reports(port) if report.notice] == [story]
 
     run_virtually(main())
 
@@ -475,7 +486,7 @@ async def test_an_attempt_is_reported_as_begun_before_the_engine_gets_it() -> No
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
-    assert (await heard(port))[-1].deltas == (RequestDelta(KEY),)
+    assert (await queued_reports(port))[-1].deltas == (RequestDelta(KEY),)
     rig.driver.run()
 
 
@@ -505,14 +516,14 @@ async def test_draining_is_reported_at_once_and_refuses_new_work() -> None:
     port = rig.service.open_port("router-0")
     rig.ask(port)
     rig.driver.turn()
-    await heard(port)
+    await queued_reports(port)
     rig.service.refuse_new_work()
-    (report,) = await heard(port)
+    (report,) = await queued_reports(port)
     assert report.load.draining, "the routers would learn of it from the next step only"
     rig.ask(port, AttemptKey("late", 1))
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.REFUSED]
     rig.driver.run()
-    reports = await heard(port)
+    reports = await queued_reports(port)
     assert reports[-1].load.draining
     assert reports[-1].deltas[-1].outcome is Outcome.LENGTH
     await rig.service.wait_idle()
@@ -577,14 +588,14 @@ async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() ->
     rig.manual_clock.advance(2 * LOAD_EVERY_S)
     rig.driver.turn()
     for heard_by in (port, other):
-        steps = [report.step for report in await heard(heard_by) if report.step is not None]
+        steps = [report.step for report in await queued_reports(heard_by) if report.step is not None]
         assert [(step.prefill_tokens, step.decode_sequences, step.decode_context_tokens) for step in steps] == [
             (len(PROMPT), 0, 0),
             (0, 1, len(PROMPT)),
         ]
     port.receive(Abort(KEY, "x"))
     rig.driver.turn()
-    assert [report.step for report in await heard(other)] == [None], "nothing was computed"
+    assert [report.step for report in await queued_reports(other)] == [None], "nothing was computed"
 
 
 async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
@@ -626,7 +637,7 @@ async def _refused_link() -> None:
 
     async def notices(of: Port, seconds: float) -> list[str]:
         await asyncio.sleep(seconds)
-        return [report.notice for report in await heard(of) if report.notice is not None]
+        return [report.notice for report in await queued_reports(of) if report.notice is not None]
 
     assert await notices(port, 3.5) == []
     refused = RefusedLink("prefill-0", "layout_mismatch", "layouts differ", 1.0, 1)

@@ -31,7 +31,7 @@ from tests.support.router_rig import Reader, RouterRig, router_rig
 
 async def start_pair(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
     reader = rig.ask(**fields)  # type: ignore[arg-type]
-    to_prefill, to_decode = await rig.submitted("p1"), await rig.submitted("d1")
+    to_prefill, to_decode = await rig.next_submit("p1"), await rig.next_submit("d1")
     assert (to_prefill.leg, to_decode.leg) == (Leg.PREFILL, Leg.DECODE)
     assert to_decode.kv_source == rig.nodes["p1"].description.kv_source
     assert to_prefill.attempt == to_decode.attempt
@@ -42,11 +42,11 @@ async def test_a_request_through_a_pair() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, seed=5, max_tokens=4)
         rig.timers.advance(0.25)
-        rig.tell("p1", attempt, 0, "w", Outcome.HANDED_OFF, StageTimings(1, 2, 0, cached_tokens=3))
-        await reader.tokens_read(1)
+        rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF, StageTimings(1, 2, 0, cached_tokens=3))
+        await reader.wait_for_tokens(1)
         rig.timers.advance(0.5)
-        rig.tell("d1", attempt, 1, "or")
-        rig.tell("d1", attempt, 3, "d", Outcome.LENGTH, StageTimings(transfer_ms=4, kv_bytes=99, queue_ms=50))
+        rig.report("d1", attempt, 1, "or")
+        rig.report("d1", attempt, 3, "d", Outcome.LENGTH, StageTimings(transfer_ms=4, kv_bytes=99, queue_ms=50))
         finished = await reader.finished()
         assert reader.text == "word"
         assert [chunk.first_index for chunk in reader.chunks] == [0, 1]
@@ -61,15 +61,15 @@ async def test_a_request_through_a_pair() -> None:
 async def test_the_two_streams_overlap_in_any_order() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=3)
-        rig.tell("d1", attempt, 1, "bc", Outcome.LENGTH)
+        rig.report("d1", attempt, 1, "bc", Outcome.LENGTH)
         # Another request's answer proves that the decode node's message was read before.
         other = rig.ask("x", max_tokens=1)
-        second = await rig.submitted("p1")
-        await rig.submitted("d1")
-        rig.tell("d1", second.attempt, 0, "z", Outcome.LENGTH)
+        second = await rig.next_submit("p1")
+        await rig.next_submit("d1")
+        rig.report("d1", second.attempt, 0, "z", Outcome.LENGTH)
         await other.finished()
         assert reader.chunks == []
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         await reader.finished()
         assert reader.text == "abc"
 
@@ -77,8 +77,8 @@ async def test_the_two_streams_overlap_in_any_order() -> None:
 async def test_the_text_of_a_stop_token_is_left_out_but_the_token_is_not() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "b!", Outcome.STOP, stop_token_id=ord("!"))
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "b!", Outcome.STOP, stop_token_id=ord("!"))
         finished = await reader.finished()
         assert (reader.text, reader.token_ids) == ("ab", [97, 98, 33])
         assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
@@ -87,21 +87,21 @@ async def test_the_text_of_a_stop_token_is_left_out_but_the_token_is_not() -> No
 async def test_stop_string_ends_the_text_and_the_leg() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("END",), max_tokens=12)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "bE")
-        rig.tell("d1", attempt, 3, "NDxyz")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "bE")
+        rig.report("d1", attempt, 3, "NDxyz")
         finished = await reader.finished()
         assert reader.text == "ab"
         assert reader.token_ids == [ord(letter) for letter in "abEND"]
         assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == ("stop", "END", 5)
-        assert (await rig.aborted("d1")).attempt == attempt
+        assert (await rig.next_abort("d1")).attempt == attempt
 
 
 async def test_stop_string_wins_over_the_length_in_the_same_step() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("b",), max_tokens=3)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "bc", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "bc", Outcome.LENGTH)
         finished = await reader.finished()
         assert (reader.text, finished.stop_reason, finished.completion_tokens) == ("a", "b", 2)
 
@@ -109,8 +109,8 @@ async def test_stop_string_wins_over_the_length_in_the_same_step() -> None:
 async def test_held_back_text_comes_at_the_end() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("END",), max_tokens=3)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "EN", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "EN", Outcome.LENGTH)
         assert (await reader.finished()).finish_reason == "length"
         assert reader.text == "aEN"
 
@@ -118,24 +118,24 @@ async def test_held_back_text_comes_at_the_end() -> None:
 async def test_min_tokens_keeps_a_stop_string_from_ending_it() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("b",), min_tokens=3, max_tokens=6)
-        rig.tell("p1", attempt, 0, "b", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "bbab")
+        rig.report("p1", attempt, 0, "b", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "bbab")
         finished = await reader.finished()
         assert (reader.text, finished.completion_tokens) == ("bbba", 5)
-        await rig.aborted("d1")
+        await rig.next_abort("d1")
 
 
 async def test_prefill_node_dies_before_the_first_token() -> None:
     async with router_rig(prefill("p1"), decode("d1"), prefill("p2")) as rig:
         reader, first = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].die()
-        assert (await rig.aborted("d1")).attempt == first
-        second = (await rig.submitted("p2")).attempt
-        assert (await rig.submitted("d1")).kv_source == rig.nodes["p2"].description.kv_source
+        assert (await rig.next_abort("d1")).attempt == first
+        second = (await rig.next_submit("p2")).attempt
+        assert (await rig.next_submit("d1")).kv_source == rig.nodes["p2"].description.kv_source
         assert second == first._replace(attempt=2)
-        rig.tell("d1", first, 1, "?", Outcome.KV_LOST)
-        rig.tell("p2", second, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", second, 1, "b", Outcome.LENGTH)
+        rig.report("d1", first, 1, "?", Outcome.KV_LOST)
+        rig.report("p2", second, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", second, 1, "b", Outcome.LENGTH)
         finished = await reader.finished()
         assert (reader.text, finished.path.attempts, finished.path.prefill_node) == ("ab", 2, "p2")
 
@@ -144,14 +144,14 @@ async def test_a_request_id_used_again_is_another_flight() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader, first = await start_pair(rig, request_id="mine", max_tokens=2)
         reader.task.cancel()
-        assert {(await rig.aborted(name)).attempt for name in ("p1", "d1")} == {first}
+        assert {(await rig.next_abort(name)).attempt for name in ("p1", "d1")} == {first}
         reader, second = await start_pair(rig, request_id="mine", max_tokens=2)
         assert (second.request_id, second.attempt) == ("mine", 1)
         assert second != first
-        rig.tell("p1", first, 0, "?", Outcome.HANDED_OFF)
-        rig.tell("d1", first, 1, "?", Outcome.LENGTH)
-        rig.tell("p1", second, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", second, 1, "b", Outcome.LENGTH)
+        rig.report("p1", first, 0, "?", Outcome.HANDED_OFF)
+        rig.report("d1", first, 1, "?", Outcome.LENGTH)
+        rig.report("p1", second, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", second, 1, "b", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "ab"
 
@@ -159,15 +159,15 @@ async def test_a_request_id_used_again_is_another_flight() -> None:
 async def test_decode_node_dies_in_mid_stream_and_no_prefill_node_is_needed_twice() -> None:
     async with router_rig(prefill("p1"), decode("d1"), decode("d2")) as rig:
         reader, first = await start_pair(rig, max_tokens=5)
-        rig.tell("p1", first, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", first, 1, "bc")
-        await reader.tokens_read(3)
+        rig.report("p1", first, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", first, 1, "bc")
+        await reader.wait_for_tokens(3)
         rig.nodes["d1"].die()
-        assert (await rig.aborted("p1")).attempt == first
-        second = (await rig.submitted("p1")).attempt
-        await rig.submitted("d2")
-        rig.tell("p1", second, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d2", second, 1, "bcde", Outcome.LENGTH)
+        assert (await rig.next_abort("p1")).attempt == first
+        second = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d2")
+        rig.report("p1", second, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d2", second, 1, "bcde", Outcome.LENGTH)
         finished = await reader.finished()
         assert (reader.text, finished.path.attempts) == ("abcde", 2)
         assert [chunk.first_index for chunk in reader.chunks] == [0, 3]
@@ -177,10 +177,10 @@ async def test_the_last_prefill_node_dies_and_the_decode_node_does_it_all() -> N
     async with router_rig(prefill(), decode()) as rig:
         reader, _ = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].die()
-        await rig.aborted("d1")
-        whole = await rig.submitted("d1")
+        await rig.next_abort("d1")
+        whole = await rig.next_submit("d1")
         assert (whole.leg, whole.kv_source) == (Leg.WHOLE, None)
-        rig.tell("d1", whole.attempt, 0, "ab", Outcome.LENGTH)
+        rig.report("d1", whole.attempt, 0, "ab", Outcome.LENGTH)
         path = (await reader.finished()).path
         assert (path.prefill_node, path.decode_node, path.reason) == ("", "d1", "no prefill node is left")
 
@@ -189,7 +189,7 @@ async def test_three_losses_are_the_end() -> None:
     async with router_rig(decode("d1"), decode("d2"), decode("d3"), decode("d4")) as rig:
         reader = rig.ask()
         for name in ("d1", "d2", "d3"):
-            rig.tell(name, (await rig.submitted(name)).attempt, 0, "")
+            rig.report(name, (await rig.next_submit(name)).attempt, 0, "")
             await rig.nodes[name].all_read()
             rig.nodes[name].die()
         with pytest.raises(AttemptsExhausted, match="3 attempts failed; the last: node d3 is gone"):
@@ -205,12 +205,12 @@ async def test_a_silent_node_is_as_good_as_dead() -> None:
             rig.nodes[name].report()
             await rig.nodes[name].all_read()
         rig.timers.advance(0.2)
-        assert (await rig.aborted("p1")).attempt == first
-        again = (await rig.submitted("p1")).attempt
-        assert (await rig.submitted("d2")).attempt == again
+        assert (await rig.next_abort("p1")).attempt == first
+        again = (await rig.next_submit("p1")).attempt
+        assert (await rig.next_submit("d2")).attempt == again
         lost = next(node for node in rig.view.statuses(0, 0) if node.name == "d1")
         assert (lost.status, lost.detail) == ("Suspect", "node d1 sent nothing for 3 s")
-        rig.tell("p1", again, 0, "a", Outcome.LENGTH)
+        rig.report("p1", again, 0, "a", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "a"
 
@@ -222,7 +222,7 @@ async def test_a_router_that_slept_does_not_blame_the_nodes() -> None:
         for _ in range(5):
             rig.nodes["d1"].report()
             await rig.nodes["d1"].all_read()
-        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
         assert rig.nodes["p1"].num_attachments == 1
 
@@ -233,16 +233,16 @@ async def test_an_early_end_in_each_stage_reaches_both_nodes(stage: str, how: st
     nodes = () if stage == "placing" else (prefill(), decode())
     async with router_rig(*nodes) as rig:
         reader = rig.ask(request_id="mine", timeout_s=1.0 if how == "deadline" else None)
-        await reader.accepted_now()
+        await reader.wait_until_accepted()
         if stage != "placing":
-            attempt = (await rig.submitted("p1")).attempt
-            await rig.submitted("d1")
+            attempt = (await rig.next_submit("p1")).attempt
+            await rig.next_submit("d1")
         if stage in ("handed off", "streaming"):
-            rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-            await reader.tokens_read(1)
+            rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+            await reader.wait_for_tokens(1)
         if stage == "streaming":
-            rig.tell("d1", attempt, 1, "b")
-            await reader.tokens_read(2)
+            rig.report("d1", attempt, 1, "b")
+            await reader.wait_for_tokens(2)
         if how == "rpc":
             rig.dispatcher.cancel("mine")
         elif how == "deadline":
@@ -250,8 +250,8 @@ async def test_an_early_end_in_each_stage_reaches_both_nodes(stage: str, how: st
         else:
             reader.task.cancel()
         if stage != "placing":
-            assert (await rig.aborted("p1")).attempt == attempt
-            assert (await rig.aborted("d1")).attempt == attempt
+            assert (await rig.next_abort("p1")).attempt == attempt
+            assert (await rig.next_abort("d1")).attempt == attempt
         expected = {"rpc": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}[how]
         with pytest.raises(expected):
             await reader.finished()
@@ -267,8 +267,8 @@ async def test_two_requests_at_once_of_which_one_fails() -> None:
         )
         with pytest.raises(EngineFault, match="logits are not finite"):
             await bad.finished()
-        assert (await rig.aborted("d1")).attempt == second
-        rig.tell("d1", first, 1, "b", Outcome.LENGTH)
+        assert (await rig.next_abort("d1")).attempt == second
+        rig.report("d1", first, 1, "b", Outcome.LENGTH)
         await good.finished()
         assert good.text == "ab"
 
@@ -279,15 +279,15 @@ async def test_what_a_node_finds_impossible_is_the_requests_fault_and_not_the_no
         for _ in range(5):
             reader, attempt = await start_pair(rig, max_tokens=9)
             if text:
-                rig.tell("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
-                rig.tell("d1", attempt, 1, text[1:])
-                await reader.tokens_read(2)
+                rig.report("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
+                rig.report("d1", attempt, 1, text[1:])
+                await reader.wait_for_tokens(2)
             why = "json_schema: is too complex: 2001 items"
             rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why))
             with pytest.raises(InvalidRequest) as caught:
                 await reader.finished()
             assert (caught.value.field, caught.value.reason) == ("json_schema", "is too complex: 2001 items")
-            assert (await rig.aborted("p1")).attempt == attempt
+            assert (await rig.next_abort("p1")).attempt == attempt
         assert rig.dispatcher.requests.counters.rejections["InvalidRequest"] == (0 if text else 5)
         opened = [f.value for f in rig.dispatcher.requests.placer.figures(0.0) if f.name == "router_breakers_open"]  # type: ignore[union-attr]
         assert opened == [0, 0]
@@ -311,28 +311,28 @@ async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
     async with router_rig(prefill(), decode(), limits=limits) as rig:
         slow = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=20))
         await anext(slow)
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
         quick, other = await start_pair(rig, max_tokens=1)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "bcd")
-        rig.tell("p1", other, 0, "z", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "bcd")
+        rig.report("p1", other, 0, "z", Outcome.LENGTH)
         await quick.finished()
-        await rig.aborted("d1")
-        await rig.aborted("p1")
+        await rig.next_abort("d1")
+        await rig.next_abort("p1")
         await rig.nodes["d1"].all_read()
         # Reading in time is forgiven, ...
         read = await anext(slow)
         assert isinstance(read, Chunk)
         assert read.text == "abcd"
         rig.timers.advance(2.0)
-        rig.tell("d1", attempt, 4, "ef")
-        rig.tell("d1", attempt, 6, "gh")
+        rig.report("d1", attempt, 4, "ef")
+        rig.report("d1", attempt, 6, "gh")
         await rig.nodes["d1"].all_read()
         # ... not reading is not.
         rig.timers.advance(2.0)
-        assert (await rig.aborted("p1")).attempt == attempt
-        assert (await rig.aborted("d1")).attempt == attempt
+        assert (await rig.next_abort("p1")).attempt == attempt
+        assert (await rig.next_abort("d1")).attempt == attempt
         # What had come is still delivered; then the end.
         rest = await anext(slow)
         assert isinstance(rest, Chunk)
@@ -354,8 +354,8 @@ async def test_what_a_reader_takes_while_it_waits_is_no_backlog_and_slowness_is_
 
         events = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=12), take=take)
         await anext(events)
-        attempt = (await rig.submitted("d1")).attempt
-        rig.tell("d1", attempt, 0, "abcd")
+        attempt = (await rig.next_submit("d1")).attempt
+        rig.report("d1", attempt, 0, "abcd")
         await rig.nodes["d1"].all_read()
         # Four wait for a reader that does something else. Then it comes back, and takes what follows at once.
         rest = await anext(events)
@@ -363,12 +363,12 @@ async def test_what_a_reader_takes_while_it_waits_is_no_backlog_and_slowness_is_
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         has_room = True
-        rig.tell("d1", attempt, 4, "efg")
+        rig.report("d1", attempt, 4, "efg")
         await rig.nodes["d1"].all_read()
         assert [one.text for one in taken] == ["efg"]
         rig.timers.advance(10.0)
         assert not waiting.done()
-        rig.tell("d1", attempt, 7, "hijkl", Outcome.LENGTH)
+        rig.report("d1", attempt, 7, "hijkl", Outcome.LENGTH)
         assert isinstance(await waiting, Finished)
         assert "".join(one.text for one in taken) == "efghijkl"
         with pytest.raises(StopAsyncIteration):
@@ -378,20 +378,20 @@ async def test_what_a_reader_takes_while_it_waits_is_no_backlog_and_slowness_is_
 async def test_waits_for_a_node_that_comes_back() -> None:
     async with router_rig(decode("d1")) as rig:
         reader = rig.ask(max_tokens=1)
-        await rig.submitted("d1")
+        await rig.next_submit("d1")
         rig.nodes["d1"].die()
-        await rig.attached(0)
+        await rig.wait_until_attached(0)
         rig.register(decode("d1", run=2))
-        whole = await rig.submitted("d1")
+        whole = await rig.next_submit("d1")
         assert whole.attempt.attempt == 2
-        rig.tell("d1", whole.attempt, 0, "a", Outcome.LENGTH)
+        rig.report("d1", whole.attempt, 0, "a", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
 
 
 async def test_waits_for_a_node_but_not_for_ever() -> None:
     async with router_rig() as rig:
         reader = rig.ask()
-        await reader.accepted_now()
+        await reader.wait_until_accepted()
         rig.timers.advance(9.9)
         assert rig.dispatcher.requests.num_waiting == 1
         rig.timers.advance(0.2)
@@ -402,9 +402,9 @@ async def test_waits_for_a_node_but_not_for_ever() -> None:
 async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None:
     async with router_rig(decode("d1")) as rig:
         reader = rig.ask(max_tokens=1)
-        await rig.submitted("d1")
+        await rig.next_submit("d1")
         rig.nodes["d1"].die()
-        await rig.attached(0)
+        await rig.wait_until_attached(0)
         for _ in range(20):
             # The node's address refuses the router, which tells its flights.
             await asyncio.sleep(0)
@@ -418,14 +418,14 @@ async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None
 async def test_a_stream_whose_link_was_cut_goes_on_where_it_runs() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=4)
-        rig.tell("p1", attempt, 0, "w", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "x")
-        await reader.tokens_read(2)
+        rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "x")
+        await reader.wait_for_tokens(2)
         rig.nodes["d1"].cut()
         assert await rig.nodes["d1"].inbox.get() == Adopt(attempt, 1, (2,))
         assert rig.nodes["d1"].kept == [attempt]
-        rig.tell("d1", attempt)
-        rig.tell("d1", attempt, 2, "yz", Outcome.LENGTH)
+        rig.report("d1", attempt)
+        rig.report("d1", attempt, 2, "yz", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 1
         assert reader.text == "wxyz"
         counters = rig.dispatcher.requests.counters
@@ -435,20 +435,20 @@ async def test_a_stream_whose_link_was_cut_goes_on_where_it_runs() -> None:
 async def test_a_stream_whose_link_is_cut_again_and_again_goes_on_until_that_is_no_link_any_more() -> None:
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=4)
-        attempt = (await rig.submitted("d1")).attempt
+        attempt = (await rig.next_submit("d1")).attempt
         for _ in range(MAX_BROKEN):
             rig.nodes["d1"].cut()
             while rig.nodes["d1"].inbox.empty():
                 await asyncio.sleep(0)
                 rig.timers.advance(0.1)
-            assert await rig.adopted("d1") == attempt
+            assert await rig.next_adopt("d1") == attempt
         rig.nodes["d1"].cut()
         while rig.nodes["d1"].inbox.empty():
             await asyncio.sleep(0)
             rig.timers.advance(0.1)
-        again = await rig.submitted("d1")
+        again = await rig.next_submit("d1")
         assert again.attempt.attempt == 2
-        rig.tell("d1", again.attempt, 0, "wxyz", Outcome.LENGTH)
+        rig.report("d1", again.attempt, 0, "wxyz", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
 
 
@@ -456,12 +456,12 @@ async def test_who_leaves_while_the_link_is_cut_is_aborted_when_it_is_back() -> 
     async with router_rig(decode()) as rig:
         node = rig.nodes["d1"]
         reader, stays = rig.ask(max_tokens=9, request_id="leaves"), rig.ask(max_tokens=1, request_id="stays")
-        left, kept = [(await rig.submitted("d1")).attempt for _ in range(2)]
-        rig.tell("d1", left, 0, "w")
-        await reader.tokens_read(1)
+        left, kept = [(await rig.next_submit("d1")).attempt for _ in range(2)]
+        rig.report("d1", left, 0, "w")
+        await reader.wait_for_tokens(1)
         node.attach_error = Unreachable("no route to host")
         node.cut()
-        await rig.attached(0)
+        await rig.wait_until_attached(0)
         rig.dispatcher.cancel("leaves")
         with pytest.raises(Cancelled):
             await reader.finished()
@@ -469,10 +469,10 @@ async def test_who_leaves_while_the_link_is_cut_is_aborted_when_it_is_back() -> 
         await rig.timers.is_due(within=0.5)
         node.attach_error = None
         rig.timers.advance(0.5)
-        assert (await rig.aborted("d1")).attempt == left
+        assert (await rig.next_abort("d1")).attempt == left
         assert node.kept == [kept]
-        assert await rig.adopted("d1") == kept
-        rig.tell("d1", kept, 0, "x", Outcome.LENGTH)
+        assert await rig.next_adopt("d1") == kept
+        rig.report("d1", kept, 0, "x", Outcome.LENGTH)
         await stays.finished()
 
 
@@ -480,15 +480,15 @@ async def test_a_node_of_an_older_version_has_nothing_to_adopt_and_the_prompt_is
     """It ends what an earlier stream of the router had asked for, whatever the router keeps."""
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=3)
-        attempt = (await rig.submitted("d1")).attempt
-        rig.tell("d1", attempt, 0, "w")
-        await reader.tokens_read(1)
+        attempt = (await rig.next_submit("d1")).attempt
+        rig.report("d1", attempt, 0, "w")
+        await reader.wait_for_tokens(1)
         rig.nodes["d1"].cut()
-        assert await rig.adopted("d1") == attempt
-        rig.tell("d1", attempt, outcome=Outcome.UNKNOWN)
-        again = await rig.submitted("d1")
+        assert await rig.next_adopt("d1") == attempt
+        rig.report("d1", attempt, outcome=Outcome.UNKNOWN)
+        again = await rig.next_submit("d1")
         assert list(again.output_token_ids) == [ord("w")]
-        rig.tell("d1", again.attempt, 1, "xy", Outcome.LENGTH)
+        rig.report("d1", again.attempt, 1, "xy", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
         assert rig.dispatcher.requests.counters.attempts[AttemptCause.NOT_KEPT] == 1
 
@@ -496,26 +496,26 @@ async def test_a_node_of_an_older_version_has_nothing_to_adopt_and_the_prompt_is
 async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         reader, first = await start_pair(rig, max_tokens=2)
-        rig.tell("d1", first, outcome=Outcome.REFUSED)
+        rig.report("d1", first, outcome=Outcome.REFUSED)
         rig.nodes["d1"].report(load=LoadReport(draining=True))
-        await rig.aborted("p1")
-        second = (await rig.submitted("p1")).attempt
-        await rig.submitted("d2")
+        await rig.next_abort("p1")
+        second = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d2")
         await rig.nodes["d1"].all_read()
         assert [c.node.node_id for c in rig.view.candidates()] == ["d2", "p1"]
-        rig.tell("p1", second, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d2", second, 1, "b", Outcome.LENGTH)
+        rig.report("p1", second, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d2", second, 1, "b", Outcome.LENGTH)
         await reader.finished()
 
 
 async def test_load_spreads_over_nodes_before_they_report() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         readers = [rig.ask(max_tokens=1, request_id=f"r{n}") for n in range(4)]
-        keys = [(await rig.submitted("p1")).attempt for _ in readers]
+        keys = [(await rig.next_submit("p1")).attempt for _ in readers]
         for name in ("d1", "d2", "d1", "d2"):
-            await rig.submitted(name)
+            await rig.next_submit(name)
         for attempt in keys:
-            rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+            rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
 
@@ -535,7 +535,7 @@ async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> No
         with pytest.raises(Draining):
             await rig.ask().finished()
         assert rig.dispatcher.requests.num_live == 1
-        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
         await rig.dispatcher.idle()
         assert rig.dispatcher.requests.counters.accepted == 1
@@ -544,5 +544,5 @@ async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> No
 async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_end() -> None:
     async with router_rig(prefill(), decode(), limits=DispatchLimits(thread_text_chars=2)) as rig:
         reader, attempt = await start_pair(rig, max_tokens=1)
-        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         assert (await reader.finished()).prompt_tokens == 5

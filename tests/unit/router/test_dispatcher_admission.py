@@ -33,14 +33,14 @@ def small(name: str = "d1", **changes: object) -> NodeDescription:
 async def fill(rig: RouterRig, name: str = "d1", count: int = 3) -> list[Reader]:
     readers = [rig.ask(request_id=f"{name}-{number}", max_tokens=1) for number in range(count)]
     for reader in readers:
-        await reader.accepted_now()
+        await reader.wait_until_accepted()
     return readers
 
 
 async def finish(rig: RouterRig, *readers: Reader, name: str = "d1") -> None:
     """The node ends what it is sent, in the order in which it came."""
     for _ in readers:
-        rig.tell(name, (await rig.submitted(name)).attempt, 0, "a", Outcome.LENGTH)
+        rig.report(name, (await rig.next_submit(name)).attempt, 0, "a", Outcome.LENGTH)
     for reader in readers:
         await reader.finished()
 
@@ -55,15 +55,15 @@ async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order
     async with router_rig(small()) as rig:
         running = await fill(rig)
         late, better = rig.ask(request_id="late", max_tokens=1), rig.ask(request_id="better", max_tokens=1, priority=-1)
-        await late.accepted_now()
-        await better.accepted_now()
+        await late.wait_until_accepted()
+        await better.wait_until_accepted()
         assert (rig.dispatcher.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
         rig.timers.advance(0.5)
         await finish(rig, *running)
-        sent = [(await rig.submitted("d1")).attempt for _ in range(2)]
+        sent = [(await rig.next_submit("d1")).attempt for _ in range(2)]
         assert [attempt.request_id for attempt in sent] == ["better", "late"]
         for attempt in sent:
-            rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+            rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         assert (await late.finished()).queue_ms == pytest.approx(500)
         await better.finished()
         queue_time = rig.dispatcher.requests.counters.queue_time
@@ -81,7 +81,7 @@ async def test_a_full_node_is_passed_over_while_another_is_not() -> None:
         assert (rig.nodes["d1"].inbox.qsize(), rig.nodes["d2"].inbox.qsize()) == (0, 3)
         assert rig.dispatcher.requests.num_waiting == 0
         for _ in readers:
-            rig.tell("p1", (await rig.submitted("p1")).attempt, 0, "a", Outcome.LENGTH)
+            rig.report("p1", (await rig.next_submit("p1")).attempt, 0, "a", Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
         rig.nodes["d1"].report()
@@ -93,11 +93,11 @@ async def test_prompts_that_wait_fill_a_prefill_node_and_its_report_lets_the_nex
         rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=32))
         await rig.nodes["p1"].all_read()
         reader = rig.ask(max_tokens=1)
-        await reader.accepted_now()
+        await reader.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 1
         rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=31))
-        attempt = (await rig.submitted("p1")).attempt
-        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        attempt = (await rig.next_submit("p1")).attempt
+        rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
 
 
@@ -106,17 +106,17 @@ async def test_a_request_that_fits_a_full_node_alone_waits_for_that_one() -> Non
         rig.nodes["d1"].report(load=LoadReport(waiting=2))
         await rig.nodes["d1"].all_read()
         reader = rig.ask(max_tokens=40)
-        await reader.accepted_now()
+        await reader.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 1
         rig.nodes["d1"].report(load=LoadReport())
-        rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.STOP, stop_token_id=97)
+        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.STOP, stop_token_id=97)
         await reader.finished()
 
 
 async def test_only_so_many_run_at_once() -> None:
     async with router_rig(decode(), limits=DispatchLimits(max_running=1)) as rig:
         first, second = rig.ask(max_tokens=1, request_id="1"), rig.ask(max_tokens=1, request_id="2")
-        await second.accepted_now()
+        await second.wait_until_accepted()
         assert (rig.dispatcher.requests.num_placed, rig.dispatcher.requests.num_waiting) == (1, 1)
         await finish(rig, first)
         await finish(rig, second)
@@ -127,7 +127,7 @@ async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_fo
         running = await fill(rig)
         waiting = [rig.ask(max_tokens=1, request_id=f"w{n}", priority=1) for n in range(2)]
         for reader in waiting:
-            await reader.accepted_now()
+            await reader.wait_until_accepted()
         refused = rig.ask(request_id="no", priority=1)
         error = await turned_away(refused)
         assert isinstance(error, QueueFull)
@@ -149,21 +149,21 @@ async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_fo
 async def test_who_would_be_late_hears_it_at_once() -> None:
     async with router_rig(small()) as rig:
         running = await fill(rig)
-        attempts = [(await rig.submitted("d1")).attempt for _ in running]
+        attempts = [(await rig.next_submit("d1")).attempt for _ in running]
         rig.timers.advance(6.0)
-        rig.tell("d1", attempts[0], 0, "a", Outcome.LENGTH)
+        rig.report("d1", attempts[0], 0, "a", Outcome.LENGTH)
         await running[0].finished()
         running[0] = rig.ask(max_tokens=1, request_id="another")
-        attempts[0] = (await rig.submitted("d1")).attempt
+        attempts[0] = (await rig.next_submit("d1")).attempt
         # 6 s each, three at once: the next one is placed after 2 s and has its first token after 6 s more.
         for fields in ({"timeout_s": 7.9}, {"ttft_slo_ms": 7900.0}):
             error = await turned_away(rig.ask(request_id="late", **fields))  # type: ignore[arg-type]
             assert isinstance(error, WouldBeLate)
             assert error.retry_after_s >= 1.5
         in_time = rig.ask(request_id="in-time", max_tokens=1, timeout_s=8.1, ttft_slo_ms=8100.0)
-        await in_time.accepted_now()
+        await in_time.wait_until_accepted()
         for attempt in attempts:
-            rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+            rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         await finish(rig, in_time)
         for reader in running:
             await reader.finished()
@@ -185,11 +185,11 @@ POLICIES = [Policy.COST, Policy.LEAST_LOADED, Policy.ROUND_ROBIN]
 
 async def pace(rig: RouterRig, reader: Reader, seconds: float) -> None:
     """The node gives it two tokens, so far apart, and ends it."""
-    attempt = (await rig.submitted("d1")).attempt
-    rig.tell("d1", attempt, 0, "a")
+    attempt = (await rig.next_submit("d1")).attempt
+    rig.report("d1", attempt, 0, "a")
     await rig.nodes["d1"].all_read()
     rig.timers.advance(seconds)
-    rig.tell("d1", attempt, 1, "b", Outcome.LENGTH)
+    rig.report("d1", attempt, 1, "b", Outcome.LENGTH)
     await reader.finished()
 
 
@@ -215,12 +215,12 @@ async def test_a_pace_that_nobody_keeps_is_refused_at_once_whatever_the_policy(p
 async def test_a_first_token_that_comes_too_late_is_refused_by_every_policy(policy: Policy) -> None:
     async with router_rig(decode(), placer=Placer(PlacementSettings(policy))) as rig:
         first = rig.ask(request_id="first", max_tokens=1)
-        attempt = (await rig.submitted("d1")).attempt
+        attempt = (await rig.next_submit("d1")).attempt
         rig.timers.advance(2.0)
-        rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+        rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         await first.finished()
         running = rig.ask(request_id="running", max_tokens=1)
-        await running.accepted_now()
+        await running.wait_until_accepted()
         rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
         await rig.nodes["d1"].all_read()
         assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1500.0, max_tokens=1)), WouldBeLate)
@@ -238,8 +238,8 @@ async def test_who_leaves_the_queue_leaves_nothing(how: str) -> None:
             ttft_slo_ms=1000.0 if how == "slo" else None,
         )
         behind = rig.ask(request_id="behind", max_tokens=1)
-        await reader.accepted_now()
-        await behind.accepted_now()
+        await reader.wait_until_accepted()
+        await behind.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 2
         if how == "cancel":
             rig.dispatcher.cancel("mine")
@@ -261,13 +261,13 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
     async with router_rig(small()) as rig:
         running = await fill(rig)
         waiting = rig.ask(request_id="next", max_tokens=1)
-        await waiting.accepted_now()
+        await waiting.wait_until_accepted()
         for _ in running:
-            await rig.submitted("d1")
+            await rig.next_submit("d1")
         rig.dispatcher.cancel("d1-1")
         assert rig.dispatcher.requests.num_waiting == 0, "in the same breath"
-        assert (await rig.aborted("d1")).attempt.request_id == "d1-1"
-        assert (await rig.submitted("d1")).attempt.request_id == "next"
+        assert (await rig.next_abort("d1")).attempt.request_id == "d1-1"
+        assert (await rig.next_submit("d1")).attempt.request_id == "next"
         with pytest.raises(Cancelled):
             await running[1].finished()
         for reader in (running[0], running[2], waiting):
@@ -279,11 +279,11 @@ async def test_who_lost_its_node_goes_before_all_others_even_to_a_full_one() -> 
     async with router_rig(small("d1"), small("d2")) as rig:
         running = await fill(rig, count=6)
         waiting = rig.ask(request_id="waits", max_tokens=1, priority=-5)
-        await waiting.accepted_now()
-        lost = [(await rig.submitted("d1")).attempt.request_id for _ in range(3)]
-        assert len([await rig.submitted("d2") for _ in range(3)]) == 3
+        await waiting.wait_until_accepted()
+        lost = [(await rig.next_submit("d1")).attempt.request_id for _ in range(3)]
+        assert len([await rig.next_submit("d2") for _ in range(3)]) == 3
         rig.nodes["d1"].die()
-        again = [(await rig.submitted("d2")).attempt for _ in range(3)]
+        again = [(await rig.next_submit("d2")).attempt for _ in range(3)]
         assert sorted(attempt.request_id for attempt in again) == sorted(lost)
         assert rig.dispatcher.requests.num_waiting == 1
         for reader in [*running, waiting]:
@@ -296,9 +296,9 @@ async def test_patience_is_for_what_one_waits_for() -> None:
     async with router_rig(small(), limits=limits) as rig:
         running = await fill(rig)
         for _ in running:
-            await rig.submitted("d1")
+            await rig.next_submit("d1")
         waiting = rig.ask(request_id="full")
-        await waiting.accepted_now()
+        await waiting.wait_until_accepted()
         rig.timers.advance(39.0)
         for _ in range(5):
             rig.nodes["d1"].report(load=LoadReport(running=1, waiting=2))
@@ -317,7 +317,7 @@ async def test_all_who_wait_for_a_node_that_does_not_come_are_told_in_time() -> 
     async with router_rig() as rig:
         readers = [rig.ask(request_id=f"r{n}") for n in range(3)]
         for reader in readers:
-            await reader.accepted_now()
+            await reader.wait_until_accepted()
         rig.timers.advance(10.1)
         for reader in readers:
             assert isinstance(await turned_away(reader), NoCapacity)

@@ -25,7 +25,7 @@ def nodes(*names: str) -> list[NodeDescription]:
 async def text_is_placed(rig: RouterRig) -> None:
     waiting, in_flight = rig.dispatcher.requests.num_waiting, rig.in_flight()
     reader = rig.ask(request_id="some-text")
-    await reader.accepted_now()
+    await reader.wait_until_accepted()
     assert rig.dispatcher.requests.num_waiting == waiting
     assert rig.in_flight() > in_flight
     rig.dispatcher.cancel("some-text")
@@ -42,7 +42,7 @@ def tell(rig: RouterRig, name: str, attempt: AttemptKey, vector: bytes = VECTOR)
 async def test_a_prefill_node_alone_computes_it(policy: Policy) -> None:
     async with router_rig(*nodes("d1", "p1"), placer=Placer(PlacementSettings(policy))) as rig:
         reader = rig.ask(embeds=True, request_id="mine", priority=3, cache_salt="s")
-        submit = await rig.submitted("p1")
+        submit = await rig.next_submit("p1")
         assert (submit.leg, submit.kv_source, submit.priority, submit.cache_salt) == (Leg.EMBED, None, 3, "s")
         rig.timers.advance(0.25)
         tell(rig, "p1", submit.attempt)
@@ -68,11 +68,11 @@ async def test_a_prefill_node_alone_computes_it(policy: Policy) -> None:
 async def test_a_node_that_dies_costs_another_attempt_and_decode_nodes_come_last() -> None:
     async with router_rig(*nodes("d1", "p1", "p2")) as rig:
         reader = rig.ask(embeds=True)
-        first = (await rig.submitted("p1")).attempt
+        first = (await rig.next_submit("p1")).attempt
         rig.nodes["p1"].die()
-        second = (await rig.submitted("p2")).attempt
+        second = (await rig.next_submit("p2")).attempt
         rig.nodes["p2"].die()
-        third = await rig.submitted("d1")
+        third = await rig.next_submit("d1")
         assert (third.leg, third.attempt) == (Leg.EMBED, first._replace(attempt=3))
         assert second.attempt == 2
         tell(rig, "d1", second, b"late")
@@ -85,7 +85,7 @@ async def test_a_node_that_dies_costs_another_attempt_and_decode_nodes_come_last
 async def test_nodes_of_an_older_version_are_passed_over() -> None:
     async with router_rig(prefill("p1"), *nodes("d1")) as rig:
         reader = rig.ask(embeds=True)
-        tell(rig, "d1", (await rig.submitted("d1")).attempt)
+        tell(rig, "d1", (await rig.next_submit("d1")).attempt)
         await reader.finished()
         assert rig.nodes["p1"].inbox.empty()
 
@@ -104,14 +104,14 @@ async def test_where_nobody_embeds_it_is_refused_at_once(policy: Policy) -> None
 async def test_where_nobody_is_up_it_waits_for_somebody() -> None:
     async with router_rig(limits=DispatchLimits(capacity_wait_s=5.0)) as rig:
         in_vain = rig.ask(embeds=True, request_id="in-vain")
-        await in_vain.accepted_now()
+        await in_vain.wait_until_accepted()
         rig.timers.advance(6.0)
         with pytest.raises(NoCapacity, match="no node that embeds with demo is up"):
             await in_vain.finished()
         reader = rig.ask(embeds=True)
-        await reader.accepted_now()
+        await reader.wait_until_accepted()
         rig.register(*nodes("p1"))
-        tell(rig, "p1", (await rig.submitted("p1")).attempt)
+        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
         await reader.finished()
 
 
@@ -125,13 +125,13 @@ async def test_one_that_waits_for_a_full_node_holds_up_no_text(policy: Policy, o
         rig.nodes["p1"].report(load=LoadReport(running=4, waiting=9))
         await rig.nodes["p1"].all_read()
         reader, behind = (rig.ask(embeds=True, request_id=name) for name in ("first", "second"))
-        await behind.accepted_now()
+        await behind.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 2
         if others == "older" or policy is Policy.COST:
             await text_is_placed(rig)
         rig.nodes["p1"].report(load=LoadReport())
         for one in (reader, behind):
-            tell(rig, "p1", (await rig.submitted("p1")).attempt)
+            tell(rig, "p1", (await rig.next_submit("p1")).attempt)
             await one.finished()
 
 
@@ -140,10 +140,10 @@ async def test_text_that_waits_holds_up_no_embedding() -> None:
         rig.nodes["d1"].report(load=LoadReport(running=4, waiting=9))
         await rig.nodes["d1"].all_read()
         text = rig.ask(max_tokens=1, request_id="text")
-        await text.accepted_now()
+        await text.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 1
         reader = rig.ask(embeds=True)
-        tell(rig, "p1", (await rig.submitted("p1")).attempt)
+        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
         await reader.finished()
         assert rig.dispatcher.requests.num_waiting == 1
         rig.dispatcher.cancel("text")
@@ -160,16 +160,16 @@ async def test_room_goes_to_whoever_can_use_it() -> None:
             rig.nodes[name].report(load=LoadReport(running=4, waiting=9))
             await rig.nodes[name].all_read()
         asked = [rig.ask(embeds=True)]
-        await asked[0].accepted_now()
+        await asked[0].wait_until_accepted()
         rig.timers.advance(0.01)
         asked.append(rig.ask(max_tokens=1))
-        await asked[1].accepted_now()
+        await asked[1].wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 2
         rig.nodes["d1"].report()
-        rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.LENGTH)
+        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
         await asked[1].finished()
         rig.nodes["p1"].report()
-        tell(rig, "p1", (await rig.submitted("p1")).attempt)
+        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
         await asked[0].finished()
 
 
@@ -180,34 +180,34 @@ async def test_what_both_could_use_goes_to_whoever_is_first() -> None:
         asked = {}
         for name, embeds, priority in (("e1", True, 0), ("t1", False, 0), ("e2", True, -1), ("t2", False, -1)):
             asked[name] = rig.ask(embeds=embeds, request_id=name, priority=priority, max_tokens=1)
-            await asked[name].accepted_now()
+            await asked[name].wait_until_accepted()
             rig.timers.advance(0.01)
         rig.nodes["p1"].report(load=LoadReport())
         for name in ("e2", "t2", "e1", "t1"):
-            attempt = (await rig.submitted("p1")).attempt
+            attempt = (await rig.next_submit("p1")).attempt
             assert attempt.request_id == name
             if name.startswith("e"):
                 tell(rig, "p1", attempt)
             else:
-                rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+                rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
             await asked[name].finished()
 
 
 async def test_each_kind_has_its_own_bound() -> None:
     async with router_rig(*nodes("d1"), limits=DispatchLimits(max_queue=1, max_running=1)) as rig:
         running = rig.ask(request_id="running", max_tokens=1)
-        attempt = (await rig.submitted("d1")).attempt
+        attempt = (await rig.next_submit("d1")).attempt
         waiting = [rig.ask(request_id="t1", max_tokens=1)]
-        await waiting[0].accepted_now()
+        await waiting[0].wait_until_accepted()
         rig.timers.advance(0.01)
         waiting.append(rig.ask(request_id="e1", embeds=True))
-        await waiting[1].accepted_now()
+        await waiting[1].wait_until_accepted()
         for name, embeds in (("e2", True), ("t2", False)):
             with pytest.raises(QueueFull):
                 await rig.ask(request_id=name, embeds=embeds).finished()
-        rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
-        rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.LENGTH)
-        tell(rig, "d1", (await rig.submitted("d1")).attempt)
+        rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
+        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
+        tell(rig, "d1", (await rig.next_submit("d1")).attempt)
         for one in (running, *waiting):
             await one.finished()
 
@@ -215,13 +215,13 @@ async def test_each_kind_has_its_own_bound() -> None:
 async def test_what_it_took_says_nothing_of_text() -> None:
     async with router_rig(decode("d1", embedding_size=4, max_num_seqs=1)) as rig:
         text = rig.ask(request_id="text", max_tokens=1)
-        attempt = (await rig.submitted("d1")).attempt
+        attempt = (await rig.next_submit("d1")).attempt
         rig.timers.advance(6.0)
-        rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+        rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         await text.finished()
         for number in range(3):
             reader = rig.ask(embeds=True, request_id=f"e{number}")
-            tell(rig, "d1", (await rig.submitted("d1")).attempt)
+            tell(rig, "d1", (await rig.next_submit("d1")).attempt)
             await reader.finished()
         rig.nodes["d1"].report(load=LoadReport(running=1, waiting=9))
         await rig.nodes["d1"].all_read()
@@ -239,7 +239,7 @@ async def test_what_it_took_says_nothing_of_text() -> None:
 async def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask("x" * 64, embeds=True)
-        tell(rig, "p1", (await rig.submitted("p1")).attempt)
+        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
         assert (await reader.finished()).prompt_tokens == 64
         with pytest.raises(InvalidRequest, match="at most 64"):
             await rig.ask("x" * 65, embeds=True).finished()
@@ -250,20 +250,20 @@ async def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
 async def test_who_leaves_takes_it_back() -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask(embeds=True, request_id="mine")
-        attempt = (await rig.submitted("p1")).attempt
+        attempt = (await rig.next_submit("p1")).attempt
         with pytest.raises(RequestNotFound, match="no stream"):
             await rig.resume("mine", 0).finished()
         rig.dispatcher.cancel("mine")
         with pytest.raises(Cancelled):
             await reader.finished()
-        assert (await rig.aborted("p1")).attempt == attempt
+        assert (await rig.next_abort("p1")).attempt == attempt
 
 
 @pytest.mark.parametrize("told", [{"outcome": Outcome.STOP}, {"outcome": Outcome.LENGTH}, {"token_ids": (1,)}])
 async def test_a_node_that_generates_instead_is_at_fault(told: dict[str, object]) -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask(embeds=True)
-        attempt = (await rig.submitted("p1")).attempt
+        attempt = (await rig.next_submit("p1")).attempt
         rig.nodes["p1"].report(RequestDelta(attempt, **told))  # type: ignore[arg-type]
         with pytest.raises(EngineFault, match="did not embed"):
             await reader.finished()

@@ -53,7 +53,7 @@ async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
     await turns_until(lambda: rig.dispatcher.requests.num_placed == number)
     await answer(rig)
     for reader in readers:
-        await reader.tokens_read(2)
+        await reader.wait_for_tokens(2)
     return readers
 
 
@@ -70,7 +70,7 @@ async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_
         readers = await streaming(rig, 100)
         for node in rig.nodes.values():
             node.die()
-        await rig.attached(0)
+        await rig.wait_until_attached(0)
         in_each_turn = [rig.dispatcher.requests.num_waiting]
         while rig.dispatcher.requests.num_waiting < 100:
             await turns(1)
@@ -88,7 +88,7 @@ async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_
         assert max(a - b for a, b in pairwise(waiting)) <= PLACED_PER_TURN
         await answer(rig)
         for reader in readers:
-            await reader.tokens_read(4)
+            await reader.wait_for_tokens(4)
         assert rig.dispatcher.requests.counters.failed == 0
         await cancelled(readers)
 
@@ -126,15 +126,15 @@ async def test_a_stream_waits_for_the_only_node_that_is_large_enough_and_holds_u
     small = decode("d2", max_model_len=16, num_blocks=4)
     async with router_rig(decode("d1"), small) as rig:
         reader = rig.ask("hello", request_id="r", max_tokens=40)
-        attempt = (await rig.submitted("d1")).attempt
-        rig.tell("d1", attempt, 0, "abc")
-        await reader.tokens_read(3)
+        attempt = (await rig.next_submit("d1")).attempt
+        rig.report("d1", attempt, 0, "abc")
+        await reader.wait_for_tokens(3)
         rig.nodes["d1"].die()
-        await rig.attached(1)
+        await rig.wait_until_attached(1)
         await turns_until(lambda: rig.dispatcher.requests.num_waiting == 1)
 
         other = rig.ask("hello", max_tokens=1)
-        rig.tell("d2", (await rig.submitted("d2")).attempt, 0, "x", Outcome.LENGTH)
+        rig.report("d2", (await rig.next_submit("d2")).attempt, 0, "x", Outcome.LENGTH)
         await other.finished()
         with pytest.raises(NoCapacity, match="was lost a short time ago") as refused:
             await rig.ask("hello", max_tokens=40).finished()
@@ -143,9 +143,9 @@ async def test_a_stream_waits_for_the_only_node_that_is_large_enough_and_holds_u
 
         rig.nodes["d1"].is_up = True
         rig.timers.advance(10)
-        submit = await rig.submitted("d1")
+        submit = await rig.next_submit("d1")
         assert list(submit.output_token_ids) == [97, 98, 99]
-        rig.tell("d1", submit.attempt, 3, "d" * 37, Outcome.LENGTH)
+        rig.report("d1", submit.attempt, 3, "d" * 37, Outcome.LENGTH)
         assert (await reader.finished()).completion_tokens == 40
 
 
@@ -153,9 +153,9 @@ async def test_a_stream_waits_for_a_large_enough_node_but_not_for_ever() -> None
     limits = DispatchLimits(recovery_wait_s=5.0)
     async with router_rig(decode("d1"), decode("d2", max_model_len=16), limits=limits) as rig:
         reader = rig.ask("hello", max_tokens=40)
-        await rig.submitted("d1")
+        await rig.next_submit("d1")
         rig.nodes["d1"].die()
-        await rig.attached(1)
+        await rig.wait_until_attached(1)
         await turns_until(lambda: rig.dispatcher.requests.num_waiting == 1)
         rig.timers.advance(5.1)
         with pytest.raises(NoCapacity, match="large enough"):
@@ -165,7 +165,7 @@ async def test_a_stream_waits_for_a_large_enough_node_but_not_for_ever() -> None
 async def test_a_request_is_too_large_when_no_node_of_its_size_was_there_for_long() -> None:
     async with router_rig(decode("d1"), decode("d2", max_model_len=16)) as rig:
         rig.nodes["d1"].die()
-        await rig.attached(1)
+        await rig.wait_until_attached(1)
         rig.timers.advance(SIZE_REMEMBERED_S + 1)
         rig.nodes["d1"].is_up = False
         with pytest.raises(InvalidRequest, match="more than any node's KV cache holds"):

@@ -44,10 +44,10 @@ async def asked_for_everything(rig: RouterRig, name: str) -> None:
 async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
     """Ask, and see the request through on these nodes."""
     reader = rig.ask(PROMPT, max_tokens=2)
-    submit = await rig.submitted(pair[0])
-    assert (await rig.submitted(pair[1])).attempt == submit.attempt
-    rig.tell(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
-    rig.tell(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
+    submit = await rig.next_submit(pair[0])
+    assert (await rig.next_submit(pair[1])).attempt == submit.attempt
+    rig.report(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
+    rig.report(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
     finished = await reader.finished()
     (told,) = rig.dispatcher.requests.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
     assert told.decision.measured is not None
@@ -86,7 +86,7 @@ async def test_a_request_that_ends_before_it_is_placed_or_by_its_client_leaves_n
         for name in ("p1", "d1"):
             await asked_for_everything(rig, name)
         reader = rig.ask(PROMPT, max_tokens=2)
-        await rig.submitted("p1")
+        await rig.next_submit("p1")
         assert not rig.dispatcher.requests.placer.is_idle
         reader.task.cancel()
         await asyncio.gather(reader.task, return_exceptions=True)

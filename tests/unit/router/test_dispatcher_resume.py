@@ -52,8 +52,8 @@ def left_behind(
 
 async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
     reader = rig.ask(request_id="r", **fields)  # type: ignore[arg-type]
-    attempt = (await rig.submitted("p1")).attempt
-    await rig.submitted("d1")
+    attempt = (await rig.next_submit("p1")).attempt
+    await rig.next_submit("d1")
     return reader, attempt
 
 
@@ -63,13 +63,13 @@ async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
 async def test_another_stream_takes_a_live_run_over() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, max_tokens=4, seed=5)
-        rig.tell("p1", attempt, 0, "w", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "o")
-        await old.tokens_read(2)
+        rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "o")
+        await old.wait_for_tokens(2)
         new = rig.resume("r", 1)
         with pytest.raises(Cancelled, match="continued elsewhere"):
             await old.finished()
-        rig.tell("d1", attempt, 2, "rd", Outcome.LENGTH)
+        rig.report("d1", attempt, 2, "rd", Outcome.LENGTH)
         finished = await new.finished()
         assert new.accepted == old.accepted == Accepted("r", 5, 5)
         assert (new.chunks[0].first_index, new.text) == (1, "ord")
@@ -82,9 +82,9 @@ async def test_one_that_is_over_but_unread_is_replayed() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=2, n=2))
         assert isinstance(await anext(stream), Accepted)
-        attempt = (await rig.submitted("d1")).attempt
+        attempt = (await rig.next_submit("d1")).attempt
         for index in range(2):
-            rig.tell("d1", attempt, 0, "ab", Outcome.LENGTH, sequence_index=index)
+            rig.report("d1", attempt, 0, "ab", Outcome.LENGTH, sequence_index=index)
         await rig.nodes["d1"].all_read()
         new = rig.resume("r", 1, 2)
         finished = await new.finished()
@@ -101,7 +101,7 @@ async def test_a_failed_one_fails_again() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r"))
         await anext(stream)
-        rig.tell("d1", (await rig.submitted("d1")).attempt, outcome=Outcome.ERROR)
+        rig.report("d1", (await rig.next_submit("d1")).attempt, outcome=Outcome.ERROR)
         await rig.nodes["d1"].all_read()
         with pytest.raises(EngineFault):
             await rig.resume("r").finished()
@@ -126,9 +126,9 @@ async def test_the_new_stream_has_a_deadline_of_its_own_and_ends_the_run_when_it
         for name in ("p1", "d1"):
             rig.nodes[name].report()
             await rig.nodes[name].all_read()
-        await third.accepted_now()
+        await third.wait_until_accepted()
         third.task.cancel()
-        assert (await rig.aborted("p1")).attempt == (await rig.aborted("d1")).attempt == attempt
+        assert (await rig.next_abort("p1")).attempt == (await rig.next_abort("d1")).attempt == attempt
 
 
 async def test_a_late_or_impossible_return_leaves_the_old_stream_alone() -> None:
@@ -138,19 +138,19 @@ async def test_a_late_or_impossible_return_leaves_the_old_stream_alone() -> None
             await rig.resume("r", timeout_s=0.0).finished()
         with pytest.raises(InvalidRequest, match="next_token_index"):
             await rig.resume("r", 4).finished()
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "b", Outcome.LENGTH)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "b", Outcome.LENGTH)
         await old.finished()
 
 
 async def test_logprobs_are_replayed_too() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, max_tokens=3, logprobs=0)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)
-        rig.tell("d1", attempt, 1, "b", logprob=-0.2)
-        await old.tokens_read(2)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)
+        rig.report("d1", attempt, 1, "b", logprob=-0.2)
+        await old.wait_for_tokens(2)
         new = rig.resume("r", 1)
-        rig.tell("d1", attempt, 2, "c", Outcome.LENGTH, logprob=-0.3)
+        rig.report("d1", attempt, 2, "c", Outcome.LENGTH, logprob=-0.3)
         await new.finished()
         told = [position.logprob for chunk in new.chunks for position in chunk.logprobs]
         assert told == [-0.2, -0.3]
@@ -165,11 +165,11 @@ async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r", 2)
-        assert await rig.adopted("p1") == await rig.adopted("d1") == THEIRS
+        assert await rig.next_adopt("p1") == await rig.next_adopt("d1") == THEIRS
         assert rig.in_flight() == 2
-        rig.tell("d1", THEIRS, 0, "abc")
-        rig.tell("p1", THEIRS, outcome=Outcome.UNKNOWN)
-        rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
+        rig.report("d1", THEIRS, 0, "abc")
+        rig.report("p1", THEIRS, outcome=Outcome.UNKNOWN)
+        rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
         finished = await reader.finished()
         assert (reader.accepted, reader.text) == (Accepted("r", 5, 3), "cdef")
         assert (reader.chunks[0].first_index, finished.completion_tokens, finished.path.attempts) == (2, 6, 2)
@@ -185,16 +185,16 @@ async def test_a_prefill_node_that_forgot_is_not_missed_while_the_other_flows(fi
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r")
         for name in ("p1", "d1"):
-            await rig.adopted(name)
+            await rig.next_adopt(name)
         for name in (first, "d1" if first == "p1" else "p1"):
             if name == "p1":
-                rig.tell("p1", THEIRS, outcome=Outcome.UNKNOWN)
+                rig.report("p1", THEIRS, outcome=Outcome.UNKNOWN)
             else:
-                rig.tell("d1", THEIRS)
-                rig.tell("d1", THEIRS, 0, "abc")
+                rig.report("d1", THEIRS)
+                rig.report("d1", THEIRS, 0, "abc")
                 rig.nodes["d1"].report()
             await rig.nodes[name].all_read()
-        rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
+        rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
 
 
@@ -204,7 +204,7 @@ async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r", 2, **AGAIN)
         for name in ("p1", "d1"):
-            await rig.adopted(name)
+            await rig.next_adopt(name)
         # A prefill node that never heard of it is as bad, while the decode node has nothing to tell.
         words: dict[str, list[tuple[str, Outcome | None]]] = {
             "nobody": [("p1", Outcome.UNKNOWN), ("d1", Outcome.UNKNOWN)],
@@ -213,16 +213,16 @@ async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case
             "prefill last": [("d1", None), ("p1", Outcome.UNKNOWN)],
         }
         for name, outcome in words[case]:
-            rig.tell(name, THEIRS, outcome=outcome)
+            rig.report(name, THEIRS, outcome=outcome)
             await rig.nodes[name].all_read()
         # Whatever else it says: it has told all that it had.
         rig.nodes["d1"].report()
         for name, lost in (("p1", "UNKNOWN"), ("d1", "UNKNOWN")):
             if (name, Outcome[lost]) not in words[case]:
-                assert (await rig.aborted(name)).attempt == THEIRS
-        to_prefill = await rig.submitted("p1")
+                assert (await rig.next_abort(name)).attempt == THEIRS
+        to_prefill = await rig.next_submit("p1")
         again = to_prefill.attempt
-        assert (await rig.submitted("d1")).attempt == again
+        assert (await rig.next_submit("d1")).attempt == again
         assert (again.request_id, again.attempt) == ("r", 3)
         assert again.flight != THEIRS.flight
         assert (to_prefill.leg, to_prefill.sampling_params, list(to_prefill.prompt_token_ids)) == (
@@ -230,8 +230,8 @@ async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case
             PARAMS,
             [5, 6, 7],
         )
-        rig.tell("p1", again, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", again, 1, "bcdef", Outcome.LENGTH)
+        rig.report("p1", again, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", again, 1, "bcdef", Outcome.LENGTH)
         finished = await reader.finished()
         assert (reader.text, finished.path.attempts) == ("cdef", 3)
 
@@ -240,11 +240,11 @@ async def test_without_its_nodes_it_begins_again_at_once() -> None:
     async with router_rig(prefill("p2"), decode("d2")) as rig:
         left_behind(rig, prefill("p1"), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
-        again = (await rig.submitted("p2")).attempt
+        again = (await rig.next_submit("p2")).attempt
         assert again.attempt == 3
-        await rig.submitted("d2")
-        rig.tell("p2", again, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d2", again, 1, "bcdef", Outcome.LENGTH)
+        await rig.next_submit("d2")
+        rig.report("p2", again, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d2", again, 1, "bcdef", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "bcdef"
 
@@ -257,13 +257,13 @@ async def test_without_its_nodes_and_its_prompt_it_is_to_be_asked_for_again(case
         left_behind(rig, prefill(f"p{of}"), decode(f"d{of}"))
         reader = rig.resume("r", 1)
         if case != "gone":
-            assert await rig.adopted("p2") == await rig.adopted("d2") == THEIRS
+            assert await rig.next_adopt("p2") == await rig.next_adopt("d2") == THEIRS
         if case == "lost later":
-            rig.tell("d2", THEIRS, 0, "ab")
-            await reader.tokens_read(1)
+            rig.report("d2", THEIRS, 0, "ab")
+            await reader.wait_for_tokens(1)
             rig.nodes["d2"].die()
         elif case == "forgotten":
-            rig.tell("d2", THEIRS, outcome=Outcome.UNKNOWN)
+            rig.report("d2", THEIRS, outcome=Outcome.UNKNOWN)
         with pytest.raises(RequestNotFound, match="ask for it again"):
             await reader.finished()
 
@@ -284,13 +284,13 @@ async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_
             rig.journal("router-0.a").write(request, key, Placement(prefill(), decode(), "because"))
         readers = [rig.resume(key.request_id) for key in keys]
         for _ in keys:
-            await rig.adopted("p1")
-            await rig.adopted("d1")
+            await rig.next_adopt("p1")
+            await rig.next_adopt("d1")
         for number, key in enumerate(keys):
-            rig.tell("d1", key)
+            rig.report("d1", key)
             # Some have no token yet.
             if number % 2:
-                rig.tell("d1", key, 0, "abc")
+                rig.report("d1", key, 0, "abc")
         await rig.nodes["d1"].all_read()
         assert rig.dispatcher.requests.counters.adoption_looks == 0, "it only told again what it had"
         rig.nodes["d1"].report()
@@ -298,7 +298,7 @@ async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_
         assert rig.dispatcher.requests.counters.adoption_looks == count / 2
         for number, key in enumerate(keys):
             first = 3 if number % 2 else 0
-            rig.tell("d1", key, first, "abcdef"[first:], Outcome.LENGTH)
+            rig.report("d1", key, first, "abcdef"[first:], Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
         assert rig.dispatcher.requests.counters.adoption_looks == count / 2
@@ -318,7 +318,7 @@ async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_l
             steps.append(counters.adopted)
         assert max(after - before for before, after in pairwise(steps)) == READS_PER_TURN
         for key in keys:
-            rig.tell("d1", key, 0, "abcdef", Outcome.LENGTH)
+            rig.report("d1", key, 0, "abcdef", Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
 
@@ -327,8 +327,8 @@ async def test_a_decode_node_alone_is_asked_alone() -> None:
     async with router_rig(decode()) as rig:
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r", 5)
-        assert await rig.adopted("d1") == THEIRS
-        rig.tell("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
+        assert await rig.next_adopt("d1") == THEIRS
+        rig.report("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "f"
 
@@ -338,17 +338,17 @@ async def test_an_adopted_attempt_that_dies_goes_on_as_one_of_ours() -> None:
         left_behind(rig, prefill(), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
         for name in ("p1", "d1"):
-            await rig.adopted(name)
-        rig.tell("p1", THEIRS, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", THEIRS, 1, "b")
-        await reader.tokens_read(1)
+            await rig.next_adopt(name)
+        rig.report("p1", THEIRS, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", THEIRS, 1, "b")
+        await reader.wait_for_tokens(1)
         rig.nodes["d1"].die()
-        assert (await rig.aborted("p1")).attempt == THEIRS
-        ours = (await rig.submitted("p1")).attempt
+        assert (await rig.next_abort("p1")).attempt == THEIRS
+        ours = (await rig.next_submit("p1")).attempt
         assert (ours.attempt, ours.flight == THEIRS.flight) == (3, False)
-        assert (await rig.submitted("d2")).attempt == ours
-        rig.tell("p1", ours, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d2", ours, 1, "bcdef", Outcome.LENGTH)
+        assert (await rig.next_submit("d2")).attempt == ours
+        rig.report("p1", ours, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d2", ours, 1, "bcdef", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "bcdef"
 
@@ -356,8 +356,8 @@ async def test_an_adopted_attempt_that_dies_goes_on_as_one_of_ours() -> None:
 async def test_moved_is_the_quiet_end_of_a_flight() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await begun(rig)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, outcome=Outcome.MOVED)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, outcome=Outcome.MOVED)
         with pytest.raises(ContinuedElsewhere, match="continued at another router"):
             await reader.finished()
         assert rig.nodes["p1"].inbox.empty(), "an abort could harm its new owner"
@@ -370,14 +370,14 @@ async def test_what_moved_is_adopted_anew_though_its_end_is_still_unread() -> No
     async with router_rig(prefill(), decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=6, seed=5))
         assert isinstance(await anext(stream), Accepted)
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
-        rig.tell("d1", attempt, outcome=Outcome.MOVED, takeover=2)
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("d1", attempt, outcome=Outcome.MOVED, takeover=2)
         await rig.nodes["d1"].all_read()
         back = rig.resume("r", 1, call=3)
         for name in ("p1", "d1"):
-            assert await rig.adopted(name) == attempt
-        rig.tell("d1", attempt, 0, "abcdef", Outcome.LENGTH)
+            assert await rig.next_adopt(name) == attempt
+        rig.report("d1", attempt, 0, "abcdef", Outcome.LENGTH)
         await back.finished()
         assert back.text == "bcdef"
         with pytest.raises(ContinuedElsewhere):
@@ -388,13 +388,13 @@ async def test_an_attempt_that_a_router_with_an_earlier_call_adopted_is_taken_ba
     async with router_rig(decode()) as rig:
         left_behind(rig, None, decode())
         reader = rig.resume("r", call=3)
-        assert await rig.adopted("d1") == THEIRS
-        rig.tell("d1", THEIRS, 0, "abc")
-        rig.tell("d1", THEIRS, outcome=Outcome.MOVED, takeover=2)
+        assert await rig.next_adopt("d1") == THEIRS
+        rig.report("d1", THEIRS, 0, "abc")
+        rig.report("d1", THEIRS, outcome=Outcome.MOVED, takeover=2)
         again = await rig.nodes["d1"].inbox.get()
         assert again == Adopt(THEIRS, 3, (3,)), "it has three of the tokens already"
-        rig.tell("d1", THEIRS, 0, "abc")
-        rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
+        rig.report("d1", THEIRS, 0, "abc")
+        rig.report("d1", THEIRS, 3, "def", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "abcdef"
         assert rig.dispatcher.requests.counters.moved == 0
@@ -417,10 +417,10 @@ async def test_a_call_that_comes_behind_a_later_one_is_told_so() -> None:
         last = rig.resume("r")
         with pytest.raises(Cancelled):
             await reader.finished()
-        rig.tell("d1", THEIRS, 0, "abcdef")
-        await last.tokens_read(6)
+        rig.report("d1", THEIRS, 0, "abcdef")
+        await last.wait_for_tokens(6)
         last.task.cancel()
-        assert (await rig.aborted("d1")).takeover == 6
+        assert (await rig.next_abort("d1")).takeover == 6
 
 
 # Who is not known, and what is left behind.
@@ -456,33 +456,33 @@ async def test_each_attempt_is_noted_and_its_end_too() -> None:
         assert (noted.key, noted.prefill, noted.decode, noted.router) == (first, "p1.1", "d1.1", "router-1.a")
         assert noted.request.sampling_params.seed == 7
         rig.nodes["d1"].die()
-        await rig.aborted("p1")
-        second = (await rig.submitted("p1")).attempt
+        await rig.next_abort("p1")
+        second = (await rig.next_submit("p1")).attempt
         noted = await rig.journal("router-2.a").find("r", CARD)
         assert noted is not None
         assert (noted.key, noted.decode) == (second, "d2.1")
         assert rig.store.lifetime_s("c", "r") == LIFETIME_S
         reader.task.cancel()
-        await rig.aborted("p1")
+        await rig.next_abort("p1")
         assert rig.store.lifetime_s("c", "r") == ENDED_S
 
 
 async def test_who_was_cancelled_by_a_broken_connection_may_come_back() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await begun(rig, seed=7, max_tokens=2)
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        await reader.tokens_read(1)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await reader.wait_for_tokens(1)
         reader.task.cancel()
         for name in ("p1", "d1"):
-            await rig.aborted(name)
+            await rig.next_abort(name)
         back = rig.resume("r", 1, prompt="hello")
         for name in ("p1", "d1"):
-            assert await rig.adopted(name) == attempt
-            rig.tell(name, attempt, outcome=Outcome.UNKNOWN)
-        again = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
-        rig.tell("p1", again, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", again, 1, "b", Outcome.LENGTH)
+            assert await rig.next_adopt(name) == attempt
+            rig.report(name, attempt, outcome=Outcome.UNKNOWN)
+        again = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", again, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", again, 1, "b", Outcome.LENGTH)
         await back.finished()
         assert back.text == "b"
 
@@ -492,8 +492,8 @@ async def test_two_that_come_back_at_once_share_one_flight() -> None:
         left_behind(rig, prefill(), decode())
         readers = [rig.resume("r", 1), rig.resume("r", 0)]
         for name in ("p1", "d1"):
-            await rig.adopted(name)
-        rig.tell("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
+            await rig.next_adopt(name)
+        rig.report("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
         ends: list[object] = []
         for reader in readers:
             try:

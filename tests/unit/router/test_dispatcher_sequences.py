@@ -12,7 +12,7 @@ from tests.support.router_rig import Reader, RouterRig, router_rig
 async def start(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
     """A request on one decode node alone."""
     reader = rig.ask(**fields)  # type: ignore[arg-type]
-    submit = await rig.submitted("d1")
+    submit = await rig.next_submit("d1")
     assert submit.leg is Leg.WHOLE
     return reader, submit.attempt
 
@@ -31,15 +31,15 @@ def ends(reader: Reader) -> list[SequenceFinished]:
 async def test_sequences_stream_side_by_side() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader = rig.ask(n=2, max_tokens=3)
-        to_prefill, to_decode = await rig.submitted("p1"), await rig.submitted("d1")
+        to_prefill, to_decode = await rig.next_submit("p1"), await rig.next_submit("d1")
         assert to_prefill.sampling_params.n == to_decode.sampling_params.n == 2
         attempt = to_decode.attempt
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 0, "xy", sequence_index=1)
-        await reader.tokens_read(3)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 0, "xy", sequence_index=1)
+        await reader.wait_for_tokens(3)
         assert texts(reader) == {0: "a", 1: "xy"}, "each is given out as it comes"
-        rig.tell("d1", attempt, 1, "b!", Outcome.STOP, stop_token_id=ord("!"))
-        rig.tell("d1", attempt, 2, "z", Outcome.LENGTH, sequence_index=1)
+        rig.report("d1", attempt, 1, "b!", Outcome.STOP, stop_token_id=ord("!"))
+        rig.report("d1", attempt, 2, "z", Outcome.LENGTH, sequence_index=1)
         finished = await reader.finished()
         assert texts(reader) == {0: "ab", 1: "xyz"}
         assert ends(reader) == [SequenceFinished(0, "stop", 33, 3), SequenceFinished(1, "length", None, 3)]
@@ -49,24 +49,24 @@ async def test_sequences_stream_side_by_side() -> None:
 async def test_placement_counts_the_sequences_and_not_the_request() -> None:
     async with router_rig(prefill(), decode()) as rig:
         rig.ask(n=3)
-        attempt = (await rig.submitted("d1")).attempt
-        await rig.submitted("p1")
+        attempt = (await rig.next_submit("d1")).attempt
+        await rig.next_submit("p1")
         loads = {candidate.node.node_id: candidate.load for candidate in rig.view.candidates()}
         assert loads == {"p1": 1, "d1": 3}
-        rig.tell("p1", attempt, 0, "a", Outcome.ERROR)
-        assert (await rig.aborted("d1")).attempt == attempt
+        rig.report("p1", attempt, 0, "a", Outcome.ERROR)
+        assert (await rig.next_abort("d1")).attempt == attempt
 
 
 async def test_a_stop_string_ends_its_own_sequence() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=2, stop=("END",), max_tokens=8)
-        rig.tell("d1", attempt, 0, "abENDx", sequence_index=1)
-        rig.tell("d1", attempt, 0, "cE")
-        told = await rig.aborted("d1")
+        rig.report("d1", attempt, 0, "abENDx", sequence_index=1)
+        rig.report("d1", attempt, 0, "cE")
+        told = await rig.next_abort("d1")
         assert told == Abort(attempt, told.reason, 1, takeover=1)
-        rig.tell("d1", attempt, 6, "yz", sequence_index=1)
-        rig.tell("d1", attempt, 8, outcome=Outcome.ABORTED, sequence_index=1)
-        rig.tell("d1", attempt, 2, "ND", Outcome.LENGTH)
+        rig.report("d1", attempt, 6, "yz", sequence_index=1)
+        rig.report("d1", attempt, 8, outcome=Outcome.ABORTED, sequence_index=1)
+        rig.report("d1", attempt, 2, "ND", Outcome.LENGTH)
         finished = await reader.finished()
         assert texts(reader) == {0: "c", 1: "ab"}
         assert ends(reader) == [SequenceFinished(1, "stop", "END", 5), SequenceFinished(0, "stop", "END", 4)]
@@ -76,8 +76,8 @@ async def test_a_stop_string_ends_its_own_sequence() -> None:
 async def test_text_held_back_comes_before_its_sequences_end() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=2, stop=("END",), max_tokens=8)
-        rig.tell("d1", attempt, 0, "aE", Outcome.LENGTH)
-        rig.tell("d1", attempt, 0, "bEN", Outcome.LENGTH, sequence_index=1)
+        rig.report("d1", attempt, 0, "aE", Outcome.LENGTH)
+        rig.report("d1", attempt, 0, "bEN", Outcome.LENGTH, sequence_index=1)
         finished = await reader.finished()
         assert texts(reader) == {0: "aE", 1: "bEN"}
         assert [end.sequence_index for end in ends(reader)] == [0, 1]
@@ -88,13 +88,13 @@ async def test_the_best_come_first_and_only_at_the_end() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=2, best_of=4, max_tokens=2)
         for index, logprob in enumerate((-3.0, -0.5, -9.0, -0.25)):
-            rig.tell("d1", attempt, 0, chr(97 + index), sequence_index=index, logprob=logprob)
-        rig.tell("d1", attempt, 1, "A", Outcome.LENGTH, sequence_index=0, logprob=-1.0)
-        rig.tell("d1", attempt, 1, "B", Outcome.LENGTH, sequence_index=1, logprob=-1.0)
-        rig.tell("d1", attempt, 1, "C", Outcome.LENGTH, sequence_index=2, logprob=-1.0)
+            rig.report("d1", attempt, 0, chr(97 + index), sequence_index=index, logprob=logprob)
+        rig.report("d1", attempt, 1, "A", Outcome.LENGTH, sequence_index=0, logprob=-1.0)
+        rig.report("d1", attempt, 1, "B", Outcome.LENGTH, sequence_index=1, logprob=-1.0)
+        rig.report("d1", attempt, 1, "C", Outcome.LENGTH, sequence_index=2, logprob=-1.0)
         await rig.nodes["d1"].all_read()
         assert reader.chunks == []
-        rig.tell("d1", attempt, 1, "D", Outcome.LENGTH, sequence_index=3, logprob=-8.0)
+        rig.report("d1", attempt, 1, "D", Outcome.LENGTH, sequence_index=3, logprob=-8.0)
         finished = await reader.finished()
         assert [(chunk.sequence_index, chunk.text) for chunk in reader.chunks] == [(0, "bB"), (1, "aA")]
         assert [chunk.logprobs for chunk in reader.chunks] == [(), ()], "nobody asked for them"
@@ -105,8 +105,8 @@ async def test_the_best_come_first_and_only_at_the_end() -> None:
 async def test_one_best_of_several_looks_like_one_answer() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, best_of=2, max_tokens=2, logprobs=0)
-        rig.tell("d1", attempt, 0, "ab", Outcome.LENGTH, logprob=-2.0)
-        rig.tell("d1", attempt, 0, "c!", Outcome.STOP, stop_token_id=33, sequence_index=1, logprob=-1.0)
+        rig.report("d1", attempt, 0, "ab", Outcome.LENGTH, logprob=-2.0)
+        rig.report("d1", attempt, 0, "c!", Outcome.STOP, stop_token_id=33, sequence_index=1, logprob=-1.0)
         finished = await reader.finished()
         assert (reader.text, ends(reader)) == ("c", [])
         assert [position.logprob for position in reader.chunks[0].logprobs] == [-1.0, -1.0]
@@ -117,7 +117,7 @@ async def test_of_equals_the_first_wins() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, best_of=3, max_tokens=1)
         for index in (2, 0, 1):
-            rig.tell("d1", attempt, 0, "abc"[index], Outcome.LENGTH, sequence_index=index, logprob=-1.0)
+            rig.report("d1", attempt, 0, "abc"[index], Outcome.LENGTH, sequence_index=index, logprob=-1.0)
         await reader.finished()
         assert reader.text == "a"
 
@@ -125,15 +125,15 @@ async def test_of_equals_the_first_wins() -> None:
 async def test_a_lost_node_is_replayed_for_all_sequences() -> None:
     async with router_rig(decode("d1"), decode("d2")) as rig:
         reader = rig.ask(n=2, max_tokens=3)
-        submit = await rig.submitted("d1")
-        rig.tell("d1", submit.attempt, 0, "a")
-        rig.tell("d1", submit.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
-        await reader.tokens_read(4)
+        submit = await rig.next_submit("d1")
+        rig.report("d1", submit.attempt, 0, "a")
+        rig.report("d1", submit.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
+        await reader.wait_for_tokens(4)
         rig.nodes["d1"].die()
-        again = await rig.submitted("d2")
+        again = await rig.next_submit("d2")
         assert again.sampling_params == submit.sampling_params
-        rig.tell("d2", again.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
-        rig.tell("d2", again.attempt, 0, "abc", Outcome.LENGTH)
+        rig.report("d2", again.attempt, 0, "xyz", Outcome.LENGTH, sequence_index=1)
+        rig.report("d2", again.attempt, 0, "abc", Outcome.LENGTH)
         await reader.finished()
         assert texts(reader) == {0: "abc", 1: "xyz"}
         assert len(ends(reader)) == 2
@@ -142,8 +142,8 @@ async def test_a_lost_node_is_replayed_for_all_sequences() -> None:
 async def test_a_client_that_leaves_ends_all_of_them() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=3, max_tokens=3)
-        rig.tell("d1", attempt, 0, "a")
-        await reader.tokens_read(1)
+        rig.report("d1", attempt, 0, "a")
+        await reader.wait_for_tokens(1)
         reader.task.cancel()
-        told = await rig.aborted("d1")
+        told = await rig.next_abort("d1")
         assert (told.attempt, told.sequence_index) == (attempt, None)

@@ -341,7 +341,7 @@ def test_the_most_messages_are_taken() -> None:
 async def test_a_large_body_is_taken_apart_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
     rig = HttpRig()
     exchange = rig.ask("POST", COMPLETIONS, json.dumps(fields).encode(), {"content-type": "application/json"})
-    call = await rig.called()
+    call = await rig.next_call()
     assert (rig.handler.num_in_threads > 0) == is_large
     call.tell(finished())
     assert (await exchange.end()).status == 200
@@ -352,7 +352,7 @@ async def test_a_large_chat_and_large_embeddings_are_too() -> None:
     kind = {"content-type": "application/json"}
     chat = {"messages": [{"role": "user", "content": "a" * 20_000}]}
     exchange = rig.ask("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
-    (await rig.called()).tell(finished())
+    (await rig.next_call()).tell(finished())
     assert (await exchange.end()).status == 200
     assert rig.handler.num_in_threads == 2
     refused = await rig.ask("POST", "/v1/embeddings", json.dumps({"input": [""] * 5000}).encode(), kind).end()

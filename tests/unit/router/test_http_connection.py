@@ -47,7 +47,7 @@ async def test_a_body_waits_in_the_kernel_until_it_is_asked_for() -> None:
     app = App()
     client = Client(app)
     client.send(HEAD + MANY)
-    await client.turns()
+    await client.run_loop()
     assert len(app.scopes) == 1
     assert client.transport.is_paused
     assert len(client.unsent) >= len(MANY) - READ_BYTES
@@ -89,12 +89,12 @@ async def test_a_request_that_was_answered_early_is_read_no_more() -> None:
     client = Client(app)
     client.send(HEAD + MANY)
     app.answer()
-    await client.turns()
+    await client.run_loop()
     assert client.transport.written.startswith(b"HTTP/1.1 401 ")
     assert client.transport.has_ended
     # Dropped, not parsed; and not for ever.
     while not client.transport.is_closed:
-        await client.turns()
+        await client.run_loop()
     assert len(client.unsent) >= len(MANY) - MAX_DROPPED_BYTES - 3 * READ_BYTES
     assert app.received.empty()
 
@@ -107,13 +107,13 @@ async def test_reading_goes_on_when_a_connection_closes_with_a_body_that_nobody_
     # The last piece fills uvicorn's buffer, which pauses reading, and is the end of the request.
     body = bytes(HIGH_WATER_LIMIT + STEP_BYTES + STEP_BYTES // 4)
     client.send(head % len(body) + body)
-    await client.turns()
+    await client.run_loop()
     assert len(await _next(app)) > 0
-    await client.turns(100)
+    await client.run_loop(100)
     assert not client.unsent
     assert client.transport.is_paused
     app.answer()
-    await client.turns()
+    await client.run_loop()
     assert client.transport.written.startswith(b"HTTP/1.1 401 ")
     assert client.transport.is_closed
     assert not client.transport.has_ended, "the request was read to its end: nothing is dropped"
@@ -126,7 +126,7 @@ def test_a_client_that_goes_on_slowly_after_its_answer_is_cut() -> None:
         client = Client(app)
         client.send(HEAD)
         app.answer()
-        await client.turns()
+        await client.run_loop()
         assert not client.transport.is_closed
         await asyncio.sleep(LINGER_S / 2)
         client.send(ONE)
@@ -143,7 +143,7 @@ async def test_an_answer_after_the_whole_request_keeps_the_connection() -> None:
     for _ in range(3):
         client.send(HEAD + ONE + b"0\r\n\r\n")
         app.answer()
-        await client.turns()
+        await client.run_loop()
         assert not client.transport.is_closed
         assert not client.transport.is_paused
     assert client.transport.written.count(b"HTTP/1.1 401 ") == 3
@@ -156,12 +156,12 @@ async def test_requests_that_come_at_once_are_answered_in_order_and_wait_unparse
     client.send(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % place for place in range(count)))
     # It looks whether its client is still there, as a stream does, which lets the connection read.
     app.ask()
-    await client.turns()
+    await client.run_loop()
     assert len(client.connection.pipeline) <= STEP_BYTES // 28
     assert len(client.unsent) > 16 * count
     for place in range(count):
         app.answer()
-        await client.turns(6)
+        await client.run_loop(6)
         assert app.scopes[place]["path"] == f"/{place}"
     assert client.transport.written.count(b"HTTP/1.1 401 ") == count
 
@@ -171,7 +171,7 @@ async def test_trailers_do_not_become_headers() -> None:
     client = Client(app)
     client.send(HEAD + b"0\r\nauthorization: Bearer stolen\r\n\r\n")
     app.answer()
-    await client.turns()
+    await client.run_loop()
     assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
     assert not client.transport.is_closed
 
@@ -182,7 +182,7 @@ async def test_blanks_around_a_value_are_none_of_it(value: bytes) -> None:
     app = App()
     client = Client(app)
     client.send(b"GET / HTTP/1.1\r\nhost: x\r\nlast-event-id:" + value + b"\r\nempty: \t \r\n\r\n")
-    await client.turns()
+    await client.run_loop()
     assert dict(app.scopes[0]["headers"])[b"last-event-id"] == b"a"
     assert dict(app.scopes[0]["headers"])[b"empty"] == b""
 
@@ -215,7 +215,7 @@ async def test_what_two_servers_could_understand_differently_is_refused_and_ends
     app = App()
     client = Client(app)
     client.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + field + b"\r\n\r\nxxGET /hidden HTTP/1.1\r\nhost: x\r\n\r\n")
-    await client.turns()
+    await client.run_loop()
     assert client.transport.written.startswith(b"HTTP/1.1 400 ")
     assert b"\r\nconnection: close\r\n" in client.transport.written
     assert client.transport.has_ended
@@ -246,7 +246,7 @@ async def test_what_is_beyond_the_bounds_is_refused_while_it_comes(request_bytes
     client.send(request_bytes)
     app.ask()
     while not client.transport.written:
-        await client.turns()
+        await client.run_loop()
     assert client.transport.written.startswith(b"HTTP/1.1 " + status)
     assert client.transport.written.count(b"HTTP/1.1 ") == 1
     assert client.transport.has_ended
@@ -259,7 +259,7 @@ async def test_nothing_else_is_spoken_instead_of_http() -> None:
     client.send(upgrade % 1 + upgrade % 2)
     for _ in range(2):
         app.answer()
-        await client.turns()
+        await client.run_loop()
     assert [scope["path"] for scope in app.scopes] == ["/1", "/2"]
 
 
@@ -267,5 +267,5 @@ async def test_a_refused_client_that_has_reset_its_connection_leaves_none_behind
     client = Client(App())
     client.transport.is_reset = True
     client.send(b"GET /\x01 HTTP/1.1\r\nhost: x\r\n\r\n")
-    await client.turns()
+    await client.run_loop()
     assert client.transport.is_closed

@@ -33,12 +33,12 @@ async def rigs(limits: DispatchLimits | None = None) -> AsyncIterator[tuple[Rout
 async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool) -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": stream})
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
-        rig.tell("p1", attempt, 0, "a")
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a")
         await rig.nodes["p1"].all_read()
-        exchange.leave()
-        assert (await rig.aborted("p1")).attempt == (await rig.aborted("d1")).attempt == attempt
+        exchange.disconnect()
+        assert (await rig.next_abort("p1")).attempt == (await rig.next_abort("d1")).attempt == attempt
         await exchange.task
         assert rig.dispatcher.requests.num_live == 0
 
@@ -47,10 +47,10 @@ async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool)
 async def test_a_client_sees_why_kv_did_not_come(has_begun: bool) -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True})
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
         if has_begun:
-            rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+            rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         lost = RequestDelta(attempt, outcome=Outcome.ERROR, error="gone", transfer_cause=TransferCause.PEER_GONE)
         rig.nodes["d1"].report(lost)
         answer = await exchange.end()
@@ -66,34 +66,34 @@ async def test_a_client_sees_why_kv_did_not_come(has_begun: bool) -> None:
 async def test_a_stop_string_is_cut_and_named() -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "stop": "cd", "max_tokens": 8})
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        rig.tell("d1", attempt, 1, "bc")
-        rig.tell("d1", attempt, 3, "de")
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "bc")
+        rig.report("d1", attempt, 3, "de")
         *events, done = (await exchange.end()).events
         assert "".join(event.text for event in events) == "ab"
         assert (events[-1].choice["finish_reason"], events[-1].choice["stop_reason"]) == ("stop", "cd")
         assert done.is_done
-        await rig.aborted("d1")
+        await rig.next_abort("d1")
 
 
 async def test_a_reader_that_takes_nothing_is_given_up_and_frees_the_nodes() -> None:
     limits = DispatchLimits(max_backlog_tokens=2, stall_s=30.0)
     async with rigs(limits) as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "max_tokens": 16})
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        await exchange.events_read(1)
-        exchange.pause()
-        rig.tell("d1", attempt, 1, "b")
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await exchange.wait_for_events(1)
+        exchange.stop_reading()
+        rig.report("d1", attempt, 1, "b")
         await exchange.is_stuck.wait()
-        rig.tell("d1", attempt, 2, "cde")
+        rig.report("d1", attempt, 2, "cde")
         await rig.nodes["d1"].all_read()
         rig.timers.advance(31.0)
-        await rig.aborted("d1")
-        exchange.go_on()
+        await rig.next_abort("d1")
+        exchange.resume_reading()
         await exchange.end()
         assert exchange.events[-1].json["error"]["code"] == "slow_reader"
 

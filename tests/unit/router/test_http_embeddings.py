@@ -26,7 +26,7 @@ async def test_one_text() -> None:
     rig = HttpRig()
     asked = {"input": "ab", "model": MODEL, "priority": 4, "cache_salt": "s", "user": "me", "dimensions": 2}
     exchange = rig.post(PATH, asked, {"x-request-id": "mine", "traceparent": "t", "x-request-timeout-ms": "2000"})
-    call = await rig.called()
+    call = await rig.next_call()
     request = call.request
     assert request is not None
     assert (request.prompt, request.embeds, request.priority, request.cache_salt) == ("ab", True, 4, "s")
@@ -49,7 +49,7 @@ async def test_one_text() -> None:
 async def test_several_come_in_their_order_as_base64() -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": [[1], [2, 3]], "encoding_format": "base64"}, {"x-request-id": "mine"})
-    calls = [await rig.called(), await rig.called()]
+    calls = [await rig.next_call(), await rig.next_call()]
     assert [call.request.prompt for call in calls if call.request] == [[1], [2, 3]]
     assert [call.request_id for call in calls] == ["mine-0", "mine-1"]
     for number, call in reversed(list(enumerate(calls))):
@@ -65,12 +65,12 @@ async def test_so_many_inputs_run_at_once(most: int | None, at_once: int) -> Non
     rig = HttpRig()
     rig.handler.most = most
     exchange = rig.post(PATH, {"input": [[number] for number in range(1, 41)]})
-    calls: list[FakeCall] = [await rig.called() for _ in range(at_once)]
+    calls: list[FakeCall] = [await rig.next_call() for _ in range(at_once)]
     for number in range(40):
         assert rig.handler.calls.empty(), f"{number} are done"
         calls[number].tell(embedded(number, 0))
         if len(calls) < 40:
-            calls.append(await rig.called())
+            calls.append(await rig.next_call())
     data = (await exchange.end()).json["data"]
     assert [one["embedding"][0] for one in data] == list(range(40))
 
@@ -83,7 +83,7 @@ async def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
     ):
         rig = HttpRig()
         exchange = rig.post(PATH, {"input": ["a", "b", "c"]})
-        first, second, third = [await rig.called() for _ in range(3)]
+        first, second, third = [await rig.next_call() for _ in range(3)]
         first.tell(embedded(1, 0))
         second.tell(error)
         await exchange.end()
@@ -94,8 +94,8 @@ async def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
 async def test_who_leaves_ends_it_all() -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": ["a", "b"]})
-    calls = [await rig.called() for _ in range(2)]
-    exchange.leave()
+    calls = [await rig.next_call() for _ in range(2)]
+    exchange.disconnect()
     await asyncio.gather(*(call.is_closed.wait() for call in calls))
 
 
@@ -103,7 +103,7 @@ async def test_dimensions_are_compared_with_the_vector_where_no_node_has_told_th
     for dimensions, status in ((2, 200), (1, 400)):
         rig = HttpRig(card=replace(CARD, embedding_size=0))
         exchange = rig.post(PATH, {"input": "a", "dimensions": dimensions})
-        (await rig.called()).tell(embedded(0.6, -0.8))
+        (await rig.next_call()).tell(embedded(0.6, -0.8))
         await exchange.end()
         assert exchange.status == status
     assert (exchange.error["param"], "must be 2" in exchange.error["message"]) == ("dimensions", True)
@@ -150,12 +150,12 @@ async def test_another_model_is_not_found() -> None:
 async def test_what_the_core_refuses_is_named_as_the_client_does(field: str, name: str) -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": "a"})
-    (await rig.called()).tell(InvalidRequest(field, "is bad"))
+    (await rig.next_call()).tell(InvalidRequest(field, "is bad"))
     assert (await exchange.end()).error["param"] == name
 
 
 async def test_an_answer_without_a_vector_is_a_fault_of_ours() -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": "a"})
-    (await rig.called()).tell(finished())
+    (await rig.next_call()).tell(finished())
     assert (await exchange.end()).status == 500

@@ -21,7 +21,7 @@ STREAM: dict[str, object] = {"stream": True}
 async def test_a_whole_completion() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"max_tokens": 3, "stop": "x", "logit_bias": {"97": 1}, "top_k": 5})
-    call = await rig.called()
+    call = await rig.next_call()
     request = call.request
     assert request is not None
     assert (request.prompt, request.max_tokens, request.stop, request.top_k) == ("ab", 3, ("x",), 5)
@@ -51,7 +51,7 @@ async def test_a_whole_completion() -> None:
 async def test_a_whole_chat_is_the_template_s_text_and_as_long_as_the_model_goes() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO)
-    call = await rig.called()
+    call = await rig.next_call()
     assert call.request is not None
     assert "".join(map(chr, call.request.prompt or ())) == "user: hi\nassistant:"  # type: ignore[arg-type]
     assert call.request.max_tokens == 64 - len("user: hi\nassistant:")
@@ -65,7 +65,7 @@ async def test_a_whole_chat_is_the_template_s_text_and_as_long_as_the_model_goes
 async def test_both_names_bound_a_chat(name: str) -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | {name: 7})
-    call = await rig.called()
+    call = await rig.next_call()
     assert call.request is not None
     assert call.request.max_tokens == 7
     call.tell(InvalidRequest("max_tokens", "no"))
@@ -75,7 +75,7 @@ async def test_both_names_bound_a_chat(name: str) -> None:
 async def test_a_stream_of_a_completion() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "c"), chunk(1, 'd"\n'), finished())
     await exchange.end()
     assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -90,7 +90,7 @@ async def test_a_stream_of_a_completion() -> None:
 async def test_a_stream_of_a_chat_says_who_speaks_and_what_it_cost() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | STREAM | {"stream_options": {"include_usage": True}})
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "é"), finished("stop"))
     opening, text, end, usage, done = (await exchange.end()).events
     assert opening.choice["delta"] == {"role": "assistant", "content": ""}
@@ -105,7 +105,7 @@ async def test_usage_in_every_event_for_those_who_ask() -> None:
     rig = HttpRig()
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM | options)
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "cd"), Chunk(2, (), "e"), finished())
     *events, _ = (await exchange.end()).events
     assert [event.json["usage"]["completion_tokens"] for event in events] == [2, 2, 2]
@@ -114,7 +114,7 @@ async def test_usage_in_every_event_for_those_who_ask() -> None:
 async def test_the_rest_of_a_text_comes_with_its_end_and_has_a_position_of_its_own() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "c"), Chunk(1, (), "rest"), finished("stop"))
     first, end, _ = (await exchange.end()).events
     assert (first.id, first.text) == ("1", "c")
@@ -124,7 +124,7 @@ async def test_the_rest_of_a_text_comes_with_its_end_and_has_a_position_of_its_o
 async def test_several_sequences_have_ids_that_tell_of_all() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | STREAM | {"n": 2})
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "ab"), chunk(0, "x", 1), SequenceFinished(1, "stop", 7, 1), chunk(2, "c"))
     call.tell(SequenceFinished(0, "length", None, 3), finished())
     *events, _ = (await exchange.end()).events
@@ -137,7 +137,7 @@ async def test_several_sequences_have_ids_that_tell_of_all() -> None:
 async def test_several_prompts_are_several_choices() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, {"prompt": ["ab", [99, 100]], "n": 2}, {"x-request-id": "mine"})
-    calls = [await rig.called(), await rig.called()]
+    calls = [await rig.next_call(), await rig.next_call()]
     assert [call.request.prompt for call in calls if call.request] == ["ab", [99, 100]]
     assert [call.request_id for call in calls] == ["mine-0", "mine-1"]
     for place, call in reversed(list(enumerate(calls))):
@@ -151,7 +151,7 @@ async def test_several_prompts_are_several_choices() -> None:
 async def test_one_bad_prompt_of_several_ends_them_all() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, {"prompt": ["ab", "cd"]})
-    first, second = await rig.called(), await rig.called()
+    first, second = await rig.next_call(), await rig.next_call()
     second.tell(InvalidRequest("prompt", "is bad"))
     assert (await exchange.end()).error["param"] == "prompt"
     assert first.is_closed.is_set()
@@ -160,7 +160,7 @@ async def test_one_bad_prompt_of_several_ends_them_all() -> None:
 async def test_logprobs_of_completions() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"logprobs": 1, "return_token_ids": True})
-    call = await rig.called()
+    call = await rig.next_call()
     assert call.request is not None
     assert call.request.logprobs == 1
     positions = (TokenLogprobs(99, -0.5, 1, ((99, -0.5),)), TokenLogprobs(100, float("-inf"), 2, ((98, -0.25),)))
@@ -178,7 +178,7 @@ async def test_logprobs_of_completions() -> None:
 async def test_logprobs_of_a_streamed_chat() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | STREAM | {"logprobs": True, "top_logprobs": 2, "return_token_ids": True})
-    call = await rig.called()
+    call = await rig.next_call()
     assert call.request is not None
     assert call.request.logprobs == 2
     call.tell(Chunk(0, (233,), "é", (TokenLogprobs(233, -1.0, 1, ((98, -2.0),)),)), finished())
@@ -210,7 +210,7 @@ async def test_before_the_first_token_an_error_is_a_status(
 ) -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"stream": stream}, {"x-request-id": "mine"})
-    (await rig.called()).tell(error)
+    (await rig.next_call()).tell(error)
     await exchange.end()
     assert (exchange.status, exchange.error["type"]) == (status, kind)
     assert headers.items() <= exchange.headers.items()
@@ -220,7 +220,7 @@ async def test_before_the_first_token_an_error_is_a_status(
 async def test_after_the_first_token_an_error_is_the_last_event() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "c"), EngineFault("NaN"))
     await exchange.end()
     first, last = exchange.events
@@ -232,7 +232,7 @@ async def test_after_the_first_token_an_error_is_the_last_event() -> None:
 async def test_a_stream_that_just_stops_says_so_to_its_client() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "c"), None)
     await exchange.end()
     first, last = exchange.events
@@ -243,11 +243,11 @@ async def test_a_stream_that_just_stops_says_so_to_its_client() -> None:
 async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"stream": stream})
-    call = await rig.called()
+    call = await rig.next_call()
     call.tell(chunk(0, "c"))
     if stream:
-        await exchange.events_read(1)
-    exchange.leave()
+        await exchange.wait_for_events(1)
+    exchange.disconnect()
     await call.is_closed.wait()
     await exchange.task
     assert not exchange.is_complete
@@ -256,10 +256,10 @@ async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
 async def test_a_client_that_leaves_while_it_takes_nothing_ends_its_request() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-    call = await rig.called()
-    exchange.pause()
+    call = await rig.next_call()
+    exchange.stop_reading()
     call.tell(chunk(0, "c"))
-    exchange.leave()
+    exchange.disconnect()
     await call.is_closed.wait()
     await exchange.task
 
@@ -267,7 +267,7 @@ async def test_a_client_that_leaves_while_it_takes_nothing_ends_its_request() ->
 async def test_a_client_that_leaves_in_its_body_is_not_answered() -> None:
     rig = HttpRig()
     exchange = rig.ask("POST", COMPLETIONS, b"", {"content-type": "application/json"}, is_whole=False)
-    exchange.leave()
+    exchange.disconnect()
     await exchange.task
     assert exchange.status == 0
 
@@ -275,8 +275,8 @@ async def test_a_client_that_leaves_in_its_body_is_not_answered() -> None:
 async def test_silence_is_filled_with_comments() -> None:
     rig = HttpRig(keep_alive_s=0.01)
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-    call = await rig.called()
-    await exchange.bytes_read(b": waiting\n\n: waiting\n\n")
+    call = await rig.next_call()
+    await exchange.wait_for_body(b": waiting\n\n: waiting\n\n")
     call.tell(chunk(0, "c"), Draining("bye"))
     await exchange.end()
     first, last = exchange.events
@@ -291,7 +291,7 @@ async def resumed(rig: HttpRig, path: str, body: dict[str, object], last_event_i
 async def test_a_stream_goes_on_behind_the_last_event() -> None:
     rig = HttpRig()
     exchange = await resumed(rig, CHATS, HELLO | {"n": 2}, "3.1")
-    call = await rig.called()
+    call = await rig.next_call()
     assert (call.request_id, call.positions) == ("mine", (3, 1))
     call.tell(chunk(3, "d"), SequenceFinished(0, "stop", None, 4), SequenceFinished(1, "stop", None, 1), finished())
     *events, _ = (await exchange.end()).events
@@ -304,7 +304,7 @@ async def test_a_stream_goes_on_behind_the_last_event() -> None:
 async def test_nobody_knows_the_stream() -> None:
     rig = HttpRig()
     exchange = await resumed(rig, COMPLETIONS, PROMPT, "3")
-    (await rig.called()).tell(RequestNotFound("no router knows it"))
+    (await rig.next_call()).tell(RequestNotFound("no router knows it"))
     await exchange.end()
     assert (exchange.status, exchange.error["code"]) == (404, "not_found")
 
@@ -343,7 +343,7 @@ async def test_a_request_id_that_is_none(request_id: str) -> None:
 async def test_a_deadline_is_a_header() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT, {"x-request-timeout-ms": "1500"})
-    call = await rig.called()
+    call = await rig.next_call()
     assert call.timeout_s == 1.5
     call.tell(finished())
     assert (await exchange.end()).status == 200
@@ -391,7 +391,7 @@ async def test_a_fault_of_ours_says_nothing_and_is_logged(caplog: pytest.LogCapt
     rig = HttpRig()
     for told in ((), (chunk(0, "c"),)):
         exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
-        (await rig.called()).tell(*told, ZeroDivisionError("secret"))
+        (await rig.next_call()).tell(*told, ZeroDivisionError("secret"))
         await exchange.end()
         assert exchange.status == (200 if told else 500)
         error = exchange.events[-1].json["error"] if told else exchange.error

@@ -24,21 +24,21 @@ def rows(rig: RouterRig) -> list[RequestRow]:
 async def test_a_request_passes_the_baton() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(request_id="a", max_tokens=3)
-        first, second = await rig.submitted("p1"), await rig.submitted("d1")
+        first, second = await rig.next_submit("p1"), await rig.next_submit("d1")
         assert (first.leg, second.leg) == (Leg.PREFILL, Leg.DECODE)
         (row,) = rows(rig)
         assert (row.state, row.prefill_node, row.decode_node) == ("Prefilling", "p1", "d1")
         assert (row.prompt_tokens, row.output_tokens, row.ttft_ms, row.total_ms) == (5, 0, None, None)
         rig.timers.advance(2.0)
-        rig.tell("p1", first.attempt, 0, "x", Outcome.HANDED_OFF)
-        await reader.tokens_read(1)
+        rig.report("p1", first.attempt, 0, "x", Outcome.HANDED_OFF)
+        await reader.wait_for_tokens(1)
         (row,) = rows(rig)
         assert (row.state, row.age_s, row.ttft_ms, row.output_tokens) == ("Transferring", 2.0, 2000.0, 1)
-        rig.tell("d1", second.attempt, 1, "y")
-        await reader.tokens_read(2)
+        rig.report("d1", second.attempt, 1, "y")
+        await reader.wait_for_tokens(2)
         assert [(row.state, row.output_tokens) for row in rows(rig)] == [("Decoding", 2)]
         rig.timers.advance(1.0)
-        rig.tell("d1", second.attempt, 2, "z", Outcome.LENGTH, StageTimings(kv_bytes=77))
+        rig.report("d1", second.attempt, 2, "z", Outcome.LENGTH, StageTimings(kv_bytes=77))
         await reader.finished()
         (row,) = rows(rig)
         assert (row.state, row.detail, row.total_ms, row.kv_bytes) == ("Finished", "length", 3000.0, 77)
@@ -49,7 +49,7 @@ async def test_who_waits_is_at_no_node_and_the_latest_comes_first() -> None:
     async with router_rig() as rig:
         readers = [rig.ask(request_id=name) for name in "ab"]
         for reader in readers:
-            await reader.accepted_now()
+            await reader.wait_until_accepted()
         found = rows(rig)
         assert [(row.request_id, row.state, row.decode_node) for row in found] == [
             ("b", "Waiting", ""),

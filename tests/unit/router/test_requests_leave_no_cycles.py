@@ -25,9 +25,9 @@ from router.admission.tenants import Tenants
 from router.flight.active_request import ActiveRequest
 from router.flight.flight import Flight
 from router.front import GenerationHandler
-from tests.support.left_behind import collector_off
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
+from tests.support.uncollected import garbage_collector_off
 
 NUM_REQUESTS = 10
 KEPT = (Call, ActiveRequest, Flight)
@@ -36,7 +36,7 @@ KEPT = (Call, ActiveRequest, Flight)
 @pytest.fixture(autouse=True)
 def left() -> Iterator[Callable[[], Counter[str]]]:
     """Counts what requests have left behind."""
-    with collector_off(*KEPT) as left:
+    with garbage_collector_off(*KEPT) as left:
         yield left
 
 
@@ -57,10 +57,10 @@ async def serving(rig: RouterRig) -> AsyncIterator[generation_pb2_grpc.Generatio
 
 async def begun(rig: RouterRig, stub: generation_pb2_grpc.GenerationStub) -> tuple[Any, AttemptKey]:
     stream = stub.Generate(generation.GenerateRequest(model=MODEL, text="hello"))
-    to_prefill = await rig.submitted("p1")
-    await rig.submitted("d1")
-    rig.tell("p1", to_prefill.attempt, 0, "w", Outcome.HANDED_OFF)
-    rig.tell("d1", to_prefill.attempt, 1, "o")
+    to_prefill = await rig.next_submit("p1")
+    await rig.next_submit("d1")
+    rig.report("p1", to_prefill.attempt, 0, "w", Outcome.HANDED_OFF)
+    rig.report("d1", to_prefill.attempt, 1, "o")
     return stream, to_prefill.attempt
 
 
@@ -77,17 +77,17 @@ async def test_a_request_that_is_over_is_freed(end: str, left: Callable[[], Coun
             stream, attempt = await begun(rig, stub)
             accepted = await stream.read()
             if end == "finish":
-                rig.tell("d1", attempt, 2, "rd", Outcome.LENGTH)
+                rig.report("d1", attempt, 2, "rd", Outcome.LENGTH)
                 await read_to_its_end(stream)
             elif end == "cancel":
                 await stream.read()
                 stream.cancel()
-                await rig.aborted("d1")
+                await rig.next_abort("d1")
             else:
                 if end == "cancelled by its id":
                     await stub.Cancel(generation.CancelRequest(request_id=accepted.request_id))
                 elif end == "fault":
-                    rig.tell("d1", attempt, 2, "", Outcome.ERROR)
+                    rig.report("d1", attempt, 2, "", Outcome.ERROR)
                 else:
                     rig.dispatcher.leave_all_to_other_routers()
                 with pytest.raises(grpc.aio.AioRpcError):

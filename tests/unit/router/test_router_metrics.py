@@ -55,15 +55,15 @@ def test_what_requests_got() -> None:
 async def test_gaps_are_those_of_each_sequence() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(max_tokens=3, n=2)
-        attempt = (await rig.submitted("p1")).attempt
-        await rig.submitted("d1")
-        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
-        await reader.tokens_read(1)
+        attempt = (await rig.next_submit("p1")).attempt
+        await rig.next_submit("d1")
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await reader.wait_for_tokens(1)
         for index, sequence, text in ((1, 0, "b"), (0, 1, "x"), (1, 1, "y"), (2, 0, "c"), (2, 1, "z")):
             rig.timers.advance(0.04)
             outcome = Outcome.LENGTH if index == 2 else None
-            rig.tell("d1", attempt, index, text, outcome, sequence_index=sequence)
-            await reader.tokens_read(len(reader.token_ids) + 1)
+            rig.report("d1", attempt, index, text, outcome, sequence_index=sequence)
+            await reader.wait_for_tokens(len(reader.token_ids) + 1)
         await reader.finished()
         found = samples(render(declared_figures(rig.dispatcher.requests.counters.served), {}))
         gaps = "baton_inter_token_latency_seconds"
@@ -73,13 +73,13 @@ async def test_gaps_are_those_of_each_sequence() -> None:
 async def test_requests_that_ended_with_an_error_are_counted_by_the_error() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         late = rig.ask(timeout_s=1.0)
-        await rig.submitted("p1")
+        await rig.next_submit("p1")
         rig.timers.advance(1.0)
         with pytest.raises(DeadlineExceeded):
             await late.finished()
-        await rig.aborted("p1")
+        await rig.next_abort("p1")
         left = rig.ask(request_id="left")
-        await rig.submitted("p1")
+        await rig.next_submit("p1")
         rig.dispatcher.cancel("left")
         with pytest.raises(Cancelled):
             await left.finished()
@@ -94,10 +94,10 @@ async def test_the_page_of_a_router() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(max_tokens=1)
         for name in ("p1", "d1"):
-            await rig.submitted(name)
+            await rig.next_submit(name)
         rig.nodes["p1"].die()
-        await rig.aborted("d1")
-        rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.LENGTH)
+        await rig.next_abort("d1")
+        rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
         page = render(figures(rig.dispatcher.requests, rig.view, rig.timers.monotonic(), 0.0), {})
         found = samples(page)

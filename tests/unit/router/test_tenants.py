@@ -51,13 +51,13 @@ async def test_two_tenants_use_one_request_id_and_never_meet() -> None:
         fronts = Fronts(rig)
         first, second = fronts.ask("acme", cache_salt="s"), fronts.ask("umbrella", cache_salt="s")
         readers = [Reader(first), Reader(second)]
-        submits = [await rig.submitted("d1"), await rig.submitted("d1")]
+        submits = [await rig.next_submit("d1"), await rig.next_submit("d1")]
         assert [submit.attempt.request_id for submit in submits] == ["acme/r", "umbrella/r"]
         assert [submit.cache_salt for submit in submits] == ["acme/s", "umbrella/s"]
         with pytest.raises(DuplicateRequest, match=r"'r'"):
             await anext(fronts.ask("acme"))
         for submit in submits:
-            rig.tell("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
+            rig.report("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
         for reader in readers:
             await reader.finished()
             assert reader.accepted.request_id == "r", "nothing of the tenant is in what clients see"
@@ -68,7 +68,7 @@ async def test_another_tenants_request_is_not_there() -> None:
         fronts = Fronts(rig)
         async with aclosing(fronts.ask("acme")) as events:
             assert isinstance(await anext(events), Accepted)
-            attempt = (await rig.submitted("d1")).attempt
+            attempt = (await rig.next_submit("d1")).attempt
             for tenant, name in (("umbrella", "r"), ("umbrella", "acme/r"), ("", "r"), ("acme", "acme/r")):
                 with pytest.raises(RequestNotFound) as caught:
                     await asyncio.create_task(fronts.handler.cancel(name), context=fronts.by(tenant))
@@ -79,7 +79,7 @@ async def test_another_tenants_request_is_not_there() -> None:
             context = fronts.by("acme")
             async with aclosing(context.run(fronts.handler.resume, "r", [0], None)) as resumed:
                 assert isinstance(await anext(resumed), Accepted)
-                rig.tell("d1", attempt, 0, "ab", Outcome.LENGTH)
+                rig.report("d1", attempt, 0, "ab", Outcome.LENGTH)
                 assert [event async for event in resumed][1:]
 
 

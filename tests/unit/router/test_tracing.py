@@ -111,14 +111,14 @@ async def test_a_router_gives_its_span_to_every_attempt() -> None:
     tracer = FakeTracer()
     async with router_rig(prefill("p1"), prefill("p2"), decode("d1"), spans=RequestSpans(tracer)) as rig:
         reader = rig.ask(max_tokens=1, request_id="r", traceparent=PARENT)
-        first = await rig.submitted("p1")
-        assert (await rig.submitted("d1")).traceparent == first.traceparent
+        first = await rig.next_submit("p1")
+        assert (await rig.next_submit("d1")).traceparent == first.traceparent
         rig.nodes["p1"].die()
-        await rig.aborted("d1")
-        second = await rig.submitted("p2")
+        await rig.next_abort("d1")
+        second = await rig.next_submit("p2")
         assert second.attempt.attempt == 2
         rig.timers.advance(0.5)
-        rig.tell("p2", second.attempt, 0, "a", Outcome.LENGTH)
+        rig.report("p2", second.attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
     root, *stages_of_it = tracer.spans
     assert (root.name, root.parent, root.trace_id) == ("generate", PARENT, PARENT.split("-")[1])
@@ -140,20 +140,20 @@ async def test_what_another_router_goes_on_with_is_part_of_the_same_trace() -> N
     tracer, card = FakeTracer(), ModelCard(MODEL, 64, 300)
     async with router_rig(prefill("p1"), decode("d1"), spans=RequestSpans(tracer)) as rig:
         reader = rig.ask(request_id="r", traceparent=PARENT)
-        await rig.submitted("p1")
+        await rig.next_submit("p1")
         noted = await rig.journal("router-2.a").find("r", card)
         assert noted is not None
         assert noted.traceparent == tracer.spans[0].traceparent
         rig.dispatcher.cancel("r")
         with pytest.raises(Exception, match="cancelled"):
             await reader.finished()
-        await rig.aborted("p1")
+        await rig.next_abort("p1")
         # Left behind by another one, whose nodes are here.
         theirs = replace(noted.request, request_id="s")
         nodes = Placement(prefill("p1"), decode("d1"), "because")
         rig.journal("router-0.a").write(theirs, AttemptKey("s", 1, 9), nodes, 0, noted.traceparent)
         resumed = rig.resume("s")
-        await rig.adopted("p1")
+        await rig.next_adopt("p1")
         rig.dispatcher.cancel("s")
         with pytest.raises(Exception, match="cancelled"):
             await resumed.finished()
@@ -165,14 +165,14 @@ async def test_a_cancelled_request_is_an_error_and_an_untraced_one_tells_nobody(
     tracer = FakeTracer()
     async with router_rig(prefill("p1"), decode("d1"), spans=RequestSpans(tracer)) as rig:
         reader = rig.ask(request_id="r")
-        await rig.submitted("p1")
+        await rig.next_submit("p1")
         rig.dispatcher.cancel("r")
         with pytest.raises(Exception, match="cancelled"):
             await reader.finished()
     assert tracer.spans[0].error == "cancelled: cancelled by the client"
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(request_id="r", traceparent=PARENT)
-        assert (await rig.submitted("p1")).traceparent == ""
+        assert (await rig.next_submit("p1")).traceparent == ""
         rig.dispatcher.cancel("r")
         with pytest.raises(Exception, match="cancelled"):
             await reader.finished()

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from tests.support.loaded_script import load_script
+from tests.support.load_script import load_script
 
 compare = load_script("compare_engines")
 OPTIONS = Namespace(threads=2, shape="0.5b", precision="bf16", context=100, rounds=2)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.loaded_script import SCRIPTS, load_script
+from tests.support.load_script import SCRIPTS, load_script
 
 
 @pytest.fixture(scope="module")

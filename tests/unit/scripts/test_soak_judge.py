@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.support.loaded_script import load_script
+from tests.support.load_script import load_script
 
 MIB = 1 << 20
 WARM_UP_S = 600.0

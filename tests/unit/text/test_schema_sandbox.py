@@ -15,7 +15,7 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded
 from baton.text.schema_sandbox import CompileLimits, SchemaSandbox
-from tests.support.schema_bombs import bomb
+from tests.support.schema_bombs import schema_bomb
 
 GOOD = '{"type": "object"}'
 FAR_AWAY_S = 60.0
@@ -55,7 +55,7 @@ def test_good_ones_pass_and_bad_ones_are_told_why(sandbox: SchemaSandbox) -> Non
 def test_one_that_takes_the_memory_ends_its_child_alone(sandbox: SchemaSandbox) -> None:
     sandbox.check(GOOD)
     (first,) = sandbox.pids
-    assert refusal(sandbox, bomb()) == "needs more than 64 MiB to compile: join fewer patterns"
+    assert refusal(sandbox, schema_bomb()) == "needs more than 64 MiB to compile: join fewer patterns"
     assert not is_running(first)
     sandbox.check('{"type": "array"}')
     assert first not in sandbox.pids
@@ -63,7 +63,7 @@ def test_one_that_takes_the_memory_ends_its_child_alone(sandbox: SchemaSandbox) 
 
 def test_one_that_takes_the_time_ends_its_child_alone() -> None:
     sandbox = SchemaSandbox(CompileLimits(cpu_s=0.05, wall_s=FAR_AWAY_S, memory_bytes=4 << 30))
-    assert refusal(sandbox, bomb()) == "takes more than 0.05 s to compile: join fewer patterns"
+    assert refusal(sandbox, schema_bomb()) == "takes more than 0.05 s to compile: join fewer patterns"
     assert not sandbox.pids
     sandbox.check(GOOD)
     sandbox.close()
@@ -71,22 +71,22 @@ def test_one_that_takes_the_time_ends_its_child_alone() -> None:
 
 def test_one_whose_child_gets_no_core_is_refused_and_may_come_again() -> None:
     hasty = SchemaSandbox(CompileLimits(cpu_s=FAR_AWAY_S, wall_s=0.05, memory_bytes=16 << 30))
-    assert "within 0.05 s" in refusal(hasty, bomb())
+    assert "within 0.05 s" in refusal(hasty, schema_bomb())
     assert not hasty.pids
-    assert not hasty.check_known(bomb())
+    assert not hasty.check_known(schema_bomb())
     hasty.close()
 
 
 def test_what_is_known_asks_no_child(sandbox: SchemaSandbox) -> None:
     assert not sandbox.check_known(GOOD)
     sandbox.check(GOOD)
-    reason = refusal(sandbox, bomb())
+    reason = refusal(sandbox, schema_bomb())
     assert not sandbox.pids
     sandbox.check(GOOD)
     assert sandbox.check_known(GOOD)
-    assert refusal(sandbox, bomb()) == reason
+    assert refusal(sandbox, schema_bomb()) == reason
     with pytest.raises(InvalidRequest):
-        sandbox.check_known(bomb())
+        sandbox.check_known(schema_bomb())
     assert not sandbox.pids
 
 
@@ -124,7 +124,7 @@ def test_closing_ends_what_is_compiled(sandbox: SchemaSandbox) -> None:
 PARENT = """
 import sys, threading
 from baton.text.schema_sandbox import CompileLimits, SchemaSandbox
-from tests.support.schema_bombs import bomb
+from tests.support.schema_bombs import schema_bomb
 sandbox = SchemaSandbox(CompileLimits(cpu_s=600.0, wall_s=600.0, memory_bytes=1 << 40))
 sandbox.check('{"type": "object"}')
 threading.Thread(target=sandbox.check, args=(sys.argv[1],), daemon=True).start()
@@ -133,7 +133,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("schema", [GOOD, bomb(19)], ids=["idle", "at work"])
+@pytest.mark.parametrize("schema", [GOOD, schema_bomb(19)], ids=["idle", "at work"])
 def test_children_end_with_their_parent_however_it_ends(schema: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, schema], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

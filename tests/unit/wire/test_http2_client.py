@@ -42,7 +42,7 @@ from tests.support.http2_frames import (
     SETTINGS,
     WINDOW_UPDATE,
     frame,
-    sent,
+    parse_frames,
 )
 
 ASK = call_headers("/baton.v1.Node/Attach", "here:1")
@@ -106,20 +106,20 @@ def asked(connection: ClientConnection, *messages: bytes) -> tuple[int, Heard]:
 
 
 def body_of(data: bytes, stream: int) -> bytes:
-    return b"".join(payload for kind, _, number, payload in sent(data) if kind == DATA and number == stream)
+    return b"".join(payload for kind, _, number, payload in parse_frames(data) if kind == DATA and number == stream)
 
 
 def test_a_call_and_its_answer() -> None:
     connection = ClientConnection(MAX_BYTES)
     greeting = connection.take()
     assert greeting.startswith(PREFACE)
-    assert [kind for kind, *_ in sent(greeting[len(PREFACE) :])] == [SETTINGS, WINDOW_UPDATE]
+    assert [kind for kind, *_ in parse_frames(greeting[len(PREFACE) :])] == [SETTINGS, WINDOW_UPDATE]
     connection.receive(frame(SETTINGS, 0, 0) + frame(PING, 0, 0, b"12345678"))
-    assert sent(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
+    assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
     heard = Heard()
     stream = connection.begin(ASK, heard)
     connection.send(stream, b"one", is_last=True)
-    assert sent(connection.take()) == [(HEADERS, END_HEADERS, 1, ASK), (DATA, END_STREAM, 1, packed(b"one"))]
+    assert parse_frames(connection.take()) == [(HEADERS, END_HEADERS, 1, ASK), (DATA, END_STREAM, 1, packed(b"one"))]
     trailers = [("grpc-status", "0"), ("where", "there")]
     connection.receive(headers(1, BEGIN) + frame(DATA, 0, 1, packed(b"a", b"bc")))
     assert heard.messages == [b"a", b"bc"]
@@ -133,7 +133,7 @@ def test_who_is_answered_before_the_end_stops() -> None:
     stream, heard = asked(connection, b"one")
     connection.receive(headers(stream, OK, END_STREAM))
     assert heard.code is grpc.StatusCode.OK
-    assert [(kind, number) for kind, _, number, _ in sent(connection.take())] == [(RST_STREAM, stream)]
+    assert [(kind, number) for kind, _, number, _ in parse_frames(connection.take())] == [(RST_STREAM, stream)]
     connection.send(stream, b"more")
     connection.cancel(stream)
     assert connection.take() == b""
@@ -160,7 +160,7 @@ def test_what_does_not_fit_waits_in_order() -> None:
     second = connection.take()
     assert body_of(second, stream) == whole[10:22]
     connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1000)))
-    acknowledged, *rest = sent(connection.take())
+    acknowledged, *rest = parse_frames(connection.take())
     assert acknowledged == (SETTINGS, ACK, 0, b"")
     assert rest == [(DATA, END_STREAM, stream, whole[22:])]
 
@@ -173,7 +173,7 @@ def test_the_connections_window_bounds_all_calls() -> None:
     connection.send(other, b"b" * 2_000)
     out = connection.take()
     assert len(body_of(out, stream)) + len(body_of(out, other)) == 65_535
-    assert max(len(payload) for _, _, _, payload in sent(out)) == 16_384
+    assert max(len(payload) for _, _, _, payload in parse_frames(out)) == 16_384
     connection.receive(grow(0, 5_000))
     assert body_of(out, other) + body_of(connection.take(), other) == packed(b"b" * 2_000)
 
@@ -184,7 +184,7 @@ def test_what_is_read_goes_back_to_the_windows() -> None:
     for _ in range(2000):
         connection.receive(frame(DATA, 0, stream, packed(b"x" * 995)) * 10)
     assert len(heard.messages) == 20_000
-    given = [(number, int.from_bytes(payload, "big")) for kind, _, number, payload in sent(connection.take())]
+    given = [(number, int.from_bytes(payload, "big")) for kind, _, number, payload in parse_frames(connection.take())]
     for number in (0, stream):
         assert sum(more for one, more in given if one == number) > 8 << 20
 
@@ -275,7 +275,7 @@ def test_what_breaks_one_call_costs_no_other(said: bytes, code: grpc.StatusCode,
     assert stream == 1
     connection.receive(said)
     assert heard.code is code
-    told = [kind for kind, _, number, _ in sent(connection.take()) if number == stream]
+    told = [kind for kind, _, number, _ in parse_frames(connection.take()) if number == stream]
     assert told == ([RST_STREAM] if is_reset else [])
     # What was still under way counts for nothing.
     connection.receive(frame(DATA, 0, stream, packed(b"late")) + headers(stream, OK, END_STREAM) + grow(stream, 1))
@@ -316,7 +316,7 @@ def test_a_fault_against_all_calls_ends_each_once(said: bytes, code: int) -> Non
     with pytest.raises(ConnectionFault) as caught:
         connection.receive(said)
     assert caught.value.code == code
-    *_, (kind, _, _, payload) = sent(connection.take())
+    *_, (kind, _, _, payload) = parse_frames(connection.take())
     assert (kind, int.from_bytes(payload[4:8], "big")) == (GOAWAY, code)
     assert [heard.code for heard in calls] == [UNAVAILABLE, UNAVAILABLE]
     connection.lose("and it is gone")
@@ -351,7 +351,7 @@ def test_a_call_that_is_cancelled_hears_nothing_more() -> None:
     connection = connected()
     stream, heard = asked(connection)
     connection.cancel(stream)
-    assert sent(connection.take()) == [(RST_STREAM, 0, stream, struct.pack(">I", 8))]
+    assert parse_frames(connection.take()) == [(RST_STREAM, 0, stream, struct.pack(">I", 8))]
     connection.receive(frame(DATA, 0, stream, packed(b"x")) + headers(stream, OK, END_STREAM))
     connection.lose("gone")
     assert (heard.messages, heard.ended) == ([], None)
@@ -390,7 +390,7 @@ async def test_what_was_said_last_goes_out_before_the_end() -> None:
         client.send(call, b"the last word")
         client.cancel(call)
         client.close()
-        said = sent((await peer.reader.read())[len(PREFACE) :])
+        said = parse_frames((await peer.reader.read())[len(PREFACE) :])
         assert [kind for kind, *_ in said[2:]] == [HEADERS, DATA, RST_STREAM]
         assert said[3][-1] == packed(b"the last word")
 
@@ -424,7 +424,7 @@ async def test_the_last_call_of_a_connection_that_is_left_ends_it_also_when_it_i
         peer.writer.write(frame(SETTINGS, 0, 0) + frame(GOAWAY, 0, 0, struct.pack(">II", call, 0)))
         await client.closed
         client.cancel(call)
-        *_, (kind, _, number, _) = sent((await peer.reader.read())[len(PREFACE) :])
+        *_, (kind, _, number, _) = parse_frames((await peer.reader.read())[len(PREFACE) :])
         assert (kind, number) == (RST_STREAM, call)
 
 
@@ -536,4 +536,4 @@ def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data
                 connection.send(stream, b"some")
     connection.lose("it is over")
     assert all(heard.ended is not None for _, heard in calls)
-    sent(connection.take())
+    parse_frames(connection.take())

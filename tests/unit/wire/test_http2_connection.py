@@ -44,7 +44,7 @@ from tests.support.http2_frames import (
     SETTINGS,
     WINDOW_UPDATE,
     frame,
-    sent,
+    parse_frames,
 )
 
 REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
@@ -61,7 +61,7 @@ def opened(stream: int, flags: int = 0) -> bytes:
 
 
 def body_of(data: bytes, stream: int) -> bytes:
-    return b"".join(payload for kind, _, number, payload in sent(data) if kind == DATA and number == stream)
+    return b"".join(payload for kind, _, number, payload in parse_frames(data) if kind == DATA and number == stream)
 
 
 def connected(first_window: int | None = None) -> ServerConnection:
@@ -77,7 +77,7 @@ def fault_of(connection: ServerConnection, data: bytes) -> int:
     """What these bytes end the connection with; the peer is told."""
     with pytest.raises(ConnectionFault) as caught:
         connection.receive(data)
-    *_, (kind, _, _, payload) = sent(connection.take())
+    *_, (kind, _, _, payload) = parse_frames(connection.take())
     assert kind == GOAWAY
     assert int.from_bytes(payload[4:], "big") == caught.value.code
     return caught.value.code
@@ -90,7 +90,7 @@ def test_a_request_and_its_answer() -> None:
     connection.send_headers(1, b"h")
     assert connection.send(1, b"body")
     connection.finish(1, TRAILERS)
-    assert sent(connection.take()) == [
+    assert parse_frames(connection.take()) == [
         (HEADERS, END_HEADERS, 1, b"h"),
         (DATA, 0, 1, b"body"),
         (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
@@ -100,9 +100,9 @@ def test_a_request_and_its_answer() -> None:
 
 def test_greetings_are_answered() -> None:
     connection = ServerConnection(8192)
-    assert [kind for kind, *_ in sent(connection.take())] == [SETTINGS, WINDOW_UPDATE]
+    assert [kind for kind, *_ in parse_frames(connection.take())] == [SETTINGS, WINDOW_UPDATE]
     connection.receive(PREFACE + frame(SETTINGS, 0, 0) + frame(PING, 0, 0, b"12345678"))
-    assert sent(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
+    assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
 
 
 def test_padding_priorities_and_continuations_are_taken_off() -> None:
@@ -118,7 +118,7 @@ def test_an_answer_before_the_requests_end_tells_the_peer_to_stop() -> None:
     connection = connected()
     connection.receive(opened(1))
     connection.finish(1, TRAILERS)
-    assert [kind for kind, *_ in sent(connection.take())] == [HEADERS, RST_STREAM]
+    assert [kind for kind, *_ in parse_frames(connection.take())] == [HEADERS, RST_STREAM]
     assert connection.receive(frame(DATA, 0, 1, b"was under way")) == []
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_fit_waits_in_order_with_the_trailers_behind_it() -> None:
     connection.receive(grow(1, 100))
     data = connection.take()
     assert body_of(data, 1) == b"ij"
-    assert sent(data)[-1] == (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)
+    assert parse_frames(data)[-1] == (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)
     assert connection.num_open == 0
 
 
@@ -165,7 +165,7 @@ def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
     connection.send(1, b"abcdef")
     connection.take()
     connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 100)))
-    assert sent(connection.take()) == [(SETTINGS, ACK, 0, b""), (DATA, 0, 1, b"ef")]
+    assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (DATA, 0, 1, b"ef")]
 
 
 def test_the_connections_window_is_shared_by_who_waits_the_longest() -> None:
@@ -186,7 +186,7 @@ def test_large_headers_leave_in_such_frames_too() -> None:
     connection.receive(opened(1))
     connection.send_headers(1, b"h" * 16_384)
     connection.finish(1, b"t" * 40_000)
-    frames = sent(connection.take())
+    frames = parse_frames(connection.take())
     assert [(kind, flags) for kind, flags, *_ in frames[:-1]] == [
         (HEADERS, END_HEADERS),
         (HEADERS, END_STREAM),
@@ -200,7 +200,7 @@ def test_large_bodies_leave_in_frames_of_the_least_size() -> None:
     connection = connected(first_window=1 << 20)
     connection.receive(opened(1) + grow(0, 1 << 20))
     assert connection.send(1, bytes(40_000))
-    assert [len(payload) for *_, payload in sent(connection.take())] == [16_384, 16_384, 7_232]
+    assert [len(payload) for *_, payload in parse_frames(connection.take())] == [16_384, 16_384, 7_232]
 
 
 def test_what_is_read_goes_back_to_the_windows() -> None:
@@ -211,7 +211,7 @@ def test_what_is_read_goes_back_to_the_windows() -> None:
         connection.receive(frame(DATA, 0, 1, bytes(16_384)))
         for stream in given:
             given[stream] -= 16_384
-        for kind, _, stream, payload in sent(connection.take()):
+        for kind, _, stream, payload in parse_frames(connection.take()):
             assert kind == WINDOW_UPDATE
             given[stream] += int.from_bytes(payload, "big")
         assert min(given.values()) > 16_384
@@ -234,7 +234,7 @@ def test_an_end_may_come_before_what_waits() -> None:
     connection.send(1, b"abcdef")
     connection.end(1, TRAILERS)
     frames = [(DATA, 0, 1, b"abcd"), (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)]
-    assert sent(connection.take()) == frames
+    assert parse_frames(connection.take()) == frames
     assert connection.receive(grow(1, 100)) == []
     connection.end(1, TRAILERS)
     assert connection.take() == b""
@@ -245,7 +245,10 @@ def test_a_fault_of_one_stream_costs_no_other() -> None:
     connection.receive(opened(1, END_STREAM) + opened(3))
     assert connection.receive(frame(DATA, 0, 1, b"more")) == [StreamReset(1)]
     assert connection.receive(grow(3, 0)) == [StreamReset(3)]
-    assert [(kind, stream) for kind, _, stream, _ in sent(connection.take())] == [(RST_STREAM, 1), (RST_STREAM, 3)]
+    assert [(kind, stream) for kind, _, stream, _ in parse_frames(connection.take())] == [
+        (RST_STREAM, 1),
+        (RST_STREAM, 3),
+    ]
     assert connection.receive(opened(5)) == [RequestReceived(5, REQUEST, False)]
 
 
@@ -262,7 +265,7 @@ def test_who_leaves_takes_nothing_new_and_ends_what_is_open() -> None:
     connection.leave()
     assert connection.receive(opened(3)) == []
     assert connection.send(1, b"x")
-    frames = sent(connection.take())
+    frames = parse_frames(connection.take())
     assert [kind for kind, *_ in frames] == [GOAWAY, RST_STREAM, DATA]
     assert frames[0][3] == struct.pack(">II", 1, 0), "nothing behind stream 1 was looked at"
     assert frames[1][2:] == (3, struct.pack(">I", 7)), "so it may be tried elsewhere"
@@ -336,7 +339,7 @@ def test_who_only_wants_to_be_refused_is_cut() -> None:
     with pytest.raises(ConnectionFault) as caught:
         connection.refuse(2_001, TRAILERS)
     assert caught.value.code == ENHANCE_YOUR_CALM
-    assert sent(connection.take())[-1][0] == GOAWAY
+    assert parse_frames(connection.take())[-1][0] == GOAWAY
 
 
 def test_who_sends_a_request_byte_by_byte_is_cut() -> None:
@@ -356,7 +359,7 @@ def test_what_comes_for_streams_that_are_over_is_no_more_free() -> None:
 
 def test_more_streams_are_allowed_later() -> None:
     connection = ServerConnection(8192, max_streams=2)
-    (settings, _) = sent(connection.take())
+    (settings, _) = parse_frames(connection.take())
     assert settings[3][:6] == struct.pack(">HI", 3, 2)
     connection.receive(PREFACE + frame(SETTINGS, 0, 0))
     assert [type(one) for one in connection.receive(opened(1) + opened(3) + opened(5))] == [
@@ -366,7 +369,7 @@ def test_more_streams_are_allowed_later() -> None:
     connection.take()
     connection.allow_streams(3)
     connection.allow_streams(3)
-    assert sent(connection.take()) == [(SETTINGS, 0, 0, struct.pack(">HI", 3, 3))]
+    assert parse_frames(connection.take()) == [(SETTINGS, 0, 0, struct.pack(">HI", 3, 3))]
     assert connection.receive(opened(7)) == [RequestReceived(7, REQUEST, False)]
 
 
@@ -439,7 +442,7 @@ def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data
             if data.draw(st.booleans()):
                 connection.finish(stream, TRAILERS)
                 open_streams.discard(stream)
-    sent(connection.take())
+    parse_frames(connection.take())
 
 
 @pytest.mark.parametrize(
@@ -494,7 +497,7 @@ def test_a_value_with_blanks_around_it_or_controls_in_it_breaks_the_stream(name:
     fields.sort(key=lambda one: not one[0].startswith(":"))
     connection = connected()
     assert connection.receive(frame(HEADERS, END_HEADERS, 1, write_headers(fields))) == [StreamReset(1)]
-    assert sent(connection.take()) == [(RST_STREAM, 0, 1, struct.pack(">I", PROTOCOL_ERROR))]
+    assert parse_frames(connection.take()) == [(RST_STREAM, 0, 1, struct.pack(">I", PROTOCOL_ERROR))]
 
 
 def test_answers_that_are_not_taken_count_as_open_streams() -> None:

@@ -34,13 +34,13 @@ def test_a_loop_that_was_held_up_takes_nobody_for_slow() -> None:
         assert isinstance(loop, VirtualTimeLoop)
         watch, written = WriteWatch(STALL_S), loop.create_future()
 
-        def hold_up() -> None:
-            # What came meanwhile is heard of after it, in the turn in which the watch looks too.
-            loop.hold_up(3 * STALL_S)
+        def stall() -> None:
+            # What arrived meanwhile is read after it, in the turn of the loop in which the watch looks, too.
+            loop.stall_for(3 * STALL_S)
             loop.call_soon(written.set_result, None)
 
         watch.begin_write()
-        loop.call_soon(hold_up)
+        loop.call_soon(stall)
         await written
         watch.end_write()
         watch.stop()

@@ -1,4 +1,4 @@
-"""A source of randomness for tests in which it matters at which router a client begins."""
+"""A source of randomness for tests that depend on the router at which a client begins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class FirstOfAll(Random):
-    """Chooses the first of a sequence: every client begins at the first router."""
+class AlwaysFirst(Random):
+    """Always chooses the first item of a sequence, so every client begins at the first router."""
 
     def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
         return seq[0]

@@ -11,7 +11,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def load_script(name: str) -> ModuleType:
-    """The module that `scripts/NAME.py` is."""
+    """Import `scripts/NAME.py` and return the module."""
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What a test leaves to the garbage collector: objects that are in cycles, found with the collector off."""
+"""Finds objects that only the garbage collector would free, because they are in reference cycles."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_off(
+def garbage_collector_off(
     *kinds: type, counts: Callable[[object], bool] = lambda one: True
 ) -> Iterator[Callable[[], Counter[str]]]:
-    """Yields a function that counts the objects of exactly these kinds, those aside that were there before.
+    """Turn the collector off and yield a function that counts the new objects of exactly these types by name.
 
-    `counts` says of an object whether it is one of those meant. Objects of earlier tests are kept meanwhile.
+    `counts` returns whether an object is to be counted. Objects that existed before are kept alive and not counted.
     """
 
     def kept() -> list[object]:
@@ -22,8 +22,8 @@ def collector_off(
 
     gc.collect()
     gc.disable()
-    of_others = kept()
-    known = set(map(id, of_others))
+    older = kept()
+    known = set(map(id, older))
     try:
         yield lambda: Counter(type(one).__name__ for one in kept() if id(one) not in known)
     finally:

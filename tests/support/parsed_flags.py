@@ -1,4 +1,4 @@
-"""A process's command line as its own command understands it."""
+"""Parses the flags of a process as its own command does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from baton.config import Loaded
 C = TypeVar("C", bound=BaseModel)
 
 
-def configured(model: type[C], words: Sequence[str]) -> Loaded[C]:
-    """What `baton node` or `baton router` would be configured with by these flags."""
+def config_from_flags(model: type[C], words: Sequence[str]) -> Loaded[C]:
+    """Return the configuration that `baton node` or `baton router` would have with these flags."""
     found: list[Loaded[C]] = []
     app = typer.Typer(add_completion=False)
     settings_command(app, "process", "", model, lambda loaded, _file: found.append(loaded))

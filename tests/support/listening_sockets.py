@@ -1,4 +1,4 @@
-"""What a process listens on, as the kernel has it."""
+"""The sockets on which a process listens, read from /proc."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LISTEN = "0A"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def listening(pid: int) -> set[tuple[Address, int]]:
-    """Address and port of every TCP socket that the process listens on."""
+def listening_sockets(pid: int) -> set[tuple[Address, int]]:
+    """Return address and port of every TCP socket on which the process listens."""
     inodes = _sockets(pid)
     found = set()
     for table in ("tcp", "tcp6"):
@@ -37,7 +37,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _address(text: str) -> Address:
-    """The kernel writes words of four bytes in its own order; an IPv4 address in IPv6's clothes is one of IPv4."""
+    """Parse an address of /proc/net/tcp: words of four bytes in host order. IPv4-mapped IPv6 addresses become IPv4."""
     words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return getattr(address, "ipv4_mapped", None) or address

@@ -1,4 +1,4 @@
-"""What every test gets: at its end the block books of all pools it made must agree."""
+"""Fixtures for every test: at its end the block accounts of all pools that it made must agree."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from baton.engine.kv_cache.manager import KVCacheManager
 from baton.security.access import default_access
 from baton.security.callers import current_caller
 
-# Threads that wait for each other give up their cores: several tests run at a time, and torch's would spin.
+# Waiting OpenMP threads release their cores: several tests run at a time, and torch's threads would spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# How long one example takes says something of who else runs on this machine.
+# The duration of an example depends on what else runs on this machine, so it has no deadline.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("baton")
 
 
 @pytest.fixture(autouse=True)
-def block_books_agree(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BlockPool | KVCacheManager]]:
+def block_accounts_agree(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BlockPool | KVCacheManager]]:
     """Checks every BlockPool and KVCacheManager made in a test. Clear the yielded list to break one on purpose."""
     made: list[BlockPool | KVCacheManager] = []
     for kind in (BlockPool, KVCacheManager):
@@ -34,8 +34,8 @@ def block_books_agree(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BlockPoo
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_calling() -> Iterator[None]:
-    """Who a test called as, or meant to, is forgotten at its end."""
+def caller_is_reset() -> Iterator[None]:
+    """Reset the current caller and the default access after each test."""
     caller, access = current_caller.set(current_caller.get()), default_access.set(default_access.get())
     yield
     current_caller.reset(caller)

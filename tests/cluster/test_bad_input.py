@@ -1,4 +1,4 @@
-"""What can't be served is refused with the field's name, before anything is allocated anywhere."""
+"""Invalid requests are refused with the name of the field before anything is allocated anywhere."""
 
 from __future__ import annotations
 

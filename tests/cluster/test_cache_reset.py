@@ -1,4 +1,4 @@
-"""Operators have a node forget its prefix cache, and the router knows that nothing is there any more."""
+"""Operators reset the prefix cache of a node, and the router learns that it is empty."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [7] * 70
 
 
 async def baton(cluster: MiniCluster, *words: str) -> tuple[int, str, str]:
-    """A command's exit code and what it says."""
+    """Run a command; return its exit code, stdout and stderr."""
     command = (sys.executable, "-m", "baton.cli.main", *words, "--address", cluster.router.operator)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -31,8 +31,8 @@ async def baton(cluster: MiniCluster, *words: str) -> tuple[int, str, str]:
     return process.returncode or 0, out.decode(), err.decode()
 
 
-async def cached(cluster: MiniCluster, request_id: str) -> int:
-    """How many tokens of the prompt were cached when it was asked for once more."""
+async def count_cached_tokens(cluster: MiniCluster, request_id: str) -> int:
+    """Run the prompt once more and return how many of its tokens were cached."""
     answer = await cluster.generate(GenerateRequest(PROMPT, request_id, temperature=0.0, max_tokens=4))
     assert answer.finished is not None
     await cluster.wait_until_idle()
@@ -42,7 +42,7 @@ async def cached(cluster: MiniCluster, request_id: str) -> int:
 async def test_a_reset_cache_is_empty_and_the_router_knows_it(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
-        assert [await cached(cluster, f"r{number}") for number in range(2)] == [0, 64]
+        assert [await count_cached_tokens(cluster, f"r{number}") for number in range(2)] == [0, 64]
         nodes = ("prefill-0", "decode-0")
         code, out, err = await baton(cluster, "cache", "reset", *nodes, "-o", "json")
         assert (code, err) == (0, "")
@@ -51,7 +51,7 @@ async def test_a_reset_cache_is_empty_and_the_router_knows_it(tmp_path: Path) ->
         assert all(count >= 4 for count in forgotten.values())
         for node in nodes:
             assert cluster.nodes[node].node.scheduler.kv_cache_manager.num_cached_blocks == 0
-        assert await cached(cluster, "again") == 0
+        assert await count_cached_tokens(cluster, "again") == 0
 
         code, _, err = await baton(cluster, "cache", "reset", "decode-7")
         assert code == 3

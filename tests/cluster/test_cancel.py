@@ -1,4 +1,4 @@
-"""A client that leaves, in each stage: both nodes' blocks come back, and nobody else notices."""
+"""A client that leaves at any stage of its request: the blocks of both nodes are freed, no other request notices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def gated_cluster(tmp_path: Path, prefill: StepGate, decode: StepGate) -> 
 
 
 async def _leave_at(cluster: MiniCluster, gate: StepGate, step: int) -> None:
-    """Start a request, wait until the gate holds the engine in that step, cancel."""
+    """Start a request, wait until the gate holds the engine in that step, and cancel it."""
     call = cluster.call(GenerateRequest(PROMPT, request_id="leaver", temperature=0.0, max_tokens=8))
     reading = asyncio.create_task(call.read())
     await asyncio.to_thread(gate.wait_for_step, step)

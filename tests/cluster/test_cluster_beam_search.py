@@ -1,4 +1,4 @@
-"""Beam search through the cluster finds what transformers finds, token for token."""
+"""Beam search through the cluster finds the same beams as transformers, token for token."""
 
 from __future__ import annotations
 

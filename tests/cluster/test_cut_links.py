@@ -1,4 +1,4 @@
-"""The connection between the router and a node breaks, and both live: the stream goes on, nothing is computed again."""
+"""The connection between router and node breaks while both live: the stream continues and nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.step_gate import StepGate
 
 @pytest.fixture(autouse=True)
 def transport() -> str:
-    """How blocks travel is no matter here: one kind is enough."""
+    """The transport of blocks does not matter here: one kind is enough."""
     return "default"
 
 
-async def told(cluster: MiniCluster, node_id: str, name: str) -> int:
-    """How many of its events are called so."""
+async def count_events(cluster: MiniCluster, node_id: str, name: str) -> int:
+    """Return how many events of a node have this name."""
     return sum(event.name == name for event in await cluster.trace(node_id))
 
 
-async def until_adopted(cluster: MiniCluster, node_id: str) -> None:
-    """Each question is a round trip, so nothing spins."""
-    while not await told(cluster, node_id, "adopted"):
+async def wait_until_adopted(cluster: MiniCluster, node_id: str) -> None:
+    """Wait until the node has adopted an attempt. Each poll is a round trip, so the loop does not spin."""
+    while not await count_events(cluster, node_id, "adopted"):
         pass
 
 
@@ -47,12 +47,12 @@ async def test_a_stream_survives_a_cut_of_its_link(tmp_path: Path, node_id: str,
         await asyncio.to_thread(gate.wait_for_step, step)
         # To a prefill node the decode node has a connection, too, which is cut with the router's.
         assert cut_connections_to(cluster.nodes[node_id].description.address)
-        await until_adopted(cluster, node_id)
+        await wait_until_adopted(cluster, node_id)
         gate.allow(None)
         answer = await answering
         assert answer.token_ids == expected_tokens(PROMPT, PARAMS, _spec())
         assert answer.indices == list(range(8)), "none twice, none missing"
         assert answer.end.path.attempts == 1
-        assert await told(cluster, node_id, "abort") == 0
+        assert await count_events(cluster, node_id, "abort") == 0
         await cluster.wait_until_idle()
         assert all(node.num_blocks_in_use == 0 for node in cluster.nodes.values())

@@ -1,4 +1,4 @@
-"""Placement that knows the caches, over real connections, and what operators are told of it."""
+"""Placement by cached prefixes over real connections, and how operators see it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SPEC = SimulatedSpec(
     step_time=StepTime(per_prefill_token=1e-3),
     sleep=time.sleep,
 )
-"""A prompt takes 0.2 s: what a node is held up by strangers is little beside it, and the router's rates are right."""
+"""A prompt takes 0.2 s: delays by other processes are small beside it, so the router's rates are right."""
 PROMPT = [7] * 200
 
 
 async def baton(cluster: MiniCluster, *words: str) -> str:
-    """What the command prints of this cluster."""
+    """Run a command on this cluster and return what it prints."""
     command = (sys.executable, "-m", "baton.cli.main", *words, "--address", cluster.router.operator)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     out, _ = await process.communicate()
@@ -35,18 +35,18 @@ async def baton(cluster: MiniCluster, *words: str) -> str:
 
 
 async def ask(cluster: MiniCluster, request_id: str, prompt: list[int]) -> int:
-    """Run a request to its end; returns how many of its prompt's tokens were cached."""
+    """Run a request to its end; return how many tokens of its prompt were cached."""
     answer = await cluster.generate(GenerateRequest(prompt, request_id, temperature=0.0, max_tokens=4))
     assert answer.finished is not None
     return answer.finished.cached_tokens
 
 
-async def told_of(cluster: MiniCluster, num_blocks: int) -> None:
-    """Wait until the router has heard of so many cached blocks, over all nodes: nodes tell it in their own time."""
+async def wait_for_cached_blocks(cluster: MiniCluster, num_blocks: int) -> None:
+    """Wait until the router knows `num_blocks` cached blocks over all nodes; nodes report them asynchronously."""
     port = int(cluster.router.http.rpartition(":")[2])
     known = 0.0
     while known < num_blocks:
-        # Each look is a round trip, so nothing spins.
+        # Each poll is a round trip, so the loop does not spin.
         samples = await read_metrics_samples(port)
         known = sum(value for name, value in samples.items() if name.startswith("baton_router_cached_blocks"))
 
@@ -63,9 +63,9 @@ async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tm
     ) as cluster:
         on_both_nodes = 2 * (len(PROMPT) // SPEC.block_size)
         assert await ask(cluster, "first", [*PROMPT, 1]) == 0
-        await told_of(cluster, on_both_nodes)
+        await wait_for_cached_blocks(cluster, on_both_nodes)
         assert await ask(cluster, "other", [8, *PROMPT]) == 0
-        await told_of(cluster, 2 * on_both_nodes)
+        await wait_for_cached_blocks(cluster, 2 * on_both_nodes)
         assert await ask(cluster, "second", [*PROMPT, 2]) == 192
         first, second = [json.loads(await baton(cluster, "explain", r, "-o", "json")) for r in ("first", "second")]
         (before,), (after,) = first["decisions"], second["decisions"]

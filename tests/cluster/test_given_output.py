@@ -1,4 +1,4 @@
-"""An attempt that begins behind what an earlier one generated draws what that one would have drawn, bit for bit."""
+"""An attempt that continues the output of an earlier one samples the same tokens, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny_models import TINY_MODELS
 BLOCK_SIZE = 16
 NEW_TOKENS = 24
 SPLITS = (1, 7, 23)
-"""After so many tokens the first attempt is lost. Prompts and these end inside blocks, at their ends and behind."""
+"""The first attempt is lost after so many tokens. Prompt and output end inside blocks and at their ends."""
 LENGTHS = (9, 25, 40)
 
 SAMPLINGS = {
@@ -36,7 +36,7 @@ SAMPLINGS = {
 
 
 class Legs:
-    """A router's part, by hand: it submits legs and hears what comes of them."""
+    """Plays the router: submits legs and reads their reports."""
 
     def __init__(self, cluster: MiniCluster, prefill: QueuedReports, decode: QueuedReports) -> None:
         self._source = cluster.nodes["prefill-0"].description.kv_source
@@ -45,14 +45,14 @@ class Legs:
         self._flight = 0
 
     async def whole(self, prompt: Sequence[int], params: SamplingParams, given: Sequence[int] = ()) -> Output:
-        """Everything on the decode node."""
+        """Run the whole request on the decode node."""
         self._flight += 1
         key = AttemptKey("whole", 1, self._flight)
         self._decode.send(Submit(key, Leg.WHOLE, prompt, params, output_token_ids=given))
         return Output(await self._until_end(self._decode, key))
 
     async def pair(self, prompt: Sequence[int], params: SamplingParams, given: Sequence[int]) -> tuple[Output, Output]:
-        """What the two legs of a hand-off say."""
+        """Run a prefill and a decode leg; return the output of both."""
         self._flight += 1
         key = AttemptKey("pair", 2, self._flight)
         self._prefill.send(Submit(key, Leg.PREFILL, prompt, params, output_token_ids=given))
@@ -69,14 +69,14 @@ class Legs:
 
 
 class Output:
-    """What one leg brought."""
+    """The output of one leg."""
 
     def __init__(self, deltas: Sequence[RequestDelta]) -> None:
         assert not deltas[-1].error, deltas[-1].error
-        told = [delta for delta in deltas if delta.token_ids]
-        self.first_index = told[0].first_index
-        self.tokens = [token for delta in told for token in delta.token_ids]
-        self.logprobs: list[TokenLogprobs] = [position for delta in told for position in delta.logprobs]
+        with_tokens = [delta for delta in deltas if delta.token_ids]
+        self.first_index = with_tokens[0].first_index
+        self.tokens = [token for delta in with_tokens for token in delta.token_ids]
+        self.logprobs: list[TokenLogprobs] = [position for delta in with_tokens for position in delta.logprobs]
         self.outcome = deltas[-1].outcome
         self.timings = deltas[-1].timings
 

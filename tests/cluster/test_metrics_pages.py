@@ -1,4 +1,4 @@
-"""What the metrics pages of all processes say: while a prompt is handed over, and which metrics there are at all."""
+"""The metrics pages of all processes: during a hand-off, and the set of metrics that exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 
 
 async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
-    """A node's samples."""
+    """Return the samples of a node."""
     return await read_metrics_samples(cluster.nodes[node_id].node.metrics_port or 0)
 
 
@@ -48,7 +48,7 @@ async def test_a_prompt_in_transfer_is_shown_by_both_nodes(tmp_path: Path) -> No
 
     async with mini_cluster(make_runner, tmp_path, token_ids_only=True, metrics_port=0) as cluster:
         answer = asyncio.create_task(cluster.generate(GenerateRequest([1] * 40, temperature=0.0, max_tokens=4)))
-        # Each look is a round trip, so nothing spins.
+        # Each poll is a round trip, so the loop does not spin.
         while not any(event.name == "subscribed" for event in await cluster.trace("decode-0")):
             pass
         decode = await page(cluster, "decode-0")
@@ -78,14 +78,14 @@ async def test_a_prompt_in_transfer_is_shown_by_both_nodes(tmp_path: Path) -> No
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a process tells under one name."""
+class Metric:
+    """The type, labels and bucket bounds of one metric."""
 
     type: str
     labels: frozenset[str]
-    """Beside those of the process."""
+    """The labels beside those of the process."""
     bounds: tuple[float, ...] = ()
-    """Of a histogram's buckets, the infinite one aside."""
+    """The bounds of a histogram's buckets, without the infinite one."""
 
 
 OF_A_PROCESS = frozenset({"model_name", "node", "role"})
@@ -94,16 +94,16 @@ ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def gauge(*labels: str) -> Kind:
-    return Kind("gauge", frozenset(labels))
+def gauge(*labels: str) -> Metric:
+    return Metric("gauge", frozenset(labels))
 
 
-def counter(*labels: str) -> Kind:
-    return Kind("counter", frozenset(labels))
+def counter(*labels: str) -> Metric:
+    return Metric("counter", frozenset(labels))
 
 
-def histogram(*labels: str, bounds: tuple[float, ...] = ()) -> Kind:
-    return Kind("histogram", frozenset(labels), bounds)
+def histogram(*labels: str, bounds: tuple[float, ...] = ()) -> Metric:
+    return Metric("histogram", frozenset(labels), bounds)
 
 
 PROCESS = {
@@ -169,8 +169,8 @@ DECODE = {
 }
 
 
-def kinds(text: str) -> dict[str, Kind]:
-    """What a page has, by its name without the prefix."""
+def parse_metrics(text: str) -> dict[str, Metric]:
+    """Parse a page; return its metrics by name without the prefix."""
     found = {}
     for family in text_string_to_metric_families(text):
         assert family.name.startswith("baton_"), family.name
@@ -180,13 +180,13 @@ def kinds(text: str) -> dict[str, Kind]:
         assert len(labels) == 1, f"{name} has now these labels and now those: {labels}"
         bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
         assert name not in found, f"{name} is there twice"
-        found[name] = Kind(family.type, labels.pop() - OF_A_PROCESS, tuple(sorted(bounds - {float("inf")})))
+        found[name] = Metric(family.type, labels.pop() - OF_A_PROCESS, tuple(sorted(bounds - {float("inf")})))
     return found
 
 
 @asynccontextmanager
-async def some_requests(directory: Path) -> AsyncIterator[MiniCluster]:
-    """A cluster that has served a pair of them, and refused one."""
+async def cluster_after_requests(directory: Path) -> AsyncIterator[MiniCluster]:
+    """Yield a cluster that has served two requests and refused one."""
     simulated_model_dir(directory, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(SPEC), directory, token_ids_only=True, metrics_port=0) as cluster:
         for seed in (1, 2):
@@ -197,8 +197,8 @@ async def some_requests(directory: Path) -> AsyncIterator[MiniCluster]:
         yield cluster
 
 
-def listed(expected: dict[str, Kind], found: dict[str, Kind]) -> None:
-    """All of these are there, as they should be."""
+def check_metrics(expected: dict[str, Metric], found: dict[str, Metric]) -> None:
+    """Check that the page has all expected metrics with type, labels and bounds."""
     for name, kind in expected.items():
         seen = found[name]
         assert (name, seen.type, seen.labels) == (name, kind.type, kind.labels)
@@ -207,12 +207,12 @@ def listed(expected: dict[str, Kind], found: dict[str, Kind]) -> None:
 
 
 def names_in(expression: str) -> set[str]:
-    """Metrics of an expression of Prometheus."""
+    """Return the metrics that a Prometheus expression names."""
     return set(re.findall(r"\bbaton[_:][A-Za-z0-9_:]+", expression))
 
 
-def check_expression(expression: str, found: dict[str, Kind], recorded: Iterable[str]) -> None:
-    """It names metrics and labels that there are."""
+def check_expression(expression: str, found: dict[str, Metric], recorded: Iterable[str]) -> None:
+    """Check that an expression names only existing metrics and labels."""
     labels: set[str] = set(OF_A_PROCESS)
     for name in names_in(expression):
         if ":" in name:
@@ -220,7 +220,7 @@ def check_expression(expression: str, found: dict[str, Kind], recorded: Iterable
             labels |= {"cause"}
             continue
         base = re.sub(r"_(bucket|sum|count)\Z", "", name.removeprefix("baton_"))
-        assert base in found, f"{name} is told by no process: {expression}"
+        assert base in found, f"{name} is exported by no process: {expression}"
         assert (base == name.removeprefix("baton_")) == (found[base].type != "histogram"), expression
         labels |= found[base].labels | ({"le"} if name.endswith("_bucket") else set())
     groups = re.findall(r"\b(?:by|on|without) \(([^)]*)\)", expression)
@@ -240,21 +240,21 @@ def rules() -> Sequence[dict[str, Any]]:
 def test_every_process_has_the_promised_metrics_and_rules_and_panels_use_no_others(tmp_path: Path) -> None:
     # On the loop that processes have.
     with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
-        runner.run(_every_process_tells_what_is_promised(tmp_path))
+        runner.run(_check_every_process(tmp_path))
 
 
-async def _every_process_tells_what_is_promised(tmp_path: Path) -> None:
-    async with some_requests(tmp_path) as cluster:
-        router = kinds(await read_metrics_text(int(cluster.router.http.rpartition(":")[2])))
+async def _check_every_process(tmp_path: Path) -> None:
+    async with cluster_after_requests(tmp_path) as cluster:
+        router = parse_metrics(await read_metrics_text(int(cluster.router.http.rpartition(":")[2])))
         prefill, decode = [
-            kinds(await read_metrics_text(cluster.nodes[name].node.metrics_port or 0))
+            parse_metrics(await read_metrics_text(cluster.nodes[name].node.metrics_port or 0))
             for name in ("prefill-0", "decode-0")
         ]
-    listed(ROUTER, router)
-    listed(PREFILL, prefill)
-    listed(DECODE, decode)
-    # Told once something has gone wrong.
-    faults = kinds(
+    check_metrics(ROUTER, router)
+    check_metrics(PREFILL, prefill)
+    check_metrics(DECODE, decode)
+    # These appear only after a failure.
+    faults = parse_metrics(
         render(failure_figures({("p", TransferCause.LEASE_LOST): 1}), dict.fromkeys(OF_A_PROCESS, "")).decode()
     )
     assert faults["kv_transfer_failures_total"] == counter("cause", "peer")

@@ -1,4 +1,4 @@
-"""Whatever way requests end, both nodes' books are empty afterwards, at once and not when a lease has run out."""
+"""However requests end, the books of both nodes are empty right afterwards, not only when leases have expired."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-async def _nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
+async def _assert_nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
     await cluster.wait_until_idle(*node_ids)
     for node_id in node_ids or tuple(cluster.nodes):
         node = cluster.nodes[node_id].node
         assert not node.scheduler.requests
         events = [event.name for event in await cluster.trace(node_id)]
-        assert "lease_expired" not in events, "somebody forgot to say that it is over"
+        assert "lease_expired" not in events, "nobody reported the end of the request"
         match node.role:
             case PrefillRole(handoff=handoff, connector=connector):
                 stats = handoff.stats()
@@ -37,7 +37,7 @@ async def _nothing_is_left(cluster: MiniCluster, *node_ids: str) -> None:
 
 
 async def test_a_request_that_ends_with_its_first_token_leaves_no_offer(tmp_path: Path) -> None:
-    """The decode node, busy in a step, never came to ask for the prompt, and never will."""
+    """The decode node is busy in a step and never subscribes to the prompt."""
     simulated_model_dir(tmp_path, 256, 512)
     gate = StepGate(allowed=0)
     held = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512, step_time=StepTime(1.0), sleep=gate)
@@ -51,10 +51,10 @@ async def test_a_request_that_ends_with_its_first_token_leaves_no_offer(tmp_path
         for number in range(3):
             answer = await cluster.generate(GenerateRequest([2 + number] * 40, temperature=0.0, max_tokens=1))
             assert len(answer.token_ids) == 1
-        await _nothing_is_left(cluster, "prefill-0")
+        await _assert_nothing_is_left(cluster, "prefill-0")
         gate.allow(None)
         assert len((await first).token_ids) == 4
-        await _nothing_is_left(cluster)
+        await _assert_nothing_is_left(cluster)
 
 
 async def test_nothing_is_left_of_many_requests_of_which_half_leave_early(tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ async def test_nothing_is_left_of_many_requests_of_which_half_leave_early(tmp_pa
 
         for _ in range(4):
             await asyncio.gather(*(one(number) for number in range(60)))
-        await _nothing_is_left(cluster)
+        await _assert_nothing_is_left(cluster)

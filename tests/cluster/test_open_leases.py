@@ -1,4 +1,4 @@
-"""What operators are told of a hand-off while it is under way."""
+"""How operators see a hand-off while it is running."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tests.support.step_gate import StepGate
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 
 
-class OddRunner(SimulatedRunner):
-    """Says that it is the same model, so that only a link can tell that its blocks are not."""
+class MislabelledRunner(SimulatedRunner):
+    """Claims to be the same model, so that only the link notices that its blocks differ."""
 
     @property
     def model(self) -> ModelInfo:
         return SimulatedRunner(SPEC).model
 
 
-async def until_open(cluster: MiniCluster, node_id: str, state: str) -> OpenHandoff:
-    """The node's one lease or transfer, once it is in that state; each question is a round trip, so nothing spins."""
+async def wait_for_handoff(cluster: MiniCluster, node_id: str, state: str) -> OpenHandoff:
+    """Wait until the node's one lease or transfer is in this state, and return it. Each poll is a round trip."""
     client = NodeClient(cluster.nodes[node_id].description.address)
     try:
         while True:
@@ -48,7 +48,7 @@ async def until_open(cluster: MiniCluster, node_id: str, state: str) -> OpenHand
 
 
 async def baton(cluster: MiniCluster, *words: str) -> Any:
-    """What the command says as JSON of this cluster."""
+    """Run a command on this cluster and return its JSON output."""
     more = ("--address", cluster.router.operator, "-o", "json")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "baton.cli.main", *words, *more, stdout=asyncio.subprocess.PIPE
@@ -70,8 +70,8 @@ async def test_a_lease_is_listed_from_both_nodes_until_it_ends(tmp_path: Path) -
     async with mini_cluster(make_runner, tmp_path, **settings) as cluster:  # type: ignore[arg-type]
         answer = asyncio.create_task(cluster.generate(GenerateRequest([1] * 80, temperature=0.0, max_tokens=4)))
         # Of five blocks two are computed; the third step waits at the gate.
-        lease = await until_open(cluster, "prefill-0", "READING")
-        transfer = await until_open(cluster, "decode-0", "READING")
+        lease = await wait_for_handoff(cluster, "prefill-0", "READING")
+        transfer = await wait_for_handoff(cluster, "decode-0", "READING")
         assert lease.attempt == transfer.attempt
         assert (lease.num_blocks, transfer.num_blocks) == (2, 5)
 
@@ -100,7 +100,7 @@ async def test_a_link_refused_for_its_layout_is_shown_at_both_nodes(tmp_path: Pa
     simulated_model_dir(tmp_path, 256, 512)
 
     def make_runner(node_id: str) -> SimulatedRunner:
-        return SimulatedRunner(SPEC) if node_id.startswith("prefill") else OddRunner(replace(SPEC, head_dim=16))
+        return SimulatedRunner(SPEC) if node_id.startswith("prefill") else MislabelledRunner(replace(SPEC, head_dim=16))
 
     settings = {"token_ids_only": True, "on_transfer_failure": "fail"}
     async with mini_cluster(make_runner, tmp_path, **settings) as cluster:  # type: ignore[arg-type]
@@ -112,9 +112,9 @@ async def test_a_link_refused_for_its_layout_is_shown_at_both_nodes(tmp_path: Pa
             while not (told.get("decode-0") and told.get("prefill-0")):
                 answer = CLUSTER_STATUS.from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
                 told = {node.name: node.detail for node in answer.nodes}
-        for story in (told["decode-0"], told["prefill-0"]):
-            assert "KV layouts differ in geometry, block_bytes: prefill-0 [" in story
-            assert "], decode-0 [" in story
+        for detail in (told["decode-0"], told["prefill-0"]):
+            assert "KV layouts differ in geometry, block_bytes: prefill-0 [" in detail
+            assert "], decode-0 [" in detail
         described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
         assert described["refused_links"][0]["cause"] == "layout_mismatch"
         assert told["decode-0"] == described["refused_links"][0]["story"]

@@ -1,4 +1,4 @@
-"""Blocks move while the rest of the prompt is still being computed."""
+"""Blocks are transferred while the rest of the prompt is still being computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that wants no output that repeats itself gets its tokens and then an error that says so, on both fronts."""
+"""A request with repetition detection gets its tokens and then an error, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ async def test_a_repetitive_output_ends_with_an_error_after_its_tokens(tmp_path:
         return load_runner(tmp_path, dtype="float32", block_size=16, num_blocks=64)
 
     async with mini_cluster(runner, tmp_path, token_ids_only=True) as cluster:  # type: ignore[arg-type]
-        told: list[int] = []
+        token_ids: list[int] = []
 
-        def hear(event: Accepted | Chunk) -> None:
+        def record_tokens(event: Accepted | Chunk) -> None:
             if isinstance(event, Chunk) and event.sequence_index == 0:
-                told.extend(event.token_ids)
+                token_ids.extend(event.token_ids)
 
         rule = RepetitionDetection(4, min_count=6)
         request = GenerateRequest(
             PROMPT, logit_bias=ALWAYS, max_tokens=20, n=n, ignore_eos=True, repetition_detection=rule
         )
         with pytest.raises(RepetitiveOutput, match="its last token came 6 times in a row") as ended:
-            await cluster.generate(request, on_event=hear)
-        assert told == [7] * 6
+            await cluster.generate(request, on_event=record_tokens)
+        assert token_ids == [7] * 6
         assert ended.value.tokens_sent is not None
         free = GenerateRequest(PROMPT, logit_bias=ALWAYS, max_tokens=20, ignore_eos=True)
         assert (await cluster.generate(free)).token_ids == [7] * 20

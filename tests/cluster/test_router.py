@@ -1,4 +1,4 @@
-"""The whole router over real gRPC, between real clients and nodes whose engine is a script. No Redis, no torch."""
+"""The whole router over real gRPC, between real clients and nodes with a scripted engine. No Redis, no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A byte-level model of which only the tokenizer exists: token id of a small letter is its code."""
+    """Write a model with only a byte-level tokenizer; the token id of a lower-case letter is its code."""
     vocab = {chr(33 + place): place + 33 for place in range(94)}
     rest = [letter for letter in ALPHABET if letter not in vocab]
     vocab |= {letter: number for number, letter in zip([*range(33), *range(127, 400)], rest, strict=False)}
@@ -41,7 +41,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 class Cluster:
-    """A router and its nodes, as a client and an operator see them."""
+    """A router and its nodes, with calls of clients and operators."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Cluster:
             stub.close()
 
     async def statuses(self) -> dict[str, str]:
-        """The operator's word for every process, by name."""
+        """Return the status of every process by name, as operators see it."""
         stub = OperatorStub((await self.addresses).operator)
         try:
             status = await asyncio.to_thread(stub.status, 10.0)
@@ -94,12 +94,12 @@ class Cluster:
         finally:
             stub.close()
 
-    async def has_status(self, word: str, *names: str) -> None:
-        """Ask until the router says this of them all."""
+    async def wait_for_status(self, wanted: str, *names: str) -> None:
+        """Wait until all these processes have this status."""
         waiting = set(names)
         while waiting:
-            said = await self.statuses()
-            waiting = {name for name in waiting if said.get(name) != word}
+            statuses = await self.statuses()
+            waiting = {name for name in waiting if statuses.get(name) != wanted}
 
 
 @asynccontextmanager
@@ -113,7 +113,7 @@ async def cluster(model_dir: Path, *names: str, runner: str = "torch") -> AsyncI
     one = Cluster(store, model_dir, nodes, runner)
     try:
         await one.addresses
-        await one.has_status("Ready", *nodes)
+        await one.wait_for_status("Ready", *nodes)
         yield one
     finally:
         one.stop.set()
@@ -285,7 +285,7 @@ async def test_a_stopping_router_lets_running_requests_end_and_removes_its_recor
         reading = asyncio.create_task(one.generate(GenerateRequest("ab", max_tokens=2)))
         submitted = {name: await node.next_submit() for name, node in one.nodes.items()}
         one.stop.set()
-        await one.has_status("Draining", "router-1")
+        await one.wait_for_status("Draining", "router-1")
         with pytest.raises((Draining, Unreachable)):
             await one.generate(GenerateRequest("cd"))
         for name, node in one.nodes.items():

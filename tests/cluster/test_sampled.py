@@ -1,4 +1,4 @@
-"""Sampled and greedy tokens through the cluster equal the same engine's alone in one process."""
+"""Sampled and greedy tokens through the cluster equal those of one engine alone."""
 
 from __future__ import annotations
 

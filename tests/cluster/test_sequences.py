@@ -1,4 +1,4 @@
-"""Several sequences of one request through router, prefill node, NIXL and decode node: each is what it is alone."""
+"""Several sequences of one request through router, prefill and decode node: each has the tokens that it has alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators do to a cluster that serves: no request fails, no token changes."""
+"""Operators' commands on a cluster that serves: no request fails and no token changes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NUM_CLIENTS = 6
 
 @pytest.fixture(autouse=True)
 def transport() -> str:
-    """How blocks travel is no matter here: one kind is enough."""
+    """The transport of blocks does not matter here: one kind is enough."""
     return "default"
 
 
 class Load:
-    """Clients that ask again and again, and compare each answer with what the quiet cluster had said."""
+    """Clients that repeat their requests and compare each answer with that of the quiet cluster."""
 
     def __init__(self, cluster: MiniCluster) -> None:
         self._cluster = cluster
@@ -41,13 +41,13 @@ class Load:
             GenerateRequest(random_prompt(Random(seed), 20 + 30 * seed, 256), temperature=0.0, max_tokens=30 + 5 * seed)
             for seed in range(NUM_CLIENTS)
         ]
-        self._over = False
+        self._is_stopped = False
         self.num_answers = 0
         self._answered = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At its end every request has been answered, rightly."""
+        """Run the clients; at the end every request has the right answer."""
         right = [(await self._cluster.generate(request)).token_ids for request in self._requests]
         clients = [
             asyncio.create_task(self._ask(*each), name=f"client-{index}")
@@ -56,18 +56,18 @@ class Load:
         try:
             yield
         finally:
-            self._over = True
+            self._is_stopped = True
             await asyncio.gather(*clients)
 
     async def _ask(self, request: GenerateRequest, right: list[int]) -> None:
-        while not self._over:
+        while not self._is_stopped:
             answer = await self._cluster.generate(request)
             assert answer.token_ids == right
             self.num_answers += 1
             self._answered.set()
 
-    async def goes_on(self, count: int = NUM_CLIENTS) -> None:
-        """Return once so many more are answered."""
+    async def wait_for_answers(self, count: int = NUM_CLIENTS) -> None:
+        """Return once `count` more requests are answered."""
         wanted = self.num_answers + count
         while self.num_answers < wanted:
             self._answered.clear()
@@ -75,7 +75,7 @@ class Load:
 
 
 class Operator:
-    """What an operator asks of the cluster's router, beside the loop that the cluster runs on."""
+    """Calls of an operator to the router, in threads beside the cluster's loop."""
 
     def __init__(self, cluster: MiniCluster) -> None:
         self._client = OperatorClient(cluster.router.operator)
@@ -93,7 +93,7 @@ class Operator:
         return (await asyncio.to_thread(self._client.set_role, name, role)).warning
 
     async def reasons(self) -> list[tuple[str, str]]:
-        """What happened to whom."""
+        """Return reason and subject of all events."""
         events = await asyncio.to_thread(lambda: list(self._client.events()))
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         return [(event.reason, event.subject) for event in events]
@@ -101,11 +101,11 @@ class Operator:
     async def status(self) -> ClusterStatus:
         return await asyncio.to_thread(self._client.status)
 
-    async def until(self, name: str, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
-        """Ask for a node until it is so; each question is a round trip, so nothing spins."""
+    async def wait_for_node(self, name: str, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
+        """Wait until the condition holds for a node, and return its status. Each poll is a round trip."""
         while True:
             nodes = [node for node in (await self.status()).nodes if node.name == name]
-            found = next((node for node in nodes if is_so(node)), None)
+            found = next((node for node in nodes if condition(node)), None)
             if found is not None:
                 return found
 
@@ -114,7 +114,7 @@ class Operator:
 
 
 @asynccontextmanager
-async def steered(directory: Path, **sizes: int) -> AsyncIterator[tuple[MiniCluster, Operator, Load]]:
+async def cluster_under_load(directory: Path, **sizes: int) -> AsyncIterator[tuple[MiniCluster, Operator, Load]]:
     simulated_model_dir(directory, 256, 512)
     async with mini_cluster(lambda _: SimulatedRunner(SLOW), directory, **SETTINGS, **sizes) as cluster:  # type: ignore[arg-type]
         operator = Operator(cluster)
@@ -127,33 +127,33 @@ async def steered(directory: Path, **sizes: int) -> AsyncIterator[tuple[MiniClus
 
 
 async def test_draining_nodes_and_changing_roles_under_load_fails_no_request(tmp_path: Path) -> None:
-    async with steered(tmp_path, prefill=2, decode=2) as (cluster, operator, load):
+    async with cluster_under_load(tmp_path, prefill=2, decode=2) as (cluster, operator, load):
         # A prefill node, whose blocks are on offer.
-        await load.goes_on()
+        await load.wait_for_answers()
         progress = await operator.drain("prefill-0")
         assert progress[-1] == DrainProgress(idle=True)
         assert not any(each.idle for each in progress[:-1])
-        assert (await operator.until("prefill-0", lambda node: node.cordoned)).status == "Cordoned"
+        assert (await operator.wait_for_node("prefill-0", lambda node: node.cordoned)).status == "Cordoned"
         answers = cluster.nodes["prefill-0"].node.scheduler.make_stats()
-        await load.goes_on()
+        await load.wait_for_answers()
         assert answers == cluster.nodes["prefill-0"].node.scheduler.make_stats(), "it was asked for something"
         await operator.uncordon("prefill-0")
-        assert (await operator.until("prefill-0", lambda node: node.status == "Ready")).is_idle in (True, False)
+        assert (await operator.wait_for_node("prefill-0", lambda node: node.status == "Ready")).is_idle in (True, False)
 
         # A decode node becomes a prefill node and again what it was, over the same model.
-        first = await operator.until("decode-1", lambda node: node.role == "decode")
+        first = await operator.wait_for_node("decode-1", lambda node: node.role == "decode")
         assert await operator.set_role("decode-1", "prefill") == ""
-        second = await operator.until("decode-1", lambda node: (node.role, node.status) == ("prefill", "Ready"))
+        second = await operator.wait_for_node("decode-1", lambda node: (node.role, node.status) == ("prefill", "Ready"))
         assert second.incarnation != first.incarnation
-        await load.goes_on()
+        await load.wait_for_answers()
         await operator.set_role("decode-1", "decode")
-        await operator.until("decode-1", lambda node: (node.role, node.status) == ("decode", "Ready"))
-        await load.goes_on()
+        await operator.wait_for_node("decode-1", lambda node: (node.role, node.status) == ("decode", "Ready"))
+        await load.wait_for_answers()
 
         # A decode node that is to end.
         assert (await operator.drain("decode-0", stop=True))[-1].stopped
         await cluster.nodes["decode-0"].task
-        await load.goes_on()
+        await load.wait_for_answers()
         reasons = await operator.reasons()
         for expected in (
             ("Cordoned", "prefill-0"),
@@ -169,7 +169,7 @@ async def test_draining_nodes_and_changing_roles_under_load_fails_no_request(tmp
 
 
 async def test_without_the_registry_operators_changes_are_refused_and_requests_are_served(tmp_path: Path) -> None:
-    async with steered(tmp_path, prefill=1, decode=2) as (cluster, operator, load):
+    async with cluster_under_load(tmp_path, prefill=1, decode=2) as (cluster, operator, load):
         with pytest.raises(NodeNotFound, match=r"no node is called decode-7 \(did you mean decode-\d\?\)"):
             await operator.cordon("decode-1", "decode-7")
         assert await operator.cordon("decode-1") == ""
@@ -180,12 +180,12 @@ async def test_without_the_registry_operators_changes_are_refused_and_requests_a
         status = await operator.status()
         assert status.health == "degraded"
         assert {node.name for node in status.nodes if node.cordoned} == {"decode-1", "prefill-0"}
-        await load.goes_on()
+        await load.wait_for_answers()
         # It comes back with nothing in it, and is told again.
         cluster.store.restart(empty=True)
         await operator.uncordon("prefill-0")
-        await operator.until("prefill-0", lambda node: node.status == "Ready")
+        await operator.wait_for_node("prefill-0", lambda node: node.status == "Ready")
         assert {node.name for node in (await operator.status()).nodes if node.cordoned} == {"decode-1"}
         assert cluster.store.desired("mini").cordoned == {"decode-1"}
         assert (await operator.status()).health == "ok"
-        await load.goes_on()
+        await load.wait_for_answers()

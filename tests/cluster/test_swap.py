@@ -1,4 +1,4 @@
-"""Nodes with little device memory and a host tier: pulls, preemptions and evictions at once change no token."""
+"""Nodes with little device memory and a host tier: transfers, preemptions and evictions at once change no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's spans from all processes, as a collector of traces gets them."""
+"""The spans of one request from all processes, as a trace collector receives them."""
 
 from __future__ import annotations
 

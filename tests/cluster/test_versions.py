@@ -1,4 +1,4 @@
-"""Nodes of two versions side by side, as in the middle of an upgrade: pairs are of one version, and nothing fails."""
+"""Nodes of two versions side by side, as during an upgrade: pairs are of one version, and no request fails."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ REQUESTS = [
 
 @pytest.fixture(autouse=True)
 def transport() -> str:
-    """How blocks travel is no matter here: one kind is enough."""
+    """The transport of blocks does not matter here: one kind is enough."""
     return "default"
 
 
-def older(context: RoleContext) -> NodeRole:
-    """The role as the version before this one plays it."""
+def make_older_role(context: RoleContext) -> NodeRole:
+    """Make the role of a node of the previous version."""
     make_role = PrefillRole if context.config.role == "prefill" else DecodeRole
     return make_role(context, lambda c: NixlBackend(c.incarnation, c.runner.memory), OLD)
 
@@ -59,7 +59,7 @@ async def node(cluster: MiniCluster, directory: Path, role: str) -> AsyncIterato
         ready.set()
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(Node(config, SimulatedRunner(SPEC), older, membership).serve(on_ready, stop))
+        tasks.create_task(Node(config, SimulatedRunner(SPEC), make_older_role, membership).serve(on_ready, stop))
         await ready.wait()
         try:
             yield
@@ -68,8 +68,8 @@ async def node(cluster: MiniCluster, directory: Path, role: str) -> AsyncIterato
     await membership.close()
 
 
-async def statuses(operator: OperatorClient, wanted: dict[str, str]) -> dict[str, str]:
-    """Details by node, as soon as their words are these; each question is a round trip, so nothing spins."""
+async def wait_for_statuses(operator: OperatorClient, wanted: dict[str, str]) -> dict[str, str]:
+    """Wait until the nodes have these statuses; return their details by name. Each poll is a round trip."""
     while True:
         nodes = (await asyncio.to_thread(operator.status)).nodes
         if wanted.items() <= {each.name: each.status for each in nodes}.items():
@@ -91,15 +91,17 @@ async def test_nodes_of_incompatible_versions_are_never_paired(tmp_path: Path) -
             return {(path.prefill_node, path.decode_node) for path in paths}
 
         async with node(cluster, tmp_path, "prefill"):
-            details = await statuses(operator, {"prefill-old": "Incompatible", "prefill-0": "Ready"})
+            details = await wait_for_statuses(operator, {"prefill-old": "Incompatible", "prefill-0": "Ready"})
             assert details["prefill-old"] == (
                 "agrees with no decode node on its KV: "
                 f"prefill-old [link_protocol={OLD}], decode-0 [link_protocol={PROTOCOL_VERSION}]"
             )
             assert await pairs() == {("prefill-0", "decode-0")}
             async with node(cluster, tmp_path, "decode"):
-                await statuses(operator, dict.fromkeys(("prefill-old", "decode-old", "prefill-0", "decode-0"), "Ready"))
+                await wait_for_statuses(
+                    operator, dict.fromkeys(("prefill-old", "decode-old", "prefill-0", "decode-0"), "Ready")
+                )
                 assert await pairs() == {("prefill-0", "decode-0"), ("prefill-old", "decode-old")}
-            await statuses(operator, {"prefill-old": "Incompatible"})
+            await wait_for_statuses(operator, {"prefill-old": "Incompatible"})
             assert await pairs() == {("prefill-0", "decode-0")}
         operator.close()

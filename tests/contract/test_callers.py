@@ -1,4 +1,4 @@
-"""Whose call it is, where many share one connection: both servers, calls of one answer and streams."""
+"""Each call belongs to its own caller, also when many share a connection; on both servers, unary and streaming."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from baton.wire.services.generation_service import GenerationServicer
 TENANTS = tuple(f"t-{number}" for number in range(8))
 
 
-class SaysWho:
-    """Answers with the name of whoever asks, once all have asked."""
+class EchoCaller:
+    """Answers each call with the name of its tenant, once all tenants have called."""
 
     def __init__(self) -> None:
         self._all = asyncio.Barrier(len(TENANTS))
@@ -62,7 +62,7 @@ class SaysWho:
 
 @pytest.fixture(params=[RpcServer, streaming_server], ids=["grpcio", "own"])
 async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[str, dict[str, str]]]:
-    """Where, and the key of each tenant."""
+    """Yield the address of the server and the key of each tenant."""
     made = {tenant: new_key(tenant, CallerRole.CLIENT, "") for tenant in TENANTS}
     write_keys(tmp_path / "keys", [entry for _, entry in made.values()])
     make: Callable[..., RpcServer] = request.param
@@ -70,7 +70,7 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(KeyRing(tmp_path / "keys"))), None
     )
     port = server.bind("127.0.0.1", 0)
-    GenerationServicer(SaysWho()).add_to_server(server.server)
+    GenerationServicer(EchoCaller()).add_to_server(server.server)
     await server.start()
     try:
         yield f"127.0.0.1:{port}", {tenant: key for tenant, (key, _) in made.items()}
@@ -88,13 +88,13 @@ async def test_each_call_on_a_shared_connection_belongs_to_its_own_caller(served
             call = stub.Generate(generation_pb2.GenerateRequest(text="x"), metadata=shown, timeout=30)
             return {response.request_id async for response in call}
 
-        async def asked(tenant: str) -> list[int]:
+        async def tokenized(tenant: str) -> list[int]:
             shown = (("authorization", f"Bearer {keys[tenant]}"),)
             request = generation_pb2.TokenizeRequest(text="x")
             return list((await stub.Tokenize(request, metadata=shown, timeout=30)).token_ids)
 
         assert await asyncio.gather(*map(streamed, TENANTS)) == [{tenant} for tenant in TENANTS]
-        assert await asyncio.gather(*map(asked, TENANTS)) == [[place] for place in range(len(TENANTS))]
+        assert await asyncio.gather(*map(tokenized, TENANTS)) == [[place] for place in range(len(TENANTS))]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Tokenize(generation_pb2.TokenizeRequest(text="x"), timeout=30)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -1,4 +1,4 @@
-"""However a call of our own gRPC server ends, it is freed at once: with the collector off, no call is left."""
+"""A call of our gRPC server is freed as soon as it ends: with the garbage collector off, no call is left."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ CHAT = "/baton.v1.Generation/Chat"
 
 
 class Service:
-    """Under the public service's name, so that everything that guards it stands before it."""
+    """Has the name of the public service, so that all its access checks apply."""
 
     async def generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         yield b"first"
-        await self._as_told(request)
+        await self._obey(request)
 
     async def tokenize(self, request: bytes, context: Any) -> bytes:
-        await self._as_told(request)
+        await self._obey(request)
         return b"answer"
 
     async def chat(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for request in requests:
             yield request
-            await self._as_told(request)
+            await self._obey(request)
 
-    async def _as_told(self, request: bytes) -> None:
+    async def _obey(self, request: bytes) -> None:
         if request == b"wait":
             await asyncio.get_running_loop().create_future()
         elif request == b"refuse":
@@ -91,7 +91,7 @@ async def serving() -> AsyncIterator[Http2Server]:
 
 @pytest.fixture(autouse=True)
 def no_records() -> Iterator[None]:
-    """Pytest keeps records, and those their exceptions, and those their frames."""
+    """Drop log records: pytest keeps them, and with them exceptions and their frames."""
     log = logging.getLogger("baton.wire.server.fault_barrier")
     log.addFilter(_dropped)
     try:
@@ -117,7 +117,7 @@ def message(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Way:
-    """How calls of a method come to their end."""
+    """How the calls of a method end."""
 
     name: str
     path: str
@@ -125,7 +125,7 @@ class Way:
     """Empty: the request stays half open."""
     timeout: str = ""
     end: str = ""
-    """What the client does when the calls run: nothing, `reset` or `leave`."""
+    """What ends the calls once they run: nothing, `reset` or `leave` by the client, or `stop` by the server."""
 
 
 WAYS = [
@@ -169,9 +169,9 @@ WAYS = [
 ]
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """The server tells nobody of what is looked at here."""
-    while not is_so():  # noqa: ASYNC110
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll wait_until the condition holds: the server has no event for it."""
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -183,14 +183,14 @@ async def test_a_finished_call_is_freed_without_the_garbage_collector(
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         fields = [*request_fields(way.path), *((("grpc-timeout", way.timeout),) if way.timeout else ())]
-        said = [PREFACE, frame(SETTINGS, 0, 0)]
+        frames = [PREFACE, frame(SETTINGS, 0, 0)]
         for stream in range(1, 2 * NUM_CALLS, 2):
-            said.append(frame(HEADERS, END_HEADERS, stream, write_headers(fields)))
+            frames.append(frame(HEADERS, END_HEADERS, stream, write_headers(fields)))
             if way.body:
-                said.append(frame(DATA, END_STREAM, stream, way.body))
-        writer.write(b"".join(said))
+                frames.append(frame(DATA, END_STREAM, stream, way.body))
+        writer.write(b"".join(frames))
         if way.end:
-            await until(lambda: server.num_open == NUM_CALLS)
+            await wait_until(lambda: server.num_open == NUM_CALLS)
             for _ in range(50):
                 await asyncio.sleep(0)  # those that run have come to where they wait
         if way.end == "reset":
@@ -200,10 +200,10 @@ async def test_a_finished_call_is_freed_without_the_garbage_collector(
         elif way.end == "stop":
             await server.stop(0)
         else:
-            heard = b""
-            while heard.count(b"grpc-status") < NUM_CALLS:
-                heard += await reader.read(1 << 16)
-        await until(lambda: server.num_open == 0 and server.num_calls == 0)
+            received = b""
+            while received.count(b"grpc-status") < NUM_CALLS:
+                received += await reader.read(1 << 16)
+        await wait_until(lambda: server.num_open == 0 and server.num_calls == 0)
         writer.close()
         for _ in range(10):
             await asyncio.sleep(0)  # what the loop itself still holds

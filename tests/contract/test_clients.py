@@ -1,4 +1,4 @@
-"""Both Python clients over real gRPC: one answer, whatever its routers do."""
+"""Both Python clients over real gRPC: the caller gets one complete answer, whatever happens to its routers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FINISHED = Finished("length", None, 3, 6, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p
 
 
 class Router:
-    """Says the same letters as every other, until it breaks."""
+    """A router that answers with the same letters as every other one, until it fails."""
 
     def __init__(self, breaks_after: int | None = None, error: BatonError | None = None) -> None:
         self.breaks_after = breaks_after
@@ -107,7 +107,7 @@ class Router:
 
 @asynccontextmanager
 async def served(*routers: Router) -> AsyncIterator[list[str]]:
-    """Their addresses."""
+    """Serve these routers and yield their addresses."""
     async with AsyncExitStack() as stack:
         addresses = []
         for router in routers:
@@ -152,7 +152,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 
 
 def assert_whole(events: Sequence[GenerateEvent]) -> None:
-    """Accepted once, each token and letter once, Finished."""
+    """Check that the answer has Accepted once, each token and letter once, and Finished."""
     assert isinstance(events[0], Accepted)
     chunks = [event for event in events if isinstance(event, Chunk)]
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(len(TEXT)))
@@ -186,8 +186,8 @@ async def test_a_retry_while_the_request_is_live_takes_over_its_stream(ask: Ask)
         with pytest.raises(DuplicateRequest):
             await ask(addresses, GenerateRequest((1,), request_id="mine"))
 
-    class Half(Router):
-        """Begins anew, but has the request already."""
+    class RefusesDuplicates(Router):
+        """Refuses the request as a duplicate, and resumes it."""
 
         async def generate(
             self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
@@ -196,10 +196,10 @@ async def test_a_retry_while_the_request_is_live_takes_over_its_stream(ask: Ask)
             raise DuplicateRequest("is live")
             yield FINISHED
 
-    half = Half()
-    async with served(half) as addresses:
+    router = RefusesDuplicates()
+    async with served(router) as addresses:
         assert_whole(await ask(addresses))
-    assert [type(call) for call in half.calls] == [GenerateRequest, tuple]
+    assert [type(call) for call in router.calls] == [GenerateRequest, tuple]
 
 
 async def test_an_unreachable_router_is_skipped(ask: Ask) -> None:
@@ -229,7 +229,7 @@ async def test_one_deadline_covers_all_calls(ask: Ask) -> None:
 
 
 async def test_a_router_that_accepts_connections_but_never_answers_is_skipped() -> None:
-    """As a stopped process does: the kernel answers for it."""
+    """The router is like a stopped process: its kernel accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         async with served(Router()) as addresses:
             mute = f"127.0.0.1:{stopped.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""However a connection to a port of ours ends, it is freed at once: with the collector off, none is left."""
+"""A connection to one of our ports is freed as soon as it ends: with the garbage collector off, none is left."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NUM_CONNECTIONS = 10
 _SOCKET_TRANSPORT: type = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
 _KINDS = (Connection, ServerLink, sslproto.SSLProtocol, _SOCKET_TRANSPORT)
 PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
-ASKED = {"http": PAGE, "grpc": PREFACE + frame(SETTINGS, 0, 0)}
-"""What each server answers."""
+REQUESTS = {"http": PAGE, "grpc": PREFACE + frame(SETTINGS, 0, 0)}
+"""A request that each server answers."""
 BODY = b'{"prompt":"ab","stream":true}'
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
     len(BODY),
@@ -48,8 +48,8 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 
 
 @pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture) -> None:
-    """Pytest keeps every record, whatever tests before this one have set levels to."""
+def log_levels(caplog: pytest.LogCaptureFixture) -> None:
+    """Let pytest keep all log records, whatever levels earlier tests have set."""
     caplog.set_level(logging.DEBUG, "baton")
     caplog.set_level(logging.DEBUG, "router")
 
@@ -82,9 +82,9 @@ async def serving(kind: str, files: TlsFiles | None, limit: ConnectionLimit) -> 
         await stop(0.0)
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """The server tells nobody of what is looked at here."""
-    while not is_so():  # noqa: ASYNC110
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll wait_until the condition holds: the server has no event for it."""
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -116,7 +116,7 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(
         for _ in range(NUM_CONNECTIONS):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             if "answer" in way and "while" not in way:
-                writer.write(ASKED[kind])
+                writer.write(REQUESTS[kind])
                 assert await reader.read(1 << 16)
             elif "while" in way:
                 writer.write(POST)
@@ -134,7 +134,7 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(
                 writer.transport.abort()
             if "while" in way:
                 await call.is_closed.wait()
-        await until(lambda: limit.num_open == 0)
+        await wait_until(lambda: limit.num_open == 0)
         del reader, writer
         for _ in range(10):
             await asyncio.sleep(0)  # what the loop itself still holds

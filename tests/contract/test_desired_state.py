@@ -1,4 +1,4 @@
-"""What operators want of nodes: one contract for Redis and for the registry in memory."""
+"""One contract for the state that operators want of nodes, in Redis and in the in-memory registry."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.contract.test_registry import BOUND_S, Server, node, server
 __all__ = ["server"]
 
 
-async def until(watch: AsyncIterator[DesiredState], wanted: Callable[[DesiredState], bool]) -> DesiredState:
-    """The first state that is as wanted."""
+async def wait_for_state(watch: AsyncIterator[DesiredState], condition: Callable[[DesiredState], bool]) -> DesiredState:
+    """Return the first state for which the condition holds."""
     async with asyncio.timeout(BOUND_S):
         async for state in watch:
-            if wanted(state):
+            if condition(state):
                 return state
     raise AssertionError("the watch ended")
 
@@ -30,9 +30,9 @@ async def test_a_cordon_is_seen_by_every_watcher_and_lifted_again(server: Server
     await registry.want(cordon(["a", "b"]))
     await registry.want(cordon(["b"]))
     for watch in (first, second):
-        assert await until(watch, lambda s: bool(s.cordoned)) == DesiredState(frozenset("ab"))
+        assert await wait_for_state(watch, lambda s: bool(s.cordoned)) == DesiredState(frozenset("ab"))
     await registry.want(uncordon(["a", "nobody"]))
-    assert await until(first, lambda s: "a" not in s.cordoned) == DesiredState(frozenset("b"))
+    assert await wait_for_state(first, lambda s: "a" not in s.cordoned) == DesiredState(frozenset("b"))
     assert await server.connect().desired() == DesiredState(frozenset("b"))
     assert await server.connect("another").desired() == DesiredState()
 
@@ -56,7 +56,7 @@ async def test_changes_fail_while_the_registry_is_away_and_an_empty_one_gets_the
     await registry.want(cordon(["a"]))
     await registry.want(set_role("a", "decode"))
     wanted = DesiredState(cordoned=frozenset("a"), decode=frozenset("a"))
-    assert await until(watch, lambda s: bool(s.decode)) == wanted
+    assert await wait_for_state(watch, lambda s: bool(s.decode)) == wanted
 
     await server.stop()
     with pytest.raises(Unreachable, match="does not answer"):
@@ -66,9 +66,9 @@ async def test_changes_fail_while_the_registry_is_away_and_an_empty_one_gets_the
 
     await server.start_empty()
     newcomer = server.connect().watch_desired()
-    assert await until(newcomer, lambda s: bool(s.decode and s.cordoned)) == wanted
+    assert await wait_for_state(newcomer, lambda s: bool(s.decode and s.cordoned)) == wanted
     await registry.want(uncordon(["a"]))
-    assert await until(watch, lambda s: not s.cordoned) == DesiredState(decode=frozenset("a"))
+    assert await wait_for_state(watch, lambda s: not s.cordoned) == DesiredState(decode=frozenset("a"))
 
 
 async def test_all_incarnations_of_a_name_are_listed_oldest_first(server: Server) -> None:

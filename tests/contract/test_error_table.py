@@ -1,4 +1,4 @@
-"""What a client is told of each error: the status of the documented table, and what goes with it in the trailer."""
+"""The gRPC status and the trailer of each error, as the documented table lists them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CODES = {
     "BackgroundFault": "INTERNAL",
     "ConfigError": "FAILED_PRECONDITION",
 }
-"""The column gRPC of the table, for every error that there is."""
+"""The column gRPC of the table, for every error class."""
 
 
 def make(kind: type[BatonError]) -> BatonError:

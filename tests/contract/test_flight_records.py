@@ -1,4 +1,4 @@
-"""One contract for the records of requests in Redis and for their in-process fake."""
+"""One contract for the records of requests in Redis and for their in-memory fake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Server(Protocol):
     def connect(self, cluster: str = "c") -> FlightRecords: ...
 
     async def lifetime_s(self, request_id: str) -> float | None:
-        """How long its record still lives."""
+        """Return the remaining lifetime of a record in seconds."""
         ...
 
     async def stop(self) -> None: ...
@@ -93,8 +93,8 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
             await made.close()
 
 
-async def found(records: FlightRecords, request_id: str, wanted: bytes | None) -> None:
-    """Return once another process reads this."""
+async def wait_for_record(records: FlightRecords, request_id: str, wanted: bytes | None) -> None:
+    """Return once another process reads this value."""
     async with asyncio.timeout(BOUND_S):
         while await records.get(request_id) != wanted:
             pass
@@ -117,8 +117,8 @@ async def test_another_process_finds_the_latest_record_of_its_own_cluster(server
     writer.put("r", b"one")
     writer.put("r", b"\xfftwo")
     writer.put("s", b"three")
-    await found(reader, "r", b"\xfftwo")
-    await found(reader, "s", b"three")
+    await wait_for_record(reader, "r", b"\xfftwo")
+    await wait_for_record(reader, "s", b"three")
     assert await stranger.get("r") is None
     assert ENDED_S < (await server.lifetime_s("r") or 0) <= LIFETIME_S
 
@@ -126,13 +126,13 @@ async def test_another_process_finds_the_latest_record_of_its_own_cluster(server
 async def test_the_record_of_an_ended_request_is_kept_for_a_short_time(server: Server) -> None:
     writer, reader = server.connect(), server.connect()
     writer.put("early", b"1")
-    await found(reader, "early", b"1")
+    await wait_for_record(reader, "early", b"1")
     writer.end("early")
     writer.put("at once", b"2")
     writer.end("at once")
     writer.end("unknown")
     writer.put("last", b"3")
-    await found(reader, "last", b"3")
+    await wait_for_record(reader, "last", b"3")
     assert (await reader.get("early"), await reader.get("at once")) == (b"1", b"2")
     for request_id in ("early", "at once"):
         assert 0 < (await server.lifetime_s(request_id) or 0) <= ENDED_S
@@ -142,30 +142,30 @@ async def test_the_record_of_an_ended_request_is_kept_for_a_short_time(server: S
 async def test_the_end_of_one_flight_does_not_end_another_flight_of_the_same_request(server: Server) -> None:
     first, second = server.connect(), server.connect()
     first.put("r", b"first", 1)
-    await found(second, "r", b"first")
+    await wait_for_record(second, "r", b"first")
     second.put("r", b"second", 2)
-    await found(first, "r", b"second")
+    await wait_for_record(first, "r", b"second")
     first.end("r", 1)
     first.put("s", b"written behind that end", 1)
-    await found(second, "s", b"written behind that end")
+    await wait_for_record(second, "s", b"written behind that end")
     assert (await server.lifetime_s("r") or 0) > ENDED_S
     second.end("r", 2)
     second.put("s", b"and behind that one", 2)
-    await found(first, "s", b"and behind that one")
+    await wait_for_record(first, "s", b"and behind that one")
     assert 0 < (await server.lifetime_s("r") or 0) <= ENDED_S
 
 
 async def test_no_call_fails_while_the_server_is_away_and_later_records_are_written(server: Server) -> None:
     writer, reader = server.connect(), server.connect()
     writer.put("before", b"1")
-    await found(reader, "before", b"1")
+    await wait_for_record(reader, "before", b"1")
     await server.stop()
     writer.put("meanwhile", b"2")
     writer.end("before")
     assert await reader.get("meanwhile") is None
     await server.start()
     writer.put("after", b"3")
-    await found(reader, "after", b"3")
+    await wait_for_record(reader, "after", b"3")
 
 
 async def test_a_record_that_is_too_large_is_counted(server: Server) -> None:
@@ -193,8 +193,8 @@ async def test_unwritten_records_are_written_when_the_server_is_back(redis: Redi
     writer.put("r", b"new")
     assert await writer.get("r") == b"new"
     await redis.start()
-    await found(reader, "r", b"new")
-    await found(reader, "s", b"other")
+    await wait_for_record(reader, "r", b"new")
+    await wait_for_record(reader, "s", b"other")
     assert writer.num_lost == 0
 
 
@@ -206,7 +206,7 @@ async def test_a_record_that_can_not_be_written_is_counted_and_later_ones_are_wr
         while not writer.num_lost:
             await reader.get("broken")
     writer.put("r", b"behind it")
-    await found(reader, "r", b"behind it")
+    await wait_for_record(reader, "r", b"behind it")
     assert writer.num_lost == 1
 
 
@@ -217,8 +217,8 @@ async def test_pending_records_are_bounded_and_the_oldest_are_dropped(redis: Red
     assert await reader.get("r0") is None
     assert writer.num_lost == 5
     await redis.start()
-    await found(reader, f"r{MAX_PENDING + 4}", b"x")
-    await found(reader, "r5", b"x")
+    await wait_for_record(reader, f"r{MAX_PENDING + 4}", b"x")
+    await wait_for_record(reader, "r5", b"x")
     assert await reader.get("r4") is None
 
 

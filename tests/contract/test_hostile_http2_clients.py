@@ -1,4 +1,4 @@
-"""What strangers may make our own gRPC server hold or do: frames made by hand, with and without keys."""
+"""The limits on what HTTP/2 clients can make our gRPC server hold or do, with and without keys, by hand-made frames."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ INITIAL_WINDOW, MAX_STREAMS = 4, 3
 
 
 class Service:
-    """Under the public service's name, whose callers need a key."""
+    """Has the name of the public service, whose callers need a key."""
 
     def __init__(self) -> None:
         self.tenants: list[str] = []
@@ -95,39 +95,39 @@ async def serving(keys: KeyRing | None = None, **more: Any) -> AsyncIterator[tup
 
 
 class Client:
-    """One connection, greeted."""
+    """A client with one connection that has sent its preface."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._headers = HeaderReader(1 << 16)
         self.statuses: dict[int, str] = {}
-        """Of streams that were answered: gRPC's status."""
+        """The gRPC status of each answered stream."""
         self.resets: dict[int, int] = {}
         self.max_streams = 0
         self.body = 0
-        """Bytes of answers."""
+        """The number of bytes of answers."""
         self.num_pongs = 0
         self.goaway: int | None = None
 
     @classmethod
-    async def of(cls, server: Http2Server, *settings: tuple[int, int]) -> Client:
+    async def connect(cls, server: Http2Server, *settings: tuple[int, int]) -> Client:
         client = cls(*await asyncio.open_connection("127.0.0.1", server.port))
-        client.say(PREFACE + frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in settings)))
+        client.send(PREFACE + frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in settings)))
         return client
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self._writer.write(data)
 
     def call(self, stream: int, path: str, body: bytes | None = b"", key: str = "", flags: int = END_STREAM) -> None:
-        """With a message; None: without its end."""
+        """Start a call with a message; without a message and its end if `body` is None."""
         fields = [*request_fields(path), *((("authorization", f"Bearer {key}"),) if key else ())]
-        self.say(frame(HEADERS, END_HEADERS, stream, write_headers(fields)))
+        self.send(frame(HEADERS, END_HEADERS, stream, write_headers(fields)))
         if body is not None:
-            self.say(frame(DATA, flags, stream, message(body)))
+            self.send(frame(DATA, flags, stream, message(body)))
 
-    async def hear(self) -> bool:
-        """One more frame; False: there is none any more."""
+    async def read_frame(self) -> bool:
+        """Read one more frame; False if the connection has ended."""
         try:
             head = await self._reader.readexactly(9)
             payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
@@ -150,24 +150,24 @@ class Client:
             self.max_streams = dict(struct.iter_unpack(">HI", payload)).get(MAX_STREAMS, self.max_streams)
         return True
 
-    async def all_said(self) -> None:
-        """Until what was said has been looked at."""
-        self.say(frame(PING, 0, 0, bytes(8)))
+    async def wait_until_processed(self) -> None:
+        """Return once the server has processed everything that was sent."""
+        self.send(frame(PING, 0, 0, bytes(8)))
         before = self.num_pongs
         while self.num_pongs == before:
-            assert await self.hear()
+            assert await self.read_frame()
 
     async def status_of(self, stream: int) -> grpc.StatusCode:
         while stream not in self.statuses:
-            assert await self.hear()
+            assert await self.read_frame()
         number = int(self.statuses[stream])
         return next(code for code in grpc.StatusCode if code.value[0] == number)
 
-    async def to_its_end(self) -> None:
-        while await self.hear():
+    async def read_to_end(self) -> None:
+        while await self.read_frame():
             pass
 
-    def leave(self) -> None:
+    def abort(self) -> None:
         self._writer.transport.abort()
 
 
@@ -188,13 +188,13 @@ def keys(tmp_path: Path) -> tuple[KeyRing, str]:
 @pytest.mark.timeout(10)
 async def test_a_call_without_a_key_is_refused_as_soon_as_its_headers_arrive(keys: tuple[KeyRing, str]) -> None:
     async with serving(keys[0]) as (server, service):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         client.call(1, UNARY, None)
         assert await client.status_of(1) is grpc.StatusCode.UNAUTHENTICATED
         assert server.num_open == server.num_calls == 0
         # What is still under way counts for nothing, and nothing of it is kept.
-        client.say(frame(DATA, 0, 1, bytes(16_000)) * 20)
-        await client.all_said()
+        client.send(frame(DATA, 0, 1, bytes(16_000)) * 20)
+        await client.wait_until_processed()
         assert server.unread_requests.value == 0
         client.call(3, UNARY, b"abc", keys[1])
         assert await client.status_of(3) is grpc.StatusCode.OK
@@ -206,17 +206,17 @@ async def test_a_client_without_a_key_may_open_100_streams_and_one_with_a_key_10
     keys: tuple[KeyRing, str],
 ) -> None:
     async with serving(keys[0]) as (server, _):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         for number in range(UNAUTHENTICATED_STREAMS + 20):
             client.call(2 * number + 1, WATCH, None)
-        await client.all_said()
+        await client.wait_until_processed()
         assert client.max_streams == UNAUTHENTICATED_STREAMS
         assert server.num_open == UNAUTHENTICATED_STREAMS
         assert set(client.resets.values()) == {REFUSED_STREAM}
-        known = await Client.of(server)
+        known = await Client.connect(server)
         for number in range(3 * UNAUTHENTICATED_STREAMS):
             known.call(2 * number + 1, GENERATE, b"", keys[1])
-        await known.all_said()
+        await known.wait_until_processed()
         assert known.max_streams == 10_000
         assert known.resets == {}
         assert server.num_open == 4 * UNAUTHENTICATED_STREAMS
@@ -225,10 +225,10 @@ async def test_a_client_without_a_key_may_open_100_streams_and_one_with_a_key_10
 @pytest.mark.timeout(10)
 async def test_a_client_that_keeps_calling_without_a_key_is_disconnected(keys: tuple[KeyRing, str]) -> None:
     async with serving(keys[0]) as (server, _):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         for number in range(1_100):
             client.call(2 * number + 1, GENERATE, None, "a guess")
-        await client.to_its_end()
+        await client.read_to_end()
         assert client.goaway == ENHANCE_YOUR_CALM
         assert len(client.statuses) <= 1_001
 
@@ -241,27 +241,27 @@ async def test_keyless_calls_of_the_process_are_bounded_and_a_probe_is_still_ans
     keys: tuple[KeyRing, str],
 ) -> None:
     async with serving(keys[0]) as (server, _):
-        crowd = [await Client.of(server) for _ in range(MAX_KEYLESS_CALLS // UNAUTHENTICATED_STREAMS + 2)]
+        crowd = [await Client.connect(server) for _ in range(MAX_KEYLESS_CALLS // UNAUTHENTICATED_STREAMS + 2)]
         for client in crowd:
             for number in range(UNAUTHENTICATED_STREAMS):
                 client.call(2 * number + 1, WATCH)
         for client in crowd:
-            await client.all_said()
+            await client.wait_until_processed()
         assert server.num_keyless == server.num_open <= MAX_KEYLESS_CALLS
-        probe = await Client.of(server)
+        probe = await Client.connect(server)
         probe.call(1, CHECK)
         assert await probe.status_of(1) is grpc.StatusCode.OK, "a probe is answered all the same"
         for client in crowd:
-            client.leave()
+            client.abort()
         while server.num_calls or server.num_open:
-            await probe.all_said()
+            await probe.wait_until_processed()
         assert server.num_keyless == 0
 
 
 @pytest.mark.timeout(10)
 async def test_a_keyless_call_may_bring_only_a_small_message() -> None:
     async with serving() as (server, _):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         client.call(1, CHECK, bytes(5_000))
         assert await client.status_of(1) is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -272,13 +272,13 @@ async def test_a_keyless_call_may_bring_only_a_small_message() -> None:
 @pytest.mark.timeout(20)
 async def test_a_second_message_ends_a_unary_call_and_further_ones_hold_no_memory() -> None:
     async with serving() as (server, _):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         tracemalloc.start()
         try:
             for stream in range(1, 13, 2):
                 client.call(stream, UNARY, None)
                 for _ in range(64):
-                    client.say(frame(DATA, 0, stream, message(b"") * 3_200))
+                    client.send(frame(DATA, 0, stream, message(b"") * 3_200))
                 assert await client.status_of(stream) is grpc.StatusCode.UNIMPLEMENTED
             most = tracemalloc.get_traced_memory()[1]
         finally:
@@ -290,20 +290,20 @@ async def test_a_second_message_ends_a_unary_call_and_further_ones_hold_no_memor
 @pytest.mark.timeout(10)
 async def test_a_unary_call_without_a_message_is_refused() -> None:
     async with serving() as (server, _):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         client.call(1, UNARY, None)
-        client.say(frame(DATA, END_STREAM, 1))
+        client.send(frame(DATA, END_STREAM, 1))
         assert await client.status_of(1) is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.timeout(10)
 async def test_a_half_open_call_has_no_task_and_ends_at_its_time_limit() -> None:
     async with serving(request_s=0.05, quiet_s=0.05) as (server, service):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         for stream in range(1, 41, 2):
             client.call(stream, GENERATE, None)
-            client.say(frame(DATA, 0, stream, message(bytes(100))[:50]))
-        await client.all_said()
+            client.send(frame(DATA, 0, stream, message(bytes(100))[:50]))
+        await client.wait_until_processed()
         assert server.num_calls == 0
         for stream in range(1, 41, 2):
             assert await client.status_of(stream) is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -330,11 +330,11 @@ async def test_a_client_that_does_not_complete_its_preface_in_time_is_disconnect
 @pytest.mark.parametrize("path", [UNARY, CHECK, WATCH, GENERATE])
 async def test_a_call_whose_answer_is_never_read_is_ended(path: str) -> None:
     async with serving(stall_s=0.05, quiet_s=0.05) as (server, _):
-        client = await Client.of(server, (INITIAL_WINDOW, 0))
+        client = await Client.connect(server, (INITIAL_WINDOW, 0))
         client.call(1, path)
         assert await client.status_of(1) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert client.body == 0
-        await client.all_said()
+        await client.wait_until_processed()
         assert (server.num_open, server.num_calls) == (0, 0)
 
 
@@ -344,13 +344,13 @@ async def test_a_call_whose_answer_is_never_read_is_ended(path: str) -> None:
 @pytest.mark.timeout(20)
 async def test_the_calls_of_a_lost_connection_end_a_few_per_turn_of_the_loop() -> None:
     async with serving() as (server, service):
-        client = await Client.of(server)
+        client = await Client.connect(server)
         num_calls = 300
         for number in range(num_calls):
             client.call(2 * number + 1, GENERATE)
         while service.num_waiting < num_calls:
-            await client.all_said()
-        client.leave()
+            await client.wait_until_processed()
+        client.abort()
         most = before = service.num_waiting
         most = 0
         while service.num_waiting:
@@ -359,9 +359,10 @@ async def test_the_calls_of_a_lost_connection_end_a_few_per_turn_of_the_loop() -
         assert 0 < most <= 2 * 32
 
 
-class Readings:
-    """A clock that goes on by a second whenever it is read, as it is for each piece of input; and how much of it goes
-    by in one turn of the loop.
+class CountingClock:
+    """A clock that advances by a second whenever it is read, which happens for each piece of input.
+
+    `most` is the largest time that passed in one turn of the loop.
     """
 
     def __init__(self) -> None:
@@ -381,13 +382,13 @@ class Readings:
 
 @pytest.mark.timeout(20)
 async def test_all_flooding_connections_share_one_budget_per_turn_of_the_loop() -> None:
-    clock = Readings()
+    clock = CountingClock()
     async with serving(budget=TurnBudget(asyncio.get_running_loop(), 10.0, clock)) as (server, _):
-        victim = await Client.of(server)
-        flooders = [await Client.of(server) for _ in range(40)]
+        victim = await Client.connect(server)
+        flooders = [await Client.connect(server) for _ in range(40)]
         head = frame(HEADERS, END_HEADERS, 1, write_headers(request_fields(UNARY)))
         for one in flooders:
-            one.say(head + frame(DATA, 0, 1, bytes(100)) * 3_000)
+            one.send(head + frame(DATA, 0, 1, bytes(100)) * 3_000)
         while server.budget.num_waiting < 30:  # noqa: ASYNC110 - turns of the loop are what is counted
             await asyncio.sleep(0)
         before = clock.now_s
@@ -401,7 +402,7 @@ async def test_all_flooding_connections_share_one_budget_per_turn_of_the_loop() 
 
 
 class HeldBudget(TurnBudget):
-    """Lets nothing be parsed while it is held."""
+    """A budget that lets no input be parsed while it is held."""
 
     def __init__(self) -> None:
         super().__init__(asyncio.get_running_loop())
@@ -425,7 +426,7 @@ class HeldBudget(TurnBudget):
 async def test_a_client_that_breaks_the_protocol_and_disconnects_at_once_leaves_no_connection(
     tmp_path: Path, has_tls: bool
 ) -> None:
-    """asyncio's TLS does not end a connection that is at its end while reading from it is paused."""
+    """asyncio's TLS does not close a connection that has ended while reading is paused."""
     make_certificates(tmp_path, "default", ["127.0.0.1"], 1, datetime.datetime.now(datetime.UTC))
     files = TlsFiles(tmp_path / "ca.crt", tmp_path / "router.crt", tmp_path / "router.key")
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt")) if has_tls else None
@@ -433,10 +434,10 @@ async def test_a_client_that_breaks_the_protocol_and_disconnects_at_once_leaves_
     async with serving(budget=budget, tls=files.server_context("h2") if has_tls else None) as (server, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context)
         client = Client(reader, writer)
-        client.say(PREFACE + frame(SETTINGS, 0, 0))
-        await client.all_said()
+        client.send(PREFACE + frame(SETTINGS, 0, 0))
+        await client.wait_until_processed()
         budget.is_held = True
-        client.say(frame(DATA, 0, 0))
+        client.send(frame(DATA, 0, 0))
         writer.get_extra_info("socket").shutdown(socket.SHUT_WR)
         while not budget.waiting:  # noqa: ASYNC110 - the server tells nobody that it has read
             await asyncio.sleep(0)
@@ -450,7 +451,7 @@ async def test_a_client_that_breaks_the_protocol_and_disconnects_at_once_leaves_
 
 @pytest.mark.timeout(20)
 async def test_a_client_with_a_key_has_hundreds_of_streams_at_once(keys: tuple[KeyRing, str]) -> None:
-    """grpcio waits with the hundred and first until it is told that it may."""
+    """grpcio opens the 101st stream only once the server allows it."""
     num_streams = 3 * UNAUTHENTICATED_STREAMS
     async with serving(keys[0]) as (server, service), grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         metadata = (("authorization", f"Bearer {keys[1]}"),)

@@ -1,4 +1,4 @@
-"""Our own HTTP/2 server, case by case of h2spec's list, through a socket."""
+"""Our HTTP/2 server against the cases of h2spec's list, through a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error of the tree has a place in HTTP."""
+"""Every class of errors has an HTTP status and an error object."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ EXPECTED = {
     errors.ConfigError: 500,
     errors.BatonError: 500,
 }
-"""A kind that is not here has its parent's status."""
+"""A class that is not listed has the status of its parent."""
 
 
-def tree(kind: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
+def error_classes(kind: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
     yield kind
     for child in kind.__subclasses__():
         if child.__module__ == errors.__name__:
-            yield from tree(child)
+            yield from error_classes(child)
 
 
-def one(kind: type[BatonError]) -> BatonError:
+def example(kind: type[BatonError]) -> BatonError:
     if issubclass(kind, InvalidRequest):
         return kind("field", "reason")
     if issubclass(kind, TransferFailed):
@@ -53,9 +53,9 @@ def one(kind: type[BatonError]) -> BatonError:
     return kind("story")
 
 
-@pytest.mark.parametrize("kind", list(tree()))
+@pytest.mark.parametrize("kind", list(error_classes()))
 def test_every_error_has_an_http_status_and_an_error_object(kind: type[BatonError]) -> None:
-    error = one(kind)
+    error = example(kind)
     status = next(EXPECTED[parent] for parent in kind.__mro__ if parent in EXPECTED)
     assert kind_of(error).status == status
     found = json.loads(error_body(error))["error"]

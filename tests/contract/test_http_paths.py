@@ -1,6 +1,4 @@
-"""Every way to spell a path, to the HTTP servers of router and node, with each role's key: nobody gets what the table
-of who may call what keeps from him.
-"""
+"""No spelling of a path gives a caller a page that its role may not read, on the HTTP servers of router and node."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ SPELLINGS = [
     *(b"http://h/metrics", b"*", b"metrics", b"/", b"/%", b"/%zz", b"/\xff", b"/%ff", b"/v1%0a/models", b"/livez%0a"),
 ]
 SAME_PATH = {b"/%6detrics", b"/metrics?x=1", b"/metrics#x", b"http://h/metrics", b"%2fmetrics"}
-"""Other spellings of /metrics, by RFC 3986 or by how the server takes a path apart: who may read it reads it there."""
+"""Equivalent spellings of /metrics, by RFC 3986 or the server's parser: they serve the page to the right keys."""
 
 
 @pytest.fixture

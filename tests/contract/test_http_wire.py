@@ -1,4 +1,4 @@
-"""The HTTP front on real sockets: the openai client, connections that are cut or take nothing, and its own end."""
+"""The HTTP front on real sockets: with the openai client, with broken or slow connections, and while it stops."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAM = json.dumps({**PROMPT, "stream": True}).encode()
 
 
 class Served:
-    """A rig that listens."""
+    """An HTTP rig that listens on a port."""
 
     def __init__(self, rig: HttpRig, server: HttpServer, port: int) -> None:
         self.rig = rig
@@ -44,7 +44,7 @@ class Served:
             yield client
 
     async def connect(self, **settings: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection of our own."""
+        """Open a plain connection."""
         return await asyncio.open_connection("127.0.0.1", self.port, **settings)
 
     async def post(self, writer: asyncio.StreamWriter, body: bytes) -> None:
@@ -211,7 +211,7 @@ async def test_the_time_limit_of_the_request_head_does_not_limit_the_answer() ->
         await one.post(writer, json.dumps(PROMPT).encode())
         call = await one.rig.next_call()
         silent, other = await one.connect()
-        assert await silent.read() == b"", "so long has the head of another one been waited for"
+        assert await silent.read() == b"", "the time limit of a request head has passed"
         call.tell(chunk(0, "cd"), finished())
         assert b"200 OK" in await reader.readline()
         other.close()

@@ -1,4 +1,4 @@
-"""Whole hand-offs over a real link, with real bytes: what arrives, what never does, and that nothing stays behind."""
+"""Whole hand-offs over a real link with real bytes: what arrives, what fails, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -147,21 +147,21 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     assert KEY not in rig.receiver.recorder.arrived
 
 
-# What is valid of a load that failed: the receiver and the fake that engines are tested with say the same.
+# The valid blocks of a failed load: the receiver and the fake connector of the engine's tests agree.
 
 
-def as_the_fake_says(num_local: int, num_valid: int) -> LostKV:
+def lost_by_fake_connector(num_local: int, num_valid: int) -> LostKV:
     fake = FakeConnector()
     request = decode_leg(KEY, 18, KVSource("p0", "p0.first", ""))
     fake.update_state_after_alloc(request, OURS, 18 - num_local)
     return fake.lose(KEY, TransferCause.DIGEST_MISMATCH, "", num_valid)
 
 
-def over_nixl(incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
+def nixl_backend(incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
     return NixlBackend(incarnation, memory)
 
 
-@pytest.mark.parametrize("make_backend", [None, over_nixl], ids=["memory", "nixl"])
+@pytest.mark.parametrize("make_backend", [None, nixl_backend], ids=["memory", "nixl"])
 @pytest.mark.parametrize(("num_local", "damaged"), [(0, 0), (0, 3), (0, 4), (8, 2), (8, 3)])
 async def test_blocks_before_the_first_wrong_one_are_valid(
     num_local: int, damaged: int, make_backend: MakeBackend | None
@@ -173,11 +173,11 @@ async def test_blocks_before_the_first_wrong_one_are_valid(
         rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local)
         await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
         lost = rig.receiver.recorder.failed[KEY]
-        assert lost.num_valid_blocks == as_the_fake_says(num_local, damaged).num_valid_blocks == damaged
+        assert lost.num_valid_blocks == lost_by_fake_connector(num_local, damaged).num_valid_blocks == damaged
         rig.assert_blocks(KEY, OURS[:damaged], first=num_local // 4)
 
 
-@pytest.mark.parametrize("make_backend", [None, over_nixl], ids=["memory", "nixl"])
+@pytest.mark.parametrize("make_backend", [None, nixl_backend], ids=["memory", "nixl"])
 async def test_blocks_that_were_confirmed_before_the_sender_was_lost_are_valid(
     make_backend: MakeBackend | None,
 ) -> None:
@@ -237,7 +237,7 @@ async def test_a_prompt_arrives_only_once_its_digests_are_computed(rig: HandoffR
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.has_confirm_read)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
-    await _settled(rig)
+    await _wait_until_settled(rig)
     assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.CONFIRMING
     gate.set()
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
@@ -304,7 +304,7 @@ async def test_an_abort_by_the_receiver_before_any_offer_frees_both_sides(rig: H
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
     await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
     # What is computed later is not kept for a reader that said no.
-    await _settled(rig)
+    await _wait_until_settled(rig)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
 
@@ -350,7 +350,7 @@ async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_un
 async def test_an_abort_by_the_sender_before_computing_fails_the_transfer(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_for_event("subscribed", KEY)
-    await _settled(rig)
+    await _wait_until_settled(rig)
     assert rig.sender.finish(rig.sender.request(KEY, 18), [], RequestStatus.ABORTED) is BlockFate.FREE
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.CANCELLED
@@ -449,7 +449,7 @@ async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRi
     await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
     rig.sender.finish(prefill, THEIRS)
     await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
-    await _settled(rig)
+    await _wait_until_settled(rig)
     assert not rig.sender.recorder.released
     rig.clock.advance(LeaseTimes().grace_s + 1)
     rig.sender.handoff.tick()
@@ -464,7 +464,7 @@ async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig)
     await rig.sender.server.stop(None)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     rig.receiver.finish(decode, OURS, transferring=True)
-    await _settled(rig)
+    await _wait_until_settled(rig)
     assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.QUARANTINED
     assert not rig.receiver.recorder.released
     rig.thaw_reads()
@@ -613,8 +613,8 @@ async def test_another_cluster_is_refused() -> None:
 # Peers that break the rules.
 
 
-class OddSender(kv_link_pb2_grpc.KvLinkServicer):
-    """Greets like a prefill node and then says what the test wants; no heartbeats."""
+class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
+    """Welcomes a reader like a prefill node, then sends what the test wants; it sends no heartbeats."""
 
     def __init__(self, rig: HandoffRig, answers: Callable[[kv_link_pb2.OpenRequest], list[SenderMessage]]) -> None:
         self._answers = answers
@@ -630,9 +630,9 @@ class OddSender(kv_link_pb2_grpc.KvLinkServicer):
                 await context.write(write_sender_message(answer))
 
 
-async def _odd_source(rig: HandoffRig, answers: Callable[[Any], list[SenderMessage]]) -> tuple[KVSource, Any]:
+async def _misbehaving_source(rig: HandoffRig, answers: Callable[[Any], list[SenderMessage]]) -> tuple[KVSource, Any]:
     server = grpc.aio.server()
-    kv_link_pb2_grpc.add_KvLinkServicer_to_server(OddSender(rig, answers), server)
+    kv_link_pb2_grpc.add_KvLinkServicer_to_server(MisbehavingSender(rig, answers), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return KVSource("p0", "p0.first", f"127.0.0.1:{port}"), server
@@ -657,7 +657,7 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
         return [offer] if request.HasField("subscribe") else []
 
     rig.receiver.recorder.is_peer_running = True
-    source, server = await _odd_source(rig, answers)
+    source, server = await _misbehaving_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
@@ -666,7 +666,7 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
 
 
 async def test_a_silent_sender_is_declared_lost(rig: HandoffRig) -> None:
-    source, server = await _odd_source(rig, lambda request: [])
+    source, server = await _misbehaving_source(rig, lambda request: [])
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert "no heartbeat" in rig.receiver.recorder.failed[KEY].detail
@@ -674,7 +674,7 @@ async def test_a_silent_sender_is_declared_lost(rig: HandoffRig) -> None:
 
 
 async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: HandoffRig) -> None:
-    source, server = await _odd_source(rig, lambda request: [])
+    source, server = await _misbehaving_source(rig, lambda request: [])
     rig.receiver.recorder.is_peer_running = True
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
@@ -693,7 +693,7 @@ async def test_a_silent_reader_whose_process_runs_keeps_its_lease(rig: HandoffRi
         await rig.sender.recorder.wait_until(lambda: rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING)
         for _ in range(3):
             rig.clock.advance(LeaseTimes().lease_s - 1)
-            await _heartbeat(rig)
+            await _wait_for_heartbeat(rig)
             rig.sender.handoff.tick()
         assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING
         assert set(rig.sender.recorder.probed_addresses) == {"somewhere:9"}
@@ -711,7 +711,7 @@ async def test_kv_is_not_used_when_the_sender_denies_the_lease_although_all_byte
         return []
 
     rig.receiver.recorder.is_peer_running = True
-    source, server = await _odd_source(rig, answers)
+    source, server = await _misbehaving_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LEASE_LOST
@@ -732,10 +732,10 @@ async def test_a_silent_reader_loses_its_link_and_its_lease(rig: HandoffRig) -> 
         await call.write(kv_link_pb2.OpenRequest())
         seen: list[str | None] = []
         rig.sender.recorder.is_peer_running = True
-        await _listen(call, seen, "read_confirmed")
+        await _read_until(call, seen, "read_confirmed")
         rig.sender.recorder.is_peer_running = False
         with pytest.raises(grpc.aio.AioRpcError) as lost:
-            await _listen(call, seen)
+            await _read_until(call, seen)
         assert "no heartbeat" in str(lost.value.details())
         assert [name for name in seen if name != "heartbeat"] == ["welcome", "offer", "read_confirmed"]
     await rig.sender.recorder.wait_for_event("lease_suspect", KEY)
@@ -755,20 +755,20 @@ async def test_a_link_begins_with_hello(rig: HandoffRig) -> None:
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def _heartbeat(rig: HandoffRig) -> None:
-    """Return when the sender has heard one more, or has taken something for one."""
+async def _wait_for_heartbeat(rig: HandoffRig) -> None:
+    """Return once the sender has received one more heartbeat, or counted the peer as running instead."""
     heartbeats = rig.sender.recorder.heartbeats
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > heartbeats)
 
 
-async def _listen(call: Any, seen: list[str | None], last: str = "the end") -> None:
+async def _read_until(call: Any, seen: list[str | None], last: str = "the end") -> None:
     async with asyncio.timeout(WITHIN_S):
         while last not in seen:
             seen.append((await call.read()).WhichOneof("message"))
 
 
-async def _settled(rig: HandoffRig) -> None:
-    """Return when everything that the receiver said so far was taken in by the sender, and the other way round."""
+async def _wait_until_settled(rig: HandoffRig) -> None:
+    """Return once each side has processed everything that the other has sent so far."""
     marker = f"marker{len(rig.sender.recorder.events)}#1"
     request = rig.receiver.take(marker, 4, rig.sender.source, [0])
     # The sender may have welcomed the receiver and not have its link yet: its answer says that it has.

@@ -1,4 +1,4 @@
-"""Every port of ours that strangers reach: how many connections it takes, and what it does when there can't be more."""
+"""The limits on connections of every port, and how ports behave when no more connections are possible."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.support.http_rig import HttpRig
 
 LIMITS = Limits(process=4, listener=3, peer=2)
 PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
-"""What each server is asked, and the begin of its answer: an HTTP/2 server begins with its settings."""
-ASKED = {"http": (PAGE, b"HTTP/1.1 200 "), "metrics": (PAGE, b"HTTP/1.1 200 "), "grpc": (PREFACE, b"\0\0")}
+"""A request to each server and the first bytes of its answer: an HTTP/2 server begins with its settings."""
+REQUESTS = {"http": (PAGE, b"HTTP/1.1 200 "), "metrics": (PAGE, b"HTTP/1.1 200 "), "grpc": (PREFACE, b"\0\0")}
 
 
 @asynccontextmanager
@@ -67,8 +67,8 @@ SERVERS = {"http": http, "grpc": grpc, "metrics": metrics}
 
 
 async def is_served(port: int, kind: str) -> bool:
-    """Whether a new connection is answered, as opposed to closed."""
-    question, begin = ASKED[kind]
+    """Whether a new connection is answered instead of closed."""
+    question, begin = REQUESTS[kind]
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(question)
@@ -79,12 +79,12 @@ async def is_served(port: int, kind: str) -> bool:
         return False
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+async def wait_until(holds: Callable[[], Awaitable[bool]]) -> None:
     while not await holds():  # noqa: ASYNC110  # the other end of a socket is what is waited for
         await asyncio.sleep(0)
 
 
-async def until_open(limit: ConnectionLimit, count: int) -> None:
+async def wait_until_open(limit: ConnectionLimit, count: int) -> None:
     while limit.num_open != count:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -96,7 +96,7 @@ async def test_a_port_accepts_up_to_its_limit_and_more_once_connections_close(
     limit = ConnectionLimit(LIMITS)
     async with SERVERS[kind](limit) as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.peer)]
-        await until_open(limit, LIMITS.peer)
+        await wait_until_open(limit, LIMITS.peer)
         with caplog.at_level(logging.WARNING):
             for _ in range(50):
                 assert not await is_served(port, kind)
@@ -106,14 +106,14 @@ async def test_a_port_accepts_up_to_its_limit_and_more_once_connections_close(
         assert "from one address at one port is reached" in told[0].getMessage()
         for _, writer in idle:
             writer.close()
-        await until(lambda: is_served(port, kind))
-        await until_open(limit, 0)
+        await wait_until(lambda: is_served(port, kind))
+        await wait_until_open(limit, 0)
 
 
 GREETING = PREFACE + frame(SETTINGS, 0, 0)
 CALL = frame(HEADERS, END_HEADERS, 1, write_headers(request_fields("/test/Wait")))
-SILENCE = {"http": (PAGE[:6], PAGE[6:]), "metrics": (PAGE[:6], PAGE[6:]), "grpc": (GREETING, CALL)}
-"""What asks for nothing, and what asks for something behind it."""
+PARTIAL_REQUESTS = {"http": (PAGE[:6], PAGE[6:]), "metrics": (PAGE[:6], PAGE[6:]), "grpc": (GREETING, CALL)}
+"""For each server: bytes that are no request yet, and the bytes that complete them to one."""
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -121,7 +121,7 @@ async def test_the_longest_silent_connection_is_closed_for_a_new_one(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = ConnectionLimit(Limits(process=9, listener=9, peer=9, silent=2))
-    greeting, question = SILENCE[kind]
+    greeting, question = PARTIAL_REQUESTS[kind]
 
     def has_closed(count: int) -> Callable[[], Awaitable[bool]]:
         async def holds() -> bool:
@@ -135,25 +135,25 @@ async def test_the_longest_silent_connection_is_closed_for_a_new_one(
             for number in range(5):
                 connections.append(await asyncio.open_connection("127.0.0.1", port))
                 connections[-1][1].write(greeting)
-                await until(has_closed(max(0, number - 1)))
-                await until_open(limit, min(2, number + 1))
+                await wait_until(has_closed(max(0, number - 1)))
+                await wait_until_open(limit, min(2, number + 1))
         assert all(refusal is Refusal.SILENT for _, refusal in limit.refused)
         told = [record for record in caplog.records if "the longest silent one is closed" in record.getMessage()]
         assert len(told) == 1
         for reader, writer in connections[-2:]:
             writer.write(question)
-            begin = ASKED[kind][1]
+            begin = REQUESTS[kind][1]
             assert await reader.readexactly(len(begin)) == begin
-        await until_silent(limit, 0)
+        await wait_until_silent(limit, 0)
         if kind != "metrics":  # it closes after its answer
             assert limit.num_open == 2, "whoever has asked for something stays, however many others come"
             others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
-            await until_open(limit, 4)
+            await wait_until_open(limit, 4)
             assert limit.num_silent == 2
             connections += others
         for _, writer in connections:
             writer.close()
-        await until_open(limit, 0)
+        await wait_until_open(limit, 0)
 
 
 async def test_a_caller_that_does_not_read_the_metrics_loses_its_connection() -> None:
@@ -162,12 +162,12 @@ async def test_a_caller_that_does_not_read_the_metrics_loses_its_connection() ->
     port = await page.start("127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", port)) as caller:
         caller.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        await until_open(limit, 1)
-        await until_open(limit, 0)
+        await wait_until_open(limit, 1)
+        await wait_until_open(limit, 0)
     await page.stop()
 
 
-async def until_silent(limit: ConnectionLimit, count: int) -> None:
+async def wait_until_silent(limit: ConnectionLimit, count: int) -> None:
     while limit.num_silent != count:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -176,14 +176,14 @@ async def test_ports_share_the_connection_limit_of_the_process() -> None:
     limit = ConnectionLimit(Limits(process=2, listener=2, peer=2))
     async with http(limit) as one, grpc(limit) as other:
         idle = [await asyncio.open_connection("127.0.0.1", one) for _ in range(2)]
-        await until_open(limit, 2)
+        await wait_until_open(limit, 2)
         assert not await is_served(other, "grpc")
         idle[0][1].close()
-        await until(lambda: is_served(other, "grpc"))
+        await wait_until(lambda: is_served(other, "grpc"))
         idle[1][1].close()
 
 
-class Taken(asyncio.Protocol):
+class AcceptingProtocol(asyncio.Protocol):
     def __init__(self, taken: asyncio.Event) -> None:
         self._taken = taken
 
@@ -195,7 +195,7 @@ class Taken(asyncio.Protocol):
 async def test_a_port_without_free_descriptors_waits_logs_once_and_continues(caplog: pytest.LogCaptureFixture) -> None:
     taken = asyncio.Event()
     listening = listening_socket("127.0.0.1", 0)
-    listener = Listener("test", listening, lambda _place: Taken(taken), ConnectionLimit(LIMITS))
+    listener = Listener("test", listening, lambda _place: AcceptingProtocol(taken), ConnectionLimit(LIMITS))
     clients = [socket.socket() for _ in range(20)]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with caplog.at_level(logging.INFO):
@@ -224,14 +224,14 @@ async def test_a_port_without_free_descriptors_waits_logs_once_and_continues(cap
 
 
 def free_descriptor() -> int:
-    """The lowest that is free: with this limit none can be had."""
+    """Return the lowest free descriptor: with this as the limit no descriptor can be opened."""
     found = os.open(os.devnull, os.O_RDONLY)
     os.close(found)
     return found
 
 
 class Handshakes:
-    """How many begin in each turn of the loop."""
+    """Counts the handshakes that begin in each turn of the loop."""
 
     def __init__(self) -> None:
         self.count = self.most = self._before = 0
@@ -241,8 +241,8 @@ class Handshakes:
     def begun(self, *_: object) -> None:
         self.count += 1
 
-    async def most_until(self, count: int, figure: Callable[[], int]) -> int:
-        """The largest value that `figure` has, turn by turn, until so many have begun."""
+    async def max_until(self, count: int, figure: Callable[[], int]) -> int:
+        """Return the largest value of `figure` over all turns wait_until `count` handshakes have begun."""
         most = figure()
         while self.count < count:
             most = max(most, figure())
@@ -256,8 +256,8 @@ class Handshakes:
 
 
 @asynccontextmanager
-async def shaking_hands(home: Path, num_clients: int) -> AsyncIterator[tuple[Handshakes, ConnectionLimit]]:
-    """A server of gRPC, and so many clients of it that have all sent the begin of a handshake and nothing more."""
+async def unfinished_handshakes(home: Path, num_clients: int) -> AsyncIterator[tuple[Handshakes, ConnectionLimit]]:
+    """Run a gRPC server and clients that have sent the first message of a TLS handshake and nothing more."""
     make_certificates(home, "default", ["127.0.0.1"], 1, datetime.datetime.now(datetime.UTC))
     context, handshakes = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Handshakes()
     context.load_cert_chain(home / "router.crt", home / "router.key")
@@ -282,8 +282,8 @@ async def shaking_hands(home: Path, num_clients: int) -> AsyncIterator[tuple[Han
 
 @pytest.mark.timeout(20)
 async def test_simultaneous_tls_handshakes_begin_a_few_per_turn_of_the_loop(tmp_path: Path) -> None:
-    async with shaking_hands(tmp_path, 60) as (handshakes, limit):
-        most_waiting = await handshakes.most_until(60, lambda: limit.num_open - limit.num_silent)
+    async with unfinished_handshakes(tmp_path, 60) as (handshakes, limit):
+        most_waiting = await handshakes.max_until(60, lambda: limit.num_open - limit.num_silent)
     assert most_waiting > 30, "those whose turn has not come are not silent"
     # Those of two turns may meet.
     assert handshakes.most <= 2 * HANDSHAKES_AT_ONCE
@@ -291,8 +291,8 @@ async def test_simultaneous_tls_handshakes_begin_a_few_per_turn_of_the_loop(tmp_
 
 @pytest.mark.timeout(20)
 async def test_connections_beyond_a_number_of_handshakes_wait_in_the_kernel(tmp_path: Path) -> None:
-    async with shaking_hands(tmp_path, 500) as (handshakes, limit):
-        most_waiting = await handshakes.most_until(500, lambda: limit.num_open - handshakes.count)
+    async with unfinished_handshakes(tmp_path, 500) as (handshakes, limit):
+        most_waiting = await handshakes.max_until(500, lambda: limit.num_open - handshakes.count)
     # What was accepted in the last turns has not been seen to have spoken yet.
     assert most_waiting <= UNHEARD_AT_ONCE + 4 * ACCEPTED_AT_ONCE
 
@@ -318,7 +318,7 @@ async def test_with_many_unread_connections_one_is_accepted_per_turn_of_the_loop
 
 
 def client_hello(ca: Path) -> bytes:
-    """What a client of TLS begins with."""
+    """Return the first message of a TLS client."""
     context, incoming, outgoing = ssl.create_default_context(cafile=str(ca)), ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()

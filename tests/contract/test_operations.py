@@ -1,4 +1,4 @@
-"""Every implementation of the operations gives, within its dtype's rounding, what float64 gives."""
+"""Every implementation of the operations equals float64 within the rounding of its dtype."""
 
 from __future__ import annotations
 

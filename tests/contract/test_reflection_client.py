@@ -1,4 +1,4 @@
-"""A gRPC client that knows nothing of Baton but an address: all else it learns by reflection, as grpcurl does."""
+"""A gRPC client that learns everything but the address by reflection, as grpcurl does."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SERVICE = "baton.v1.Generation"
 PROMPT = "once upon a time"
 
 
-class Stranger:
-    """Makes its messages from what the server says of them."""
+class ReflectionClient:
+    """A client that makes its messages from the server's descriptors."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -39,7 +39,7 @@ class Stranger:
         return set(self._methods)
 
     def call(self, name: str, **fields: Any) -> Any:
-        """The answer, or all of a stream's."""
+        """Call a method; return the answer, or all answers of a stream."""
         self.called.add(name)
         method = self._methods[name]
         answer = GetMessageClass(method.output_type)
@@ -65,28 +65,28 @@ def refused(code: str) -> Iterator[None]:
     assert caught.value.code().name == code
 
 
-def talk(address: str) -> None:
+def call_every_method(address: str) -> None:
     with grpc.insecure_channel(address) as channel:
-        stranger = Stranger(channel)
-        (model,) = stranger.call("ListModels").models
-        ids = list(stranger.call("Tokenize", model=model.name, text=PROMPT).token_ids)
+        client = ReflectionClient(channel)
+        (model,) = client.call("ListModels").models
+        ids = list(client.call("Tokenize", model=model.name, text=PROMPT).token_ids)
         assert 0 < len(ids) <= len(PROMPT)
-        assert stranger.call("Detokenize", token_ids=ids).text == PROMPT
+        assert client.call("Detokenize", token_ids=ids).text == PROMPT
         sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
-        by_text = stranger.call("Generate", request_id="mine", text=PROMPT, sampling_params=sampling)
-        by_ids = stranger.call("Generate", token_ids={"ids": ids}, sampling_params=sampling)
+        by_text = client.call("Generate", request_id="mine", text=PROMPT, sampling_params=sampling)
+        by_ids = client.call("Generate", token_ids={"ids": ids}, sampling_params=sampling)
         assert tokens_of(by_text) == tokens_of(by_ids)
         assert [event.WhichOneof("event") for event in (by_text[0], by_text[-1])] == ["accepted", "finished"]
         assert (by_text[0].request_id, by_text[0].accepted.prompt_tokens) == ("mine", len(ids))
         assert by_text[-1].finished.usage.completion_tokens == len(tokens_of(by_text)) == 6
-        assert (text_of(by_text) + "x").startswith(stranger.call("Detokenize", token_ids=tokens_of(by_text)).text[:1])
+        assert (text_of(by_text) + "x").startswith(client.call("Detokenize", token_ids=tokens_of(by_text)).text[:1])
         with refused("NOT_FOUND"):
-            stranger.call("Cancel", request_id="nobody")
+            client.call("Cancel", request_id="nobody")
         with refused("NOT_FOUND"):
-            stranger.call("Resume", request_id="nobody")
+            client.call("Resume", request_id="nobody")
         with refused("INVALID_ARGUMENT"):
-            stranger.call("Generate", text=PROMPT, sampling_params={"top_p": 2.0})
-        assert stranger.called == stranger.methods, "every method was tried"
+            client.call("Generate", text=PROMPT, sampling_params={"top_p": 2.0})
+        assert client.called == client.methods, "every method was tried"
 
 
 def tokens_of(events: list[Any]) -> list[int]:
@@ -98,7 +98,7 @@ def text_of(events: list[Any]) -> str:
 
 
 async def test_a_client_that_knows_only_reflection_calls_everything(cluster: MiniCluster) -> None:
-    await asyncio.to_thread(talk, cluster.router.grpc)
+    await asyncio.to_thread(call_every_method, cluster.router.grpc)
 
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])

@@ -1,4 +1,4 @@
-"""One contract for the registry in Redis and for its in-process fake."""
+"""One contract for the registry in Redis and for its in-memory fake."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def node(name: str = "prefill-0", run: str = "a", *, started_at: float = 1.0, le
     )
 
 
-async def until(watch: AsyncIterator[Snapshot], wanted: Callable[[Snapshot], bool]) -> Snapshot:
-    """The first snapshot that is as wanted."""
+async def wait_for_snapshot(watch: AsyncIterator[Snapshot], condition: Callable[[Snapshot], bool]) -> Snapshot:
+    """Return the first snapshot for which the condition holds."""
     async with asyncio.timeout(BOUND_S):
         async for snapshot in watch:
-            if wanted(snapshot):
+            if condition(snapshot):
                 return snapshot
     raise AssertionError("the watch ended")
 
@@ -145,19 +145,19 @@ async def test_a_leased_record_is_seen_whole_and_a_closed_one_is_gone_at_once(se
     assert dict(await anext(watch)) == {}
     owner = server.connect()
     lease = await owner.lease(node())
-    assert await until(watch, bool) == {"prefill-0": node()}
+    assert await wait_for_snapshot(watch, bool) == {"prefill-0": node()}
     await lease.close()
     await lease.close()
-    assert dict(await until(watch, lambda s: not s)) == {}
+    assert dict(await wait_for_snapshot(watch, lambda s: not s)) == {}
     assert dict(await owner.read()) == {}
 
 
 async def test_an_update_is_noticed(server: Server) -> None:
     watch = server.connect().watch()
     lease = await server.connect().lease(node())
-    await until(watch, bool)
+    await wait_for_snapshot(watch, bool)
     await lease.update(replace(node(), state="draining"))
-    assert (await until(watch, lambda s: s["prefill-0"].state != "ready"))["prefill-0"].state == "draining"
+    assert (await wait_for_snapshot(watch, lambda s: s["prefill-0"].state != "ready"))["prefill-0"].state == "draining"
     with pytest.raises(ValueError, match=r"prefill-0\.a"):
         await lease.update(node(run="b"))
 
@@ -166,9 +166,9 @@ async def test_a_record_outlives_a_killed_process_by_its_lease_only(server: Serv
     watch = server.connect().watch()
     kept = await server.connect().lease(node("kept", lease_s=1.0))
     dying: AnyLease = await server.connect().lease(node("dying", lease_s=1.0))
-    await until(watch, lambda s: len(s) == 2)
+    await wait_for_snapshot(watch, lambda s: len(s) == 2)
     await dying.abandon()
-    assert list(await until(watch, lambda s: "dying" not in s)) == ["kept"]
+    assert list(await wait_for_snapshot(watch, lambda s: "dying" not in s)) == ["kept"]
     await kept.close()
 
 
@@ -233,7 +233,7 @@ async def test_a_strangers_bad_record_is_skipped_and_counted(server: Server) -> 
     await server.put("bad-type", json.dumps(good | {"pid": "7", "incarnation": "bad-type"}).encode())
     await server.put("another", json.dumps(good).encode())
     await server.connect().lease(node())
-    assert list(await until(watch, bool)) == ["prefill-0"]
+    assert list(await wait_for_snapshot(watch, bool)) == ["prefill-0"]
     assert registry.bad_records == 5
     assert registry.healthy
 
@@ -245,7 +245,7 @@ async def test_readers_keep_the_last_view_while_the_registry_is_away_and_nodes_r
     watch = reader.watch()
     await owner.lease(node("a", lease_s=3.0))
     await owner.lease(node("b", lease_s=3.0))
-    assert list(await until(watch, lambda s: len(s) == 2)) == ["a", "b"]
+    assert list(await wait_for_snapshot(watch, lambda s: len(s) == 2)) == ["a", "b"]
     assert reader.healthy
 
     await server.stop()
@@ -264,7 +264,7 @@ async def test_readers_keep_the_last_view_while_the_registry_is_away_and_nodes_r
             if "late" in snapshot:
                 break
     fresh = server.connect()
-    seen = await until(fresh.watch(), lambda s: len(s) == 3)
+    seen = await wait_for_snapshot(fresh.watch(), lambda s: len(s) == 3)
     assert seen == {"a": node("a", lease_s=3.0), "b": node("b", lease_s=3.0), "late": node("late")}
     assert late.record == node("late")
     await reader.ping()
@@ -275,7 +275,7 @@ async def test_a_flushed_registry_loses_no_node(server: Server) -> None:
     reader, owner = server.connect(), server.connect()
     watch = reader.watch()
     await owner.lease(node("a", lease_s=1.0))
-    await until(watch, bool)
+    await wait_for_snapshot(watch, bool)
     await server.flush()
     await owner.lease(node("b", lease_s=1.0))
     async with asyncio.timeout(BOUND_S):
@@ -283,7 +283,7 @@ async def test_a_flushed_registry_loses_no_node(server: Server) -> None:
             assert "a" in snapshot
             if "b" in snapshot:
                 break
-    await until(server.connect().watch(), lambda s: set(s) == {"a", "b"})
+    await wait_for_snapshot(server.connect().watch(), lambda s: set(s) == {"a", "b"})
 
 
 async def test_two_watches_see_the_same_and_end_when_the_registry_closes(server: Server) -> None:
@@ -292,7 +292,7 @@ async def test_two_watches_see_the_same_and_end_when_the_registry_closes(server:
     await anext(first)
     await anext(second)
     await server.connect().lease(node())
-    assert await until(first, bool) == await until(second, bool)
+    assert await wait_for_snapshot(first, bool) == await wait_for_snapshot(second, bool)
     await registry.close()
     await registry.close()
     assert [s async for s in first] == []
@@ -324,7 +324,7 @@ async def redis_server() -> AsyncIterator[RedisServer]:
 
 
 async def connections(client: redis_client.Redis) -> tuple[int, int]:
-    """How many connections the server has taken since it started, and how many of them are open."""
+    """Return how many connections the server has accepted since its start, and how many are open."""
     taken = (await client.info("stats"))["total_connections_received"]
     return taken, (await client.info("clients"))["connected_clients"]
 
@@ -367,11 +367,11 @@ async def test_changes_are_published_and_renewals_are_not(redis_server: RedisSer
 
 
 SMALL = 512
-"""Bytes that a stranger fills the server with at a time."""
+"""The size in bytes of each key that fills the server."""
 
 
 async def fill(client: redis_client.Redis, prefix: str) -> None:
-    """Use all of the server's memory for others."""
+    """Fill the memory of the server with other keys."""
     number = 0
     while True:
         number += 1
@@ -381,8 +381,8 @@ async def fill(client: redis_client.Redis, prefix: str) -> None:
             return
 
 
-async def renewed(client: redis_client.Redis, key: str) -> None:
-    """Return once the record's end has moved; fails if the record ends instead."""
+async def wait_until_renewed(client: redis_client.Redis, key: str) -> None:
+    """Return once the record has been renewed; fails if it expires instead."""
     before = await client.pttl(key)
     async with asyncio.timeout(BOUND_S):
         while (left := await client.pttl(key)) <= before:
@@ -400,7 +400,7 @@ async def test_members_stay_and_new_ones_come_while_redis_is_full(redis_server: 
         await client.config_set("maxmemory", used + 3_000_000)
         await fill(client, "stranger")
         for _ in range(6):
-            await renewed(client, f"baton:c:node:{old.incarnation}")
+            await wait_until_renewed(client, f"baton:c:node:{old.incarnation}")
         assert await client.exists(*RESERVE_KEYS) == len(RESERVE_KEYS)
         for number in range(5):
             await redis_server.connect().lease(node(f"new-{number}"))

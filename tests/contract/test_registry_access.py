@@ -33,7 +33,7 @@ async def server() -> AsyncIterator[RedisProcess]:
 
 @asynccontextmanager
 async def behind_tls(socket: Path, certs: Path) -> AsyncIterator[int]:
-    """A port that speaks TLS in front of a Redis that can't."""
+    """Yield a port that speaks TLS in front of a Redis without TLS."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

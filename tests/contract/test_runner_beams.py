@@ -1,4 +1,4 @@
-"""What every runner must do for beams: go on with a token that it did not draw, and fork from what it knows."""
+"""What every runner must do for beam search: continue with a given token, and fork from a known request."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def compute_prompt(runner: Runner) -> None:
     assert "beam" in step(runner, {"beam": len(PROMPT)}, new=[prompt]).sampled_token_ids
 
 
-def go_on(token_id: int, num_computed_tokens: int) -> CachedRequestData:
+def continued(token_id: int, num_computed_tokens: int) -> CachedRequestData:
     return CachedRequestData("beam", (), num_computed_tokens, last_token_id=token_id)
 
 
 def fork(token_id: int, num_tokens: int) -> ForkedRequestData:
-    """A request that has these computed tokens of the beam and one of its own."""
+    """Return a request with these computed tokens of the beam and one token of its own."""
     return ForkedRequestData("fork", "beam", num_tokens, token_id, FORKED_TABLE, num_tokens)
 
 
@@ -88,47 +88,47 @@ def likeliest(computed: ModelRunnerOutput, name: str) -> Sequence[TokenLogprobs]
     return computed.logprobs[name]
 
 
-def alone(runner: Runner, *token_ids: int) -> Sequence[TokenLogprobs]:
-    """What follows the prompt and these tokens, when the runner is told all of them."""
-    whole = NewRequestData("alone", PROMPT, token_ids, PARAMS, ELSEWHERE, 0)
-    computed = step(runner, {"alone": len(PROMPT) + len(token_ids)}, new=[whole])
-    step(runner, {}, finished=frozenset({"alone"}))
-    return likeliest(computed, "alone")
+def computed_alone(runner: Runner, *token_ids: int) -> Sequence[TokenLogprobs]:
+    """Return what follows the prompt and these tokens in a request of its own."""
+    whole = NewRequestData("computed_alone", PROMPT, token_ids, PARAMS, ELSEWHERE, 0)
+    computed = step(runner, {"computed_alone": len(PROMPT) + len(token_ids)}, new=[whole])
+    step(runner, {}, finished=frozenset({"computed_alone"}))
+    return likeliest(computed, "computed_alone")
 
 
 def test_a_beam_continues_with_the_given_token(runner: Runner) -> None:
     compute_prompt(runner)
-    assert likeliest(step(runner, {"beam": 1}, known=[go_on(77, 10)]), "beam") == alone(runner, 77)
-    assert likeliest(step(runner, {"beam": 1}, known=[go_on(78, 11)]), "beam") == alone(runner, 77, 78)
+    assert likeliest(step(runner, {"beam": 1}, known=[continued(77, 10)]), "beam") == computed_alone(runner, 77)
+    assert likeliest(step(runner, {"beam": 1}, known=[continued(78, 11)]), "beam") == computed_alone(runner, 77, 78)
 
 
 def test_a_fork_continues_beside_its_parent_beam(runner: Runner) -> None:
     compute_prompt(runner)
     both = {"beam": 1, "fork": 1}
-    computed = step(runner, both, known=[go_on(77, 10)], forked=[fork(55, 10)], copies=[COPY])
-    assert likeliest(computed, "beam") == alone(runner, 77)
-    assert likeliest(computed, "fork") == alone(runner, 55)
+    computed = step(runner, both, known=[continued(77, 10)], forked=[fork(55, 10)], copies=[COPY])
+    assert likeliest(computed, "beam") == computed_alone(runner, 77)
+    assert likeliest(computed, "fork") == computed_alone(runner, 55)
     forked = CachedRequestData("fork", (), 11, last_token_id=56)
-    computed = step(runner, both, known=[go_on(78, 11), forked])
-    assert likeliest(computed, "beam") == alone(runner, 77, 78)
-    assert likeliest(computed, "fork") == alone(runner, 55, 56)
+    computed = step(runner, both, known=[continued(78, 11), forked])
+    assert likeliest(computed, "beam") == computed_alone(runner, 77, 78)
+    assert likeliest(computed, "fork") == computed_alone(runner, 55, 56)
 
 
 def test_a_beam_can_be_forked_in_the_step_in_which_it_ends(runner: Runner) -> None:
     compute_prompt(runner)
     computed = step(runner, {"fork": 1}, forked=[fork(55, 10)], copies=[COPY], finished=frozenset({"beam"}))
-    assert likeliest(computed, "fork") == alone(runner, 55)
+    assert likeliest(computed, "fork") == computed_alone(runner, 55)
     assert runner.num_requests == 1
 
 
 def test_a_fork_takes_no_more_than_the_tokens_it_shares(runner: Runner) -> None:
     compute_prompt(runner)
-    step(runner, {"beam": 1}, known=[go_on(77, 10)])
-    step(runner, {"beam": 1}, known=[go_on(78, 11)])
+    step(runner, {"beam": 1}, known=[continued(77, 10)])
+    step(runner, {"beam": 1}, known=[continued(78, 11)])
     computed = step(runner, {"fork": 1}, forked=[fork(55, 11)], copies=[COPY])
-    assert likeliest(computed, "fork") == alone(runner, 77, 55)
-    computed = step(runner, {"beam": 1}, known=[go_on(79, 12)])
-    assert likeliest(computed, "beam") == alone(runner, 77, 78, 79), "nothing of the fork is in it"
+    assert likeliest(computed, "fork") == computed_alone(runner, 77, 55)
+    computed = step(runner, {"beam": 1}, known=[continued(79, 12)])
+    assert likeliest(computed, "beam") == computed_alone(runner, 77, 78, 79), "nothing of the fork is in it"
 
 
 def test_a_fork_computes_the_tokens_whose_blocks_it_does_not_share(runner: Runner) -> None:
@@ -136,13 +136,13 @@ def test_a_fork_computes_the_tokens_whose_blocks_it_does_not_share(runner: Runne
     begins = replace(fork(55, 10), block_ids=ELSEWHERE, num_computed_tokens=0)
     assert step(runner, {"fork": 4}, forked=[begins]).sampled_token_ids == {}
     known = CachedRequestData("fork", (), 4, last_token_id=55)
-    assert likeliest(step(runner, {"fork": 7}, known=[known]), "fork") == alone(runner, 55)
+    assert likeliest(step(runner, {"fork": 7}, known=[known]), "fork") == computed_alone(runner, 55)
 
 
 def test_a_beam_without_its_blocks_computes_its_tokens_again(runner: Runner) -> None:
     compute_prompt(runner)
-    step(runner, {"beam": 1}, known=[go_on(77, 10)])
+    step(runner, {"beam": 1}, known=[continued(77, 10)])
     again = [CachedRequestData("beam", ELSEWHERE, 0, resumed=True, last_token_id=78)]
     assert step(runner, {"beam": 5}, known=again).sampled_token_ids == {}
-    computed = step(runner, {"beam": 7}, known=[go_on(78, 5)])
-    assert likeliest(computed, "beam") == alone(runner, 77, 78)
+    computed = step(runner, {"beam": 7}, known=[continued(78, 5)])
+    assert likeliest(computed, "beam") == computed_alone(runner, 77, 78)

@@ -1,4 +1,4 @@
-"""Our own gRPC server, as grpcio's clients find it: what is not said by the services' own tests (`test_wire`)."""
+"""Our gRPC server with grpcio's clients: behaviour that the tests of services (`test_wire`) do not cover."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 
 class Service:
-    """Methods of bytes."""
+    """A service whose messages are plain bytes."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -101,13 +101,13 @@ async def code_of(answer: Any) -> grpc.StatusCode:
     return caught.value.code()
 
 
-async def read_to_its_end(stream: Any) -> None:
+async def read_to_end(stream: Any) -> None:
     while await stream.read() is not EOF:
         pass
 
 
 async def unread_flood(channel: grpc.aio.Channel) -> Any:
-    """A stream of which nothing more is read, when its server has had the time to fill its window."""
+    """Return a stream that is not read further and whose window the server has had time to fill."""
     flood = channel.unary_stream("/t.T/Flood", None, None)(b"")
     await flood.read()
     for _ in range(300):
@@ -119,9 +119,9 @@ async def test_messages_of_all_sizes_and_metadata_arrive() -> None:
     service = Service()
     async with serving(service) as (_, channel):
         for size in (0, 1, 16_384, 65_536, LIMIT):
-            echo = call(channel, "Echo", bytes(size), metadata=(("note", "x"), ("raw-bin", b"\x01\xfe")))
+            echo = call(channel, "Echo", bytes(size), metadata=(("note", "x"), ("raw_connection-bin", b"\x01\xfe")))
             assert len(await echo) == size
-        assert (service.metadata["note"], service.metadata["raw-bin"]) == ("x", b"\x01\xfe")
+        assert (service.metadata["note"], service.metadata["raw_connection-bin"]) == ("x", b"\x01\xfe")
         trailing = dict(await echo.trailing_metadata())
         assert (trailing["sent"], trailing["blob-bin"]) == ("back", b"\0\xff")
 
@@ -207,26 +207,26 @@ async def test_a_client_that_reads_nothing_learns_that_the_server_stopped() -> N
         flood = await unread_flood(channel)
         await server.stop(0)
         assert service.cancelled.is_set()
-        assert await code_of(read_to_its_end(flood)) is grpc.StatusCode.UNAVAILABLE
+        assert await code_of(read_to_end(flood)) is grpc.StatusCode.UNAVAILABLE
 
 
 @asynccontextmanager
-async def raw(server: Http2Server, channel: grpc.aio.Channel) -> AsyncIterator[socket.socket]:
-    """A connection of frames made by hand, greeted, with room for anything."""
+async def raw_connection(server: Http2Server, channel: grpc.aio.Channel) -> AsyncIterator[socket.socket]:
+    """Yield a socket for hand-made frames; the preface is sent and the windows are as large as possible."""
     port = server.port
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         windows = struct.pack(">HI", 4, (1 << 31) - 1)
-        grow = frame(8, 0, 0, struct.pack(">I", (1 << 31) - 1 - 65_535))
-        await loop.sock_sendall(connection, PREFACE + frame(SETTINGS, 0, 0, windows) + grow)
+        increment = frame(8, 0, 0, struct.pack(">I", (1 << 31) - 1 - 65_535))
+        await loop.sock_sendall(connection, PREFACE + frame(SETTINGS, 0, 0, windows) + increment)
         yield connection
 
 
 async def test_a_writer_waits_for_a_client_that_reads_nothing_even_with_the_largest_windows() -> None:
-    """HTTP/2 bounds nothing then; the kernel does, and the writer must notice."""
+    """HTTP/2 sets no bound then; the kernel does, and the writer must wait."""
     service = Service()
-    async with serving(service) as (server, channel), raw(server, channel) as connection:
+    async with serving(service) as (server, channel), raw_connection(server, channel) as connection:
         loop = asyncio.get_running_loop()
         request = frame(HEADERS, 4, 1, request_block("/t.T/Flood")) + frame(0, 1, 1, bytes(5))
         await loop.sock_sendall(connection, request)
@@ -255,7 +255,7 @@ async def test_an_unread_stream_is_sent_no_more_than_its_window() -> None:
 
 async def test_simultaneous_calls_begin_a_few_per_turn_of_the_loop() -> None:
     service = Service()
-    async with serving(service) as (server, channel), raw(server, channel) as connection:
+    async with serving(service) as (server, channel), raw_connection(server, channel) as connection:
         calls = [frame(HEADERS, 4, s, request_block("/t.T/Wait")) + frame(0, 1, s, bytes(5)) for s in range(1, 81, 2)]
         await asyncio.get_running_loop().sock_sendall(connection, b"".join(calls))
         most = before = 0
@@ -269,8 +269,8 @@ async def test_many_calls_of_one_connection_do_not_delay_another_connection() ->
     service = Service()
     async with (
         serving(service) as (server, channel),
-        raw(server, channel) as connection,
-        raw(server, channel) as other,
+        raw_connection(server, channel) as connection,
+        raw_connection(server, channel) as other,
     ):
         loop = asyncio.get_running_loop()
         block = request_block("/t.T/Wait")
@@ -278,51 +278,51 @@ async def test_many_calls_of_one_connection_do_not_delay_another_connection() ->
         await loop.sock_sendall(connection, b"".join(crowd))
         await service.begun.wait()
         await loop.sock_sendall(other, frame(HEADERS, 4, 1, request_block("/t.T/Echo")) + frame(0, 1, 1, bytes(5)))
-        heard = b""
-        while b"grpc-status\x010" not in heard:
-            heard += await loop.sock_recv(other, 1 << 16)
+        received = b""
+        while b"grpc-status\x010" not in received:
+            received += await loop.sock_recv(other, 1 << 16)
         assert service.started < len(crowd)
 
 
 async def test_a_stopping_server_serves_the_calls_that_wait_for_their_turn() -> None:
     service = Service()
-    async with serving(service) as (server, channel), raw(server, channel) as connection:
+    async with serving(service) as (server, channel), raw_connection(server, channel) as connection:
         calls = [frame(HEADERS, 4, s, request_block("/t.T/Echo")) + frame(0, 1, s, bytes(5)) for s in range(1, 81, 2)]
         await asyncio.get_running_loop().sock_sendall(connection, b"".join(calls))
         await service.begun.wait()
         await server.stop(30.0)
-        heard = b""
+        received = b""
         while more := await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
-            heard += more
-        assert heard.count(b"grpc-status\x010") == len(calls)
+            received += more
+        assert received.count(b"grpc-status\x010") == len(calls)
 
 
 async def test_unread_request_bytes_of_one_connection_are_bounded() -> None:
-    """Each of a thousand streams may bring a message of the largest size; all of them at once may not."""
+    """Each of a thousand streams may send the largest message, but not all of them at once."""
     service = Service()
-    async with serving(service) as (server, channel), raw(server, channel) as connection:
+    async with serving(service) as (server, channel), raw_connection(server, channel) as connection:
         loop = asyncio.get_running_loop()
         piece = struct.pack(">BI", 0, LIMIT) + bytes(16_000)
         for stream in range(1, 2 * 6 * LIMIT // len(piece), 2):
             begun = frame(HEADERS, 4, stream, request_block("/t.T/Echo")) + frame(0, 0, stream, piece)
             await loop.sock_sendall(connection, begun)
-        heard = b""
-        while b"grpc-status\x018" not in heard:
-            heard += await loop.sock_recv(connection, 1 << 16)
+        received = b""
+        while b"grpc-status\x018" not in received:
+            received += await loop.sock_recv(connection, 1 << 16)
 
 
 async def test_a_silent_client_that_answers_no_ping_is_disconnected() -> None:
     service = Service()
-    async with serving(service, quiet_s=0.05) as (server, channel), raw(server, channel) as connection:
+    async with serving(service, quiet_s=0.05) as (server, channel), raw_connection(server, channel) as connection:
         loop = asyncio.get_running_loop()
         request = frame(HEADERS, 4, 1, request_block("/t.T/Wait")) + frame(0, 1, 1, bytes(5))
         await loop.sock_sendall(connection, request)
         await service.cancelled.wait()
-        heard = b""
+        received = b""
         with suppress(ConnectionError):
             while more := await loop.sock_recv(connection, 1 << 16):
-                heard += more
-        assert frame(PING, 0, 0, b"")[3:5] in heard
+                received += more
+        assert frame(PING, 0, 0, b"")[3:5] in received
 
 
 async def test_a_connection_that_does_not_speak_http2_is_closed() -> None:

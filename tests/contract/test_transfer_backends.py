@@ -1,8 +1,8 @@
-"""One suite over every transfer backend: the in-process fake, NIXL over shared memory, NIXL over TCP, and two of them
-under the decorator that makes faults, with none set.
+"""One suite over every transfer backend: the in-memory fake, NIXL over shared memory, NIXL over TCP, and two of them
+under the decorator that injects faults, with no faults set.
 
-NIXL's senders are processes of their own. A sender that does not pump has not even shaken hands with a new receiver, so
-a first read from it stays in flight for as long as a test likes, over any transport.
+NIXL's senders are processes of their own. A sender that does not pump has not even completed its handshake with a new
+receiver, so a first read from it stays in flight as long as a test likes, over any transport.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TLS = {"nixl-tcp": "tcp,self"}
 
 
 class AnySender(Protocol):
-    """What the tests ask of a sender, wherever it runs."""
+    """The interface of a sender, in this process or another."""
 
     memory: PeerMemory
 
@@ -65,7 +65,7 @@ class AnySender(Protocol):
 
 
 class LocalSender:
-    """A sender on a fabric; its mover pumps, as a prefill node's does."""
+    """A sender on the in-memory fabric; its mover pumps, as that of a prefill node does."""
 
     def __init__(self, fabric: FakeTransferFabric, incarnation: str) -> None:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -92,7 +92,7 @@ class LocalSender:
 
 
 class Rig:
-    """Makes receivers and senders of one kind, and ends what it made."""
+    """Makes receivers and senders of one kind, and ends them."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -181,22 +181,22 @@ def fresh_sender(rig: Rig, receiver: TransferBackend) -> Iterator[AnySender]:
     made.kill()
 
 
-def finish(backend: TransferBackend, handle: ReadHandle) -> None:
+def wait_until_done(backend: TransferBackend, handle: ReadHandle) -> None:
     """Poll until the read is DONE, and release it."""
-    until(lambda: backend.poll(handle) is ReadState.DONE)
+    wait_until(lambda: backend.poll(handle) is ReadState.DONE)
     backend.release(handle)
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
 
 
-def lose(backend: TransferBackend, handle: ReadHandle) -> None:
+def wait_until_lost(backend: TransferBackend, handle: ReadHandle) -> None:
     """Poll until the read's peer is found gone, and release it."""
     with pytest.raises(PeerGone):
-        until(lambda: backend.poll(handle) is ReadState.DONE)
+        wait_until(lambda: backend.poll(handle) is ReadState.DONE)
     backend.release(handle)
 
 
@@ -210,7 +210,7 @@ def test_any_choice_of_blocks_arrives_where_it_belongs(
     rng = Random(seed)
     count = rng.randrange(1, NUM_BLOCKS)
     local, remote = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
-    finish(receiver, receiver.post_read(sender.memory.incarnation, coalesce(local, remote)))
+    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, coalesce(local, remote)))
     expected = dict(zip(local, remote, strict=True))
     for index in range(NUM_BLOCKS):
         want = pattern(expected[index], 1, BLOCK_BYTES) if index in expected else bytes(BLOCK_BYTES)
@@ -218,14 +218,14 @@ def test_any_choice_of_blocks_arrives_where_it_belongs(
 
 
 def test_the_same_remote_block_may_go_to_two_places(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
-    finish(receiver, receiver.post_read(sender.memory.incarnation, coalesce([4, 9], [7, 7])))
+    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, coalesce([4, 9], [7, 7])))
     assert rig.block(4) == rig.block(9) == pattern(7, 1, BLOCK_BYTES)
 
 
 def test_neighbours_on_both_sides_move_as_one_range(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
     ranges = coalesce(range(NUM_BLOCKS), range(NUM_BLOCKS))
     assert ranges == [ReadRange(0, 0, NUM_BLOCKS)]
-    finish(receiver, receiver.post_read(sender.memory.incarnation, ranges))
+    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, ranges))
     assert all(rig.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(NUM_BLOCKS))
 
 
@@ -238,13 +238,13 @@ def test_many_concurrent_reads_can_be_polled_in_any_order(
     handles = [receiver.post_read(name, [ReadRange(i, remote, 1)]) for i, remote in enumerate(order)]
     assert len(set(handles)) == NUM_BLOCKS
     for handle in reversed(handles):
-        finish(receiver, handle)
+        wait_until_done(receiver, handle)
     assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
 
 
 def test_done_stays_done_until_it_is_released(receiver: TransferBackend, sender: AnySender) -> None:
     handle = receiver.post_read(sender.memory.incarnation, [ReadRange(0, 0, 1)])
-    until(lambda: receiver.poll(handle) is ReadState.DONE)
+    wait_until(lambda: receiver.poll(handle) is ReadState.DONE)
     assert receiver.poll(handle) is ReadState.DONE
     receiver.release(handle)
     with pytest.raises(KeyError):
@@ -281,7 +281,7 @@ def test_invalid_ranges_are_refused_and_nothing_is_read(
     with pytest.raises(BadRange) as caught:
         receiver.post_read(sender.memory.incarnation, ranges)
     assert caught.value.cause is TransferCause.REFUSED
-    finish(receiver, receiver.post_read(sender.memory.incarnation, [ReadRange(NUM_BLOCKS - 1, 0, 1)]))
+    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, [ReadRange(NUM_BLOCKS - 1, 0, 1)]))
     assert rig.snapshot()[: -1 * BLOCK_BYTES] == bytes((NUM_BLOCKS - 1) * BLOCK_BYTES)
 
 
@@ -318,7 +318,7 @@ def test_invalid_descriptions_of_a_senders_memory_are_refused(
         receiver.connect(dataclasses.replace(shared_sender.memory, **change))  # type: ignore[arg-type]
     assert caught.value.cause is cause
     receiver.connect(shared_sender.memory)
-    finish(receiver, receiver.post_read(shared_sender.memory.incarnation, [ReadRange(1, 2, 1)]))
+    wait_until_done(receiver, receiver.post_read(shared_sender.memory.incarnation, [ReadRange(1, 2, 1)]))
     assert rig.block(1) == pattern(2, 1, BLOCK_BYTES)
     receiver.disconnect(shared_sender.memory.incarnation)
 
@@ -332,7 +332,7 @@ def test_a_connected_name_or_agent_can_not_be_connected_again(
         with pytest.raises(TransferFailed) as caught:
             receiver.connect(refused)
         assert caught.value.cause is TransferCause.REFUSED
-    finish(receiver, receiver.post_read(sender.memory.incarnation, [ReadRange(1, 2, 1)]))
+    wait_until_done(receiver, receiver.post_read(sender.memory.incarnation, [ReadRange(1, 2, 1)]))
     assert rig.block(1) == pattern(2, 1, BLOCK_BYTES)
 
 
@@ -352,7 +352,7 @@ def test_a_read_waits_until_the_sender_pumps_and_can_not_be_released_in_flight(
     with pytest.raises(ReadsInFlight):
         receiver.close()
     fresh_sender.pump(True)
-    finish(receiver, handle)
+    wait_until_done(receiver, handle)
     assert rig.block(3) + rig.block(4) == pattern(5, 1, BLOCK_BYTES) + pattern(6, 1, BLOCK_BYTES)
     receiver.disconnect(name)
 
@@ -363,7 +363,7 @@ def test_a_peer_that_was_dropped_can_be_connected_again(receiver: TransferBacken
     with pytest.raises(PeerGone):
         receiver.post_read(name, [ReadRange(0, 0, 1)])
     receiver.connect(sender.memory)
-    finish(receiver, receiver.post_read(name, [ReadRange(0, 0, 1)]))
+    wait_until_done(receiver, receiver.post_read(name, [ReadRange(0, 0, 1)]))
 
 
 def test_a_stopped_peer_leaves_its_read_in_flight(rig: Rig, receiver: TransferBackend, fresh_sender: AnySender) -> None:
@@ -372,7 +372,7 @@ def test_a_stopped_peer_leaves_its_read_in_flight(rig: Rig, receiver: TransferBa
     handle = receiver.post_read(fresh_sender.memory.incarnation, [ReadRange(0, 1, 1)])
     assert all(receiver.poll(handle) is ReadState.IN_PROGRESS for _ in range(MANY_POLLS))
     fresh_sender.thaw()
-    finish(receiver, handle)
+    wait_until_done(receiver, handle)
     assert rig.block(0) == pattern(1, 1, BLOCK_BYTES)
     receiver.disconnect(fresh_sender.memory.incarnation)
 
@@ -383,7 +383,7 @@ def test_a_killed_peer_ends_its_reads_for_good(rig: Rig, receiver: TransferBacke
     assert receiver.poll(handles[0]) is ReadState.IN_PROGRESS
     fresh_sender.kill()
     for handle in handles:
-        lose(receiver, handle)
+        wait_until_lost(receiver, handle)
     after = rig.snapshot()
     for _ in range(MANY_POLLS):
         receiver.pump()
@@ -396,16 +396,16 @@ def test_a_killed_peer_ends_its_reads_for_good(rig: Rig, receiver: TransferBacke
 def test_a_peer_killed_between_reads_is_found_gone(receiver: TransferBackend, fresh_sender: AnySender) -> None:
     name = fresh_sender.memory.incarnation
     fresh_sender.pump(True)
-    finish(receiver, receiver.post_read(name, [ReadRange(0, 0, 8)]))
+    wait_until_done(receiver, receiver.post_read(name, [ReadRange(0, 0, 8)]))
     fresh_sender.kill()
 
     def read_again() -> bool:
         handle = receiver.post_read(name, [ReadRange(0, 0, 8)])
-        lose(receiver, handle)
+        wait_until_lost(receiver, handle)
         return False
 
     with pytest.raises(PeerGone):
-        until(read_again)
+        wait_until(read_again)
     receiver.disconnect(name)
 
 
@@ -415,8 +415,8 @@ def test_a_dead_peer_disturbs_no_other(
     doomed = receiver.post_read(fresh_sender.memory.incarnation, [ReadRange(0, 0, 1)])
     alive = receiver.post_read(sender.memory.incarnation, [ReadRange(1, 6, 1)])
     fresh_sender.kill()
-    lose(receiver, doomed)
-    finish(receiver, alive)
+    wait_until_lost(receiver, doomed)
+    wait_until_done(receiver, alive)
     assert rig.block(1) == pattern(6, 1, BLOCK_BYTES)
     receiver.disconnect(fresh_sender.memory.incarnation)
 
@@ -488,7 +488,7 @@ def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
     stopped.freeze()
     name = attach(mover, events, stopped)
     mover.read(1, name, [ReadRange(0, 0, 16)])
-    until(lambda: mover.reads_in_flight == 1 and mover.stuck_reads == 1)
+    wait_until(lambda: mover.reads_in_flight == 1 and mover.stuck_reads == 1)
     mover.read(2, name, [ReadRange(70, 5, 2)])
     mover.disconnect(name)
     queued = events.get(timeout=WITHIN_S)

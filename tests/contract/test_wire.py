@@ -1,5 +1,5 @@
-"""Servers and clients of `baton.wire` over loopback, with handlers that a test writes: what survives the wire, and what
-one bad message may cost.
+"""Servers and clients of `baton.wire` over loopback, with scripted handlers: which values survive, and what a bad
+message costs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ SERVING = {"kind": "grpcio"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """What clients speak to runs on both servers, nodes on grpcio's alone."""
+    """Run tests of client services on both servers, tests of nodes only on grpcio's."""
     kinds = ["grpcio"] if "node" in metafunc.fixturenames else [*SERVERS]
     metafunc.parametrize("server_kind", kinds, indirect=True)
 
@@ -159,7 +159,7 @@ async def test_an_error_keeps_its_class_message_and_field(error: BatonError) -> 
 
 @pytest.mark.parametrize("letter", ["x", "ü", "漢"])
 async def test_an_error_with_a_long_message_keeps_its_class(letter: str) -> None:
-    """Errors travel as metadata, of which HTTP/2 peers take little."""
+    """Errors are sent as metadata, whose size HTTP/2 peers limit."""
     async with served(FakeGenerationHandler(EngineFault("first words " + letter * 50_000))) as (_, stub):
         with pytest.raises(EngineFault, match="first words"):
             await ask(stub)
@@ -257,7 +257,7 @@ async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
 
 
 async def test_a_client_that_leaves_with_unread_messages_closes_the_handlers_generator() -> None:
-    """The server is then in the middle of a write, which HTTP/2's flow control holds."""
+    """The server is then in a write that waits for HTTP/2's flow control."""
     handler = FakeGenerationHandler()
     handler.endless = True
     async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
@@ -268,7 +268,7 @@ async def test_a_client_that_leaves_with_unread_messages_closes_the_handlers_gen
         await handler.closed.wait()
 
 
-async def rest_of(call: grpc.aio.UnaryStreamCall[object, object]) -> int:
+async def count_remaining(call: grpc.aio.UnaryStreamCall[object, object]) -> int:
     count = 0
     while await call.read():
         count += 1
@@ -284,7 +284,7 @@ async def test_a_client_that_stays_but_reads_nothing_is_given_up() -> None:
         await handler.closed.wait()
         handler.endless = False
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rest_of(call)
+            await count_remaining(call)
         assert isinstance(status.from_rpc_error(caught.value, "server"), SlowReader)
     async with served(handler) as (_, stub):
         assert await ask(stub) == handler.events
@@ -416,15 +416,15 @@ async def test_a_node_that_dies_is_lost_to_reader_and_writer(node: Node) -> None
     assert caught.value.retryable
 
 
-async def served_with(files: TlsFiles) -> RpcServer:
-    """A node that shows this certificate and asks for one."""
+async def node_server(files: TlsFiles) -> RpcServer:
+    """Return a node that presents this certificate and requires one."""
     server = RpcServer((node_service.SERVICE_NAME,), FaultBarrier(), files.live(), asks_certificates=True)
     NodeServicer(FakeNodeHandler(decode())).add_to_server(server.server)
     return server
 
 
 def make_intermediate(directory: Path, now: datetime.datetime) -> None:
-    """The authority there is another one's, which nobody names."""
+    """Replace the authority in a directory by one that an unknown root has signed."""
     ca = x509.load_pem_x509_certificate((directory / "ca.crt").read_bytes())
     root = ec.generate_private_key(ec.SECP256R1())
     signed = (
@@ -456,18 +456,18 @@ async def test_a_node_is_authenticated_by_its_certificate(tmp_path: Path) -> Non
         (certificate_files(ours, "node"), TlsBytes(router.ca, None, None), ""),
         (certificate_files(ours, "node"), None, ""),
     ]
-    for shown, ours_is, story in cases:
-        server = await served_with(shown)
+    for shown, ours_is, message in cases:
+        server = await node_server(shown)
         address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()
         client = NodeClient(address, Dialer.to_role(CallerRole.NODE, "default", ours_is))
         try:
-            if story is None:
+            if message is None:
                 stream = await client.attach("router-1")
                 assert stream.welcome == FakeNodeHandler(decode()).description
                 await stream.close()
             else:
-                with pytest.raises(Unreachable, match=f"{address} does not answer.*(?i:{story})"):
+                with pytest.raises(Unreachable, match=f"{address} does not answer.*(?i:{message})"):
                     await client.attach("router-1")
         finally:
             await client.close()
@@ -482,7 +482,7 @@ async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
 
 
 async def test_the_port_of_a_stopped_router_is_closed(node: Node) -> None:
-    """It closes nothing and its kernel goes on acknowledging; what it asked for would run for nobody."""
+    """It closes nothing and its kernel still acknowledges; without this its requests would run for nobody."""
     script = f"""
 import asyncio
 from baton.wire.clients.node_client import NodeClient
@@ -502,7 +502,7 @@ asyncio.run(main())
 
 
 async def test_a_router_that_leaves_with_unread_reports_closes_its_port(node: Node) -> None:
-    """The node is then in the middle of a write, which HTTP/2's flow control holds."""
+    """The node is then in a write that waits for HTTP/2's flow control."""
     async with grpc.aio.insecure_channel(node.address) as channel:
         call = node_pb2_grpc.NodeStub(channel).Attach()
         await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))

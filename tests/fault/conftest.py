@@ -1,4 +1,4 @@
-"""The cluster that fault tests share: two processes of each kind, with the simulated model, slow enough to be hit."""
+"""The cluster that fault tests share: two processes of each role with the simulated model, slow enough to be hit."""
 
 from __future__ import annotations
 

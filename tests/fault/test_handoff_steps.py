@@ -38,7 +38,7 @@ def no_failpoints() -> Iterator[None]:
     set_injector(None)
 
 
-class Drill:
+class NthFailpoint:
     """A failpoint that applies its fault once, when the step is reached for the n-th time."""
 
     def __init__(self, cluster: SimulatedCluster, place: str, count: int, fault: Fault) -> None:
@@ -60,7 +60,7 @@ class Drill:
 async def _survives(place: str, count: int, fault: Fault, attempts: int | None = None) -> None:
     """`attempts`: the exact number of attempts that the request takes."""
     async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
-        drill = Drill(cluster, place, count, fault)
+        drill = NthFailpoint(cluster, place, count, fault)
         disturbed = await _asks(cluster, PROMPT)
         assert attempts in (None, disturbed.path.attempts)
         assert drill.recovery is not None, "nobody came by"

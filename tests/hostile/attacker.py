@@ -1,7 +1,8 @@
-"""A process that attacks: it is told on stdin what to do to whom, until it is told to stop.
+"""The attacking process: it reads from stdin which attack to run on which target, and when to stop.
 
-Each line is one JSON object. `{"attack": NAME, "target": {...}}` begins and is answered `{}`; an empty line ends it,
-and the answer is what the attacker was told, by kind. Run as `python -m tests.hostile.attacker`.
+Each line is one JSON object. `{"attack": NAME, "target": {...}}` starts an attack and is answered by `{}`; an empty
+line stops it, and the answer counts what the attacker received, by kind. Run it as
+`python -m tests.hostile.attacker`.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with ThreadPoolExecutor(1) as pool:
         while line := sys.stdin.readline():
-            said = json.loads(line)
-            fields = said["target"]
+            command = json.loads(line)
+            fields = command["target"]
             target = Target(tuple(fields["grpc"]), tuple(fields["http"]), fields["has_tls"], fields["key"])
             over = threading.Event()
-            attack = pool.submit(ATTACKS[said["attack"]], target, over)
-            _tell({})
+            attack = pool.submit(ATTACKS[command["attack"]], target, over)
+            _write({})
             sys.stdin.readline()
             over.set()
-            _tell(attack.result())
+            _write(attack.result())
 
 
-def _tell(what: Mapping[str, int]) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _write(counts: Mapping[str, int]) -> None:
+    sys.stdout.write(json.dumps(counts) + "\n")
     sys.stdout.flush()
 
 

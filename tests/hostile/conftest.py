@@ -1,4 +1,4 @@
-"""Two clusters of the bundled model, one with keys and certificates and one without, and somebody who attacks them."""
+"""Two clusters of the bundled model, one with keys and certificates and one without, and the process that attacks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MODEL = Path(baton.__file__).parent / "demo_model"
 MODES = ("open", "guarded")
 RUNS_LONG = os.environ.get("BATON_HOSTILE") == "long"
 ATTACK_S = 10.0 if RUNS_LONG else 0.4
-"""An attack lasts so long, and at least until every victim has had an answer."""
+"""The duration of an attack in seconds; it also lasts until every victim has had an answer."""
 
 
 class Attacker:
-    """A process of its own: what it does must not slow down those who look."""
+    """The attacking process; separate, so that it does not slow down the measurements."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -49,18 +49,18 @@ class Attacker:
 
     @contextmanager
     def attacking(self, name: str, target: Target) -> Iterator[dict[str, int]]:
-        """While it lasts; afterwards the yielded dictionary says what the attacker was told."""
+        """Attack during the `with` block; afterwards the yielded dictionary counts the attacker's answers."""
         answers: dict[str, int] = {}
-        self._tell(json.dumps({"attack": name, "target": asdict(target)}))
+        self._send(json.dumps({"attack": name, "target": asdict(target)}))
         try:
             yield answers
         finally:
-            answers.update(self._tell(""))
+            answers.update(self._send(""))
 
     def close(self) -> None:
         self._process.communicate(timeout=BOUND_S)
 
-    def _tell(self, line: str) -> dict[str, int]:
+    def _send(self, line: str) -> dict[str, int]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
@@ -71,7 +71,7 @@ class Attacker:
 
 @dataclass
 class Stage:
-    """A cluster, whoever attacks it, and whoever looks."""
+    """A cluster with its attacker, its victims and its observers."""
 
     mode: str
     cluster: ProcessCluster
@@ -85,7 +85,7 @@ class Stage:
         return {process.name: (process.pid, process.incarnation) for process in self.cluster.state.processes}
 
     def attack(self, name: str) -> dict[str, int]:
-        """Run one beside the victims, for as long as it is to last."""
+        """Run one attack beside the victims and return the answers that the attacker got."""
         over = threading.Event()
         with self.attacker.attacking(name, self.target) as answers:
             timer = threading.Timer(ATTACK_S, over.set)
@@ -110,7 +110,7 @@ def _stage(home: Path, mode: str, *flags: str, keys: dict[str, str], certs: Path
         def page(address: str, role: str) -> Page:
             return Page(address, {"authorization": f"Bearer {keys[role]}"} if keys else {}, tls)
 
-        def apart(address: str) -> tuple[str, int]:
+        def split_address(address: str) -> tuple[str, int]:
             host, _, port = address.rpartition(":")
             return host, int(port)
 
@@ -120,14 +120,16 @@ def _stage(home: Path, mode: str, *flags: str, keys: dict[str, str], certs: Path
             "decode-0": f"127.0.0.1:{first + 1}",
         }
         attackers_key = keys.get("attacker", "")
-        target = Target(apart(router.address), apart(router.http_address), certs is not None, attackers_key)
+        target = Target(
+            split_address(router.address), split_address(router.http_address), certs is not None, attackers_key
+        )
         attacker = Attacker()
         victim = Victim(router.address, page(router.http_address, "client"), access)
         operators = OperatorClient(router.operator_address, operator)
         try:
             victim.start()
             victim.have_schemas_compiled()
-            # Its connection stays.
+            # Its connection stays open, so it is counted from the beginning.
             operators.status()
             pids = {name: cluster.process(name).pid for name in pages}
             watched = Watched({name: page(address, "monitor") for name, address in pages.items()}, pids)

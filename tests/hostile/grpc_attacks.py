@@ -1,4 +1,4 @@
-"""Calls on the gRPC port that are meant to cost more than they may, by somebody who has a key if there are any."""
+"""Attacks by gRPC calls that are meant to cost more than they may, with a client's key if keys are required."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _calls(method: str, message: Callable[[], bytes], at_once: int, count: int =
                     client.open(stream, block)
                     client.send(stream, framed, ends=True)
                 for stream in streams:
-                    client.answered(stream)
+                    client.wait_for_answer(stream)
                 if over.is_set():
                     return
 

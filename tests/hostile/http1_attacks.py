@@ -1,4 +1,4 @@
-"""Attacks on the HTTP port by bytes of HTTP/1.1. None of them needs a key."""
+"""Attacks on the HTTP port by HTTP/1.1 bytes. None of them needs a key."""
 
 from __future__ import annotations
 

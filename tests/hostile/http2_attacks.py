@@ -1,4 +1,4 @@
-"""Attacks on the gRPC port by frames of HTTP/2. None of them needs a key."""
+"""Attacks on the gRPC port by HTTP/2 frames. None of them needs a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of HTTP/2 that keeps to the windows and to nothing else: what it says is for its caller to know."""
+"""An HTTP/2 client for attacks that respects flow control windows and no other rule of the protocol."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INITIAL_WINDOW = 4
 
 
 class WindowedClient:
-    """One connection. What it can't send for now it waits for; raises OSError when the other side has gone away."""
+    """One connection. It waits for windows before it sends. Raises OSError when the other side has closed it."""
 
     def __init__(self, connection: socket.socket, over: threading.Event, answers: Answers) -> None:
         self._answers = answers
@@ -40,19 +40,19 @@ class WindowedClient:
         self._windows: Counter[int] = Counter({0: _WINDOW_BYTES})
         self._initial = _WINDOW_BYTES
         self.ended: set[int] = set()
-        """Streams that were answered, or reset."""
-        # It may be told as much as there is.
-        self._say(GREETING + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", (1 << 31) - 1 - _WINDOW_BYTES)))
+        """The streams that were answered or reset."""
+        # The server may send without limit.
+        self._write(GREETING + frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", (1 << 31) - 1 - _WINDOW_BYTES)))
 
-    def _say(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         send(self._connection, data, self._over)
 
     def open(self, stream: int, block: bytes) -> None:
         self._windows[stream] += self._initial
-        self._say(frame(HEADERS, END_HEADERS, stream, block))
+        self._write(frame(HEADERS, END_HEADERS, stream, block))
 
     def send(self, stream: int, data: bytes, *, ends: bool = False, frame_bytes: int = _FRAME_BYTES) -> None:
-        """Say that much of a stream, in frames of this size, unless it has ended meanwhile."""
+        """Send data on a stream, in frames of this size, unless the stream has ended."""
         at = 0
         while at < len(data) and stream not in self.ended and not self._over.is_set():
             fits = min(self._windows[0], self._windows[stream], len(data) - at)
@@ -61,19 +61,19 @@ class WindowedClient:
                 continue
             piece = data[at : at + fits]
             frames = (piece[i : i + frame_bytes] for i in range(0, len(piece), frame_bytes))
-            self._say(b"".join(frame(DATA, 0, stream, one) for one in frames))
+            self._write(b"".join(frame(DATA, 0, stream, one) for one in frames))
             self._windows.subtract({0: fits, stream: fits})
             at += fits
         if ends and stream not in self.ended:
-            self._say(frame(DATA, END_STREAM, stream))
+            self._write(frame(DATA, END_STREAM, stream))
 
-    def answered(self, stream: int) -> None:
+    def wait_for_answer(self, stream: int) -> None:
         """Wait until a stream has ended."""
         while stream not in self.ended and not self._over.is_set():
             self.listen()
 
     def listen(self) -> None:
-        """Take in what has come, or wait a moment for it."""
+        """Process received frames, or wait a moment for some."""
         try:
             got = self._connection.recv(1 << 16)
         except TimeoutError:
@@ -99,9 +99,9 @@ class WindowedClient:
                 if name == _INITIAL_WINDOW:
                     self._windows.update({open_one: value - self._initial for open_one in self._windows if open_one})
                     self._initial = value
-            self._say(frame(SETTINGS, ACK, 0))
+            self._write(frame(SETTINGS, ACK, 0))
         elif kind == PING and not flags & ACK:
-            self._say(frame(PING, ACK, 0, payload))
+            self._write(frame(PING, ACK, 0, payload))
         elif kind == RST_STREAM or (flags & END_STREAM and kind in (HEADERS, DATA)):
             self._answers["reset" if kind == RST_STREAM else "answered"] += 1
             self.ended.add(stream)
@@ -111,5 +111,5 @@ WindowedTalk = Callable[[WindowedClient, threading.Event, int], None]
 
 
 def windowed(talk: WindowedTalk) -> Talk:
-    """For `flood`."""
+    """Adapt a talk with windows for `flood`."""
     return lambda connection, over, number, answers: talk(WindowedClient(connection, over, answers), over, number)

@@ -1,4 +1,4 @@
-"""What attackers are made of: connections that say anything to a router, from any address of the loopback network."""
+"""The building blocks of attacks: connections that send anything to a router, from any loopback address."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import Literal
 
 Port = Literal["grpc", "http"]
 Answers = Counter[str]
-"""What an attacker was told, and how often."""
+"""The answers that an attacker got, counted by kind."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _CONNECT_S = 5.0
 _SEND_BUFFER_BYTES = 64 << 10
-"""What the kernel still delivers when a connection has been closed: an attack that is over is over soon."""
+"""The kernel still delivers this much after a connection was closed; small, so that an attack ends soon."""
 _PATIENCE_S = 0.2
-"""How long an attacker waits where a router takes nothing, or says nothing, before it looks whether it is to stop."""
+"""Seconds that an attacker waits for the router to read or answer before it checks whether to stop."""
 _PAUSE_S = 0.02
-"""Before it connects again."""
+"""Seconds before it connects again."""
 ATTACKER = "127.0.0.66"
-"""The victims are another peer."""
+"""The attacker's address; the victims have another one."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A router, as its attacker knows it."""
+    """The addresses of a router, and the attacker's key."""
 
     grpc: tuple[str, int]
     http: tuple[str, int]
     has_tls: bool
     key: str = ""
-    """Of a client, for attacks by somebody who has one; empty: none is asked for."""
+    """The key of a client, for attacks that need one; empty: no keys are required."""
 
     def connect(self, port: Port, source: str = ATTACKER, *, speaks: bool = True) -> socket.socket:
-        """`speaks`: with TLS where the router wants it; else only the connection is made. Raises OSError."""
+        """Connect to a port. `speaks`: use TLS if the router requires it; else only connect. Raises OSError."""
         raw = socket.create_connection(getattr(self, port), _CONNECT_S, source_address=(source, 0))
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -56,7 +56,7 @@ class Target:
 
 
 def drain(connection: socket.socket) -> int:
-    """Throw away what has come; returns how much that was. Raises OSError when the other side has closed."""
+    """Discard the received bytes and return their number. Raises OSError if the other side has closed."""
     num_bytes = 0
     connection.setblocking(False)
     try:
@@ -72,7 +72,7 @@ def drain(connection: socket.socket) -> int:
 
 
 def send(connection: socket.socket, data: bytes, over: threading.Event) -> None:
-    """All of it, or what is taken of it until the attack is over. Raises OSError."""
+    """Send all data, or as much as is read until the attack is over. Raises OSError."""
     connection.settimeout(_PATIENCE_S)
     left = memoryview(data)
     while left and not over.is_set():
@@ -81,13 +81,13 @@ def send(connection: socket.socket, data: bytes, over: threading.Event) -> None:
 
 
 Says = Callable[[int], Iterator[bytes]]
-"""What a connection says, piece by piece; its argument is the connection's number."""
+"""Yields the pieces that a connection sends; its argument is the connection's number."""
 Talk = Callable[[socket.socket, threading.Event, int, Answers], None]
-"""What one connection does until it, or the attack, is over, and where it counts what it is told; raises OSError."""
+"""Runs one connection until it or the attack is over, and counts the answers. Raises OSError."""
 
 
 def flood(target: Target, over: threading.Event, port: Port, count: int, talk: Talk) -> Answers:
-    """So many connections at a time, each of which is replaced when it is closed."""
+    """Keep `count` connections open, each with `talk`; a closed connection is replaced."""
     answers: Answers = Counter()
 
     def one(number: int) -> None:
@@ -101,12 +101,12 @@ def flood(target: Target, over: threading.Event, port: Port, count: int, talk: T
             if over.wait(_PAUSE_S):
                 return
 
-    together([lambda number=number: one(number) for number in range(count)])  # type: ignore[misc]
+    run_in_threads([lambda number=number: one(number) for number in range(count)])  # type: ignore[misc]
     return answers
 
 
 def saying(says: Says, *, reads: bool = True) -> Talk:
-    """Say it as fast as it is taken, and then hold the connection open. `reads`: take what is answered."""
+    """Return a talk that sends as fast as possible and then holds the connection open. `reads`: read the answers."""
 
     def talk(connection: socket.socket, over: threading.Event, number: int, _: Answers) -> None:
         for piece in says(number):
@@ -122,8 +122,8 @@ def saying(says: Says, *, reads: bool = True) -> Talk:
     return talk
 
 
-def together(works: list[Callable[[], None]]) -> None:
-    """All of these, each in a thread of its own."""
+def run_in_threads(works: list[Callable[[], None]]) -> None:
+    """Run all functions, each in its own thread."""
     threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
@@ -139,9 +139,7 @@ def crowd(
     first: bytes,
     source: Callable[[random.Random], str] = lambda rng: ATTACKER,
 ) -> Answers:
-    """So many connections at a time, until the end; each says `first` and nothing more, in clear text. Another one
-    takes the place of one that is closed.
-    """
+    """Keep `count` connections open; each sends `first` and nothing more, without TLS. A closed one is replaced."""
     answers: Answers = Counter()
     rng = random.Random(7)
     held: deque[socket.socket] = deque()
@@ -177,5 +175,5 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def many_peers(rng: random.Random) -> str:
-    """An address of the loopback network; none that a victim has."""
+    """Return a random address of the loopback network that no victim has."""
     return f"127.{rng.randrange(1, 255)}.{rng.randrange(256)}.{rng.randrange(1, 255)}"

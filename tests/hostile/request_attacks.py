@@ -1,4 +1,4 @@
-"""Requests over HTTP that are meant to cost more than they may, by somebody who has a key if there are any."""
+"""Attacks by HTTP requests that are meant to cost more than they may, with a client's key if keys are required."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.hostile.http1_attacks import exchange
-from tests.hostile.peers import Answers, Target, together
+from tests.hostile.peers import Answers, Target, run_in_threads
 
 _HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _CHAT, _COMPLETIONS, _EMBEDDINGS = b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"
@@ -34,7 +34,7 @@ def _again(path: bytes, body: Callable[[], bytes], at_once: int) -> Attack:
                 if over.is_set():
                     return
 
-        together([one] * at_once)
+        run_in_threads([one] * at_once)
         return answers
 
     return attack

@@ -1,9 +1,9 @@
-"""The table of docs/security.md: what each attack on a router came to.
+"""The table of docs/security.md: the measured effect of each attack on a router.
 
     BATON_HOSTILE=long BATON_HOSTILE_TABLE=FILE python -m pytest tests/hostile
     python -m tests.hostile.table FILE
 
-The first writes a line of JSON for each attack as soon as it is over, the second makes a table in Markdown of them.
+The first command appends a line of JSON for each attack, the second one makes a Markdown table of them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """One attack in one mode. What is held and remembered is the router's."""
+    """One attack in one mode; loop and memory are those of the router."""
 
     attack: str
     mode: str
     held_cpu_ms: float
-    """No turn of the event loop took as much of a core: the bound of a histogram's bucket."""
+    """No turn of the event loop took more CPU time: the bound of a histogram's bucket."""
     held_wall_ms: float
-    """By the clock: with what other threads and other processes had of the core."""
+    """The same in wall time, which includes other threads and processes on the core."""
     memory_before_mb: float
     memory_peak_mb: float
     memory_after_mb: float
     calm_after_s: float
-    """How long after the attack memory, descriptors and tasks were as before."""
+    """Seconds after the attack until memory, descriptors and tasks were as before."""
     waited_for: str
     victim_longest_ms: float
     attacker_was_told: Mapping[str, int]
@@ -56,14 +56,14 @@ class Row:
 
 
 def write_row(row: Row) -> None:
-    """Append it to the file that BATON_HOSTILE_TABLE names, if it names one."""
+    """Append a row to the file that BATON_HOSTILE_TABLE names, if it is set."""
     if name := os.environ.get("BATON_HOSTILE_TABLE"):
         with Path(name).open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each attack, in which its modes stand one behind the other; of several runs the last one counts."""
+    """Yield the lines of the table: one for each attack, with all modes in each cell; the last run of each counts."""
     modes = dict.fromkeys(row.mode for row in rows)
     latest = {(row.attack, row.mode): row.cells() for row in rows}
     yield f"{'; '.join(modes)}:"

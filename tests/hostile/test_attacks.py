@@ -1,9 +1,9 @@
-"""Whoever attacks a router keeps nobody else from being served, holds no loop, and leaves nothing behind.
+"""An attack on a router disturbs no other client, blocks no event loop, and leaves nothing behind.
 
-Each attack is a line of a table (`http2_attacks.py`, `http1_attacks.py`, `grpc_attacks.py`, `request_attacks.py`).
-Beside it two clients ask for tokens. By turns they meet a cluster with keys and certificates and one without;
-`BATON_HOSTILE=long` gives every attack ten seconds in both, and `BATON_HOSTILE_TABLE=FILE` takes down what was seen
-(table.py).
+Each attack is an entry of a table (`http2_attacks.py`, `http1_attacks.py`, `grpc_attacks.py`, `request_attacks.py`).
+Beside it two clients ask for tokens. The attacks alternate between a cluster with keys and certificates and one
+without; `BATON_HOSTILE=long` runs each of them for ten seconds on both, and `BATON_HOSTILE_TABLE=FILE` records the
+measurements (table.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.hostile.table import Row, write_row
 from tests.hostile.witness import PeakMemory
 
 HELD_S = 0.1
-"""No turn of an event loop may take more of a core. By the clock of the processor: others may need it, too."""
+"""No turn of an event loop may take more CPU seconds. Wall time is not bounded: others use the cores, too."""
 _LOSSES = ("NodeLost", "NodeSuspect", "NodeLeft", "RouterLeft", "RegistryLost", "BreakerOpened", "ClusterUnavailable")
 
 
@@ -29,7 +29,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize(("stage", "name"), _CASES, indirect=["stage"], scope="module")
-def test_an_attack_is_noticed_by_nobody_else(stage: Stage, name: str) -> None:
+def test_an_attack_disturbs_no_other_client_and_leaves_nothing_behind(stage: Stage, name: str) -> None:
     pids, events = stage.pids(), len(list(stage.operator.events()))
     before, peak = stage.watched.read(), PeakMemory(pids["router-0"][0])
     answers = stage.attack(name)
@@ -53,12 +53,12 @@ def test_an_attack_is_noticed_by_nobody_else(stage: Stage, name: str) -> None:
         )
     )
     assert not stage.victim.wrong
-    assert stage.victim.told["grpc"] > 0 < stage.victim.told["http"]
+    assert stage.victim.num_answers["grpc"] > 0 < stage.victim.num_answers["http"]
     assert {process: f"{longest} s" for process, longest in held.items() if longest > HELD_S} == {}
     assert calm.left == []
     assert stage.pids() == pids
     assert [event for event in list(stage.operator.events())[events:] if event.reason in _LOSSES] == []
     assert router.attempts() == router_before.attempts()
-    # It was there, and nothing that it did was taken for a fault of ours.
+    # The attack reached the router, and none of it was answered as an internal error.
     assert answers
     assert not {answer for answer in answers if answer.startswith("5") and answer != "503"}, answers

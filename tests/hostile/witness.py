@@ -1,4 +1,4 @@
-"""What is looked at while a cluster is attacked: its processes, by their own figures, and clients that behave well."""
+"""The observers of an attack: the metrics of the attacked processes, and well-behaved clients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from baton.messages.generation import Chunk, Finished, GenerateRequest
 from baton.text.schema_sandbox import SCHEMA_CHILD
 
 BOUND_S = 60.0
-"""No answer is waited for longer."""
+"""The longest wait for an answer, in seconds."""
 CALM_S = 20.0
-"""After an attack everything is as it was before."""
+"""Within so many seconds after an attack everything must be as before."""
 _PAUSE_S = 0.05
 _SAMPLE = re.compile(r"^baton_(\w+)\{(.*)\} (\S+)$")
 _HELD, _HELD_CPU = "event_loop_held_seconds", "event_loop_held_cpu_seconds"
@@ -34,7 +34,7 @@ NUM_TOKENS = 16
 
 @dataclass(frozen=True)
 class Page:
-    """Where a process tells its figures, and with what they are asked for."""
+    """The metrics page of a process, with the headers and the TLS context for it."""
 
     address: str
     headers: Mapping[str, str]
@@ -64,7 +64,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a process said of itself at one moment."""
+    """The metrics of a process at one moment."""
 
     figures: Mapping[str, float]
 
@@ -73,15 +73,15 @@ class Reading:
         return self.figures["process_resident_memory_bytes"]
 
     def counts(self) -> dict[str, float]:
-        """What comes back to where it was when nobody asks for anything."""
+        """Return the counts that must return to their idle values."""
         return {name: self.figures[name] for name in _COUNTED if name in self.figures}
 
     def without_descriptors(self, number: int) -> Reading:
-        """The same, with so many open descriptors less."""
+        """Return the same reading with `number` fewer open descriptors."""
         return Reading({**self.figures, _DESCRIPTORS: self.figures[_DESCRIPTORS] - number})
 
     def longest_since(self, before: Reading, *, cpu: bool) -> float:
-        """The bound below which every turn of the loop was that ended between the two readings."""
+        """Return a bound (seconds) for all turns of the loop between the two readings."""
         name = f"{_HELD_CPU if cpu else _HELD}_bucket"
         bounds = [key.partition(" ")[2] for key in self.figures if key.startswith(f"{name} ")]
         ordered = sorted(bounds, key=float)
@@ -94,7 +94,7 @@ class Reading:
         return next(float(bound) for bound in ordered if longer[bound] == 0)
 
     def attempts(self) -> dict[str, float]:
-        """How many attempts there were after the first one of a request, by cause."""
+        """Return the number of further attempts of requests, by cause."""
         return {
             key: value
             for key, value in self.figures.items()
@@ -104,25 +104,25 @@ class Reading:
 
 @dataclass
 class Victim:
-    """Two clients that ask for the same tokens again and again, over gRPC and over HTTP."""
+    """Two clients that repeat the same request over gRPC and over HTTP."""
 
     grpc_address: str
     page: Page
-    """Of the router's HTTP port, with a client's key."""
+    """The router's HTTP port, with a client's key."""
     access: Access
-    told: Counter[str] = field(default_factory=Counter)
+    num_answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     longest_s: float = 0.0
     expected: Mapping[str, object] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Learn what undisturbed answers are."""
+        """Record the answers of an undisturbed router."""
         self._client = GenerationClient(self.grpc_address, access=self.access)
         self.expected = {"grpc": self._over_grpc(), "http": self._over_http()}
         assert len(self.expected["grpc"]) == NUM_TOKENS  # type: ignore[arg-type]
 
     def have_schemas_compiled(self) -> None:
-        """By several clients at once: whatever compiles them stays for the next ones."""
+        """Send schemas from several clients at once: the processes that compile them stay for later ones."""
         shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True}}
         body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 2, "response_format": shape}
         threads = [threading.Thread(target=self._post, args=("/v1/chat/completions", body)) for _ in range(8)]
@@ -135,8 +135,8 @@ class Victim:
         self._client.close()
 
     def ask_until(self, over: threading.Event) -> None:
-        """Ask until it is over, and each at least once."""
-        self.told, self.wrong, self.longest_s = Counter(), [], 0.0
+        """Repeat the requests until `over` is set, each at least once."""
+        self.num_answers, self.wrong, self.longest_s = Counter(), [], 0.0
         threads = [threading.Thread(target=self._ask, args=(kind, over)) for kind in self.expected]
         for thread in threads:
             thread.start()
@@ -153,7 +153,7 @@ class Victim:
                     self.wrong.append(f"{kind}: {got} instead of {self.expected[kind]}")
             except Exception as error:
                 self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
-            self.told[kind] += 1
+            self.num_answers[kind] += 1
             self.longest_s = max(self.longest_s, time.monotonic() - began)
             if over.is_set() or self.wrong:
                 return
@@ -191,14 +191,14 @@ class Victim:
 
 @dataclass(frozen=True)
 class Calm:
-    """How everything was some time after an attack."""
+    """The state of all processes after an attack."""
 
     after: Mapping[str, Reading]
     left: Sequence[str]
-    """What still was not as it was before."""
+    """What did not return to its earlier value in time."""
     waited_s: float
     waited_for: str
-    """What came back last."""
+    """What returned last."""
 
 
 class PeakMemory:
@@ -214,10 +214,10 @@ class PeakMemory:
 
 
 class Watched:
-    """The processes of a cluster."""
+    """The observed processes of a cluster."""
 
     def __init__(self, pages: Mapping[str, Page], pids: Mapping[str, int]) -> None:
-        """`pages` and the process ids by the names of processes."""
+        """`pages` and `pids` by the names of processes."""
         self._pages = pages
         self._pids = pids
         self._idle = self._settled()
@@ -226,9 +226,9 @@ class Watched:
         return {name: page.reading().without_descriptors(self._children(name)) for name, page in self._pages.items()}
 
     def calm(self, before: Mapping[str, Reading]) -> Calm:
-        """Wait until memory is as it was, and everything that is counted has been.
+        """Wait until memory is as before and each count has been at its idle value once.
 
-        Each count by itself: nodes have tasks of their own now and then, and what leaks is never as it was.
+        Each count is checked on its own: nodes have short tasks now and then, while a leak never returns to its value.
         """
         began, waited_for = time.monotonic(), ""
         uncounted = {(name, what) for name, idle in self._idle.items() for what in idle.counts()}
@@ -267,7 +267,7 @@ class Watched:
         return self._idle[name].figures[what]
 
     def _settled(self) -> dict[str, Reading]:
-        """The first reading that the next one agrees with."""
+        """Return the first reading whose counts equal those of the next one."""
         seen = self.read()
         while True:
             time.sleep(10 * _PAUSE_S)

@@ -1,4 +1,4 @@
-"""A shell for each test, and one running cluster of a tiny model for all that only ask it something."""
+"""A shell for each test, and one running cluster of a tiny model for tests that change nothing in it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support.tiny_models import TINY_MODELS
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """Fails the test that leaves a process behind."""
+    """A shell; the test fails if it leaves a process behind."""
     opened = Shell(tmp_path / "home")
     yield opened
-    opened.nothing_left()
+    opened.assert_nothing_left()
 
 
 @pytest.fixture(scope="session")

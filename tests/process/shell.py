@@ -1,4 +1,4 @@
-"""A user's shell: the installed command, an environment of its own, and a look at what was left behind."""
+"""A user's shell: runs the installed command in its own environment and finds the processes that were left behind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 BATON = Path(sys.executable).with_name("baton")
 ROOT = Path(__file__).parents[2]
 BOUND_S = 100.0
-"""Nothing waits longer. Far beyond what anything takes, also on a busy machine."""
+"""The longest wait, in seconds: far beyond what anything takes, also on a busy machine."""
 _END_S = 10.0
-"""For the last moments of a process that has nothing to do any more."""
+"""Seconds for a process to end that has nothing left to do."""
 _MARK = "BATON_TEST_MARK"
 
 
 class Shell:
-    """Whatever is started here, however far it detaches itself, carries the shell's mark in its environment."""
+    """Runs commands. Every process that it starts, also a detached one, has the shell's mark in its environment."""
 
     def __init__(self, home: Path) -> None:
         home.mkdir(exist_ok=True)
@@ -35,7 +35,7 @@ class Shell:
             "HOME": str(home),
             "XDG_RUNTIME_DIR": str(home),
             "OMP_NUM_THREADS": "1",
-            # Whatever else runs here.
+            # Any free port, whatever else runs on this machine.
             "BATON_HTTP_PORT": "0",
             # Short prompts take both kinds of nodes, too.
             "BATON_PLACEMENT": "least-loaded",
@@ -71,7 +71,7 @@ class Shell:
         return subprocess.Popen([str(BATON), *map(str, words)], env=self.environment, cwd=self.home, **settings)
 
     def left(self) -> dict[int, str]:
-        """Every process that was started here and still runs: its id and its command line."""
+        """Return the command lines of all processes that were started here and still run, by process id."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -83,9 +83,9 @@ class Shell:
                 continue
         return found
 
-    def nothing_left(self) -> None:
-        """Fail unless every process that was started here has ended or is about to; kills those that stay."""
-        left = {pid: command for pid, command in self.left().items() if not ends(pid, _END_S)}
+    def assert_nothing_left(self) -> None:
+        """Fail unless every process that was started here has ended or is about to; kill those that stay."""
+        left = {pid: command for pid, command in self.left().items() if not wait_until_ended(pid, _END_S)}
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -93,8 +93,8 @@ class Shell:
         assert not self.left()
 
 
-def ends(pid: int, bound_s: float = BOUND_S) -> bool:
-    """Wait for a process's end, whoever its parent is; returns whether it came."""
+def wait_until_ended(pid: int, bound_s: float = BOUND_S) -> bool:
+    """Wait for a process to end, whatever its parent; return whether it did."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -106,7 +106,7 @@ def ends(pid: int, bound_s: float = BOUND_S) -> bool:
 
 
 def refusal(done: subprocess.CompletedProcess[str], code: int) -> str:
-    """The one line with which a command said no; fails when it said more, or ended otherwise."""
+    """Return the one line with which a command refused; fails if it printed more or had another exit code."""
     assert (done.returncode, done.stdout or "") == (code, ""), done
     assert done.stderr.startswith("baton: "), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -1,4 +1,4 @@
-"""A command at a terminal: what a person sees, and what the keys do."""
+"""A command at a pseudo-terminal: its screen, and keys pressed by a test."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            # Without a controlling terminal, Ctrl-C would be a letter like any other.
+            # Without a controlling terminal Ctrl-C would be an ordinary character.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(theirs)
         self.screen = ""
 
-    def until(self, text: str) -> str:
-        """Wait until the text is on the screen; returns all that was ever shown."""
+    def wait_for_text(self, text: str) -> str:
+        """Wait until the text has been printed; return everything that was printed."""
         while text not in self.screen:
             assert self._read(), f"{text!r} never came: {self.screen}"
         return self.screen
@@ -41,7 +41,7 @@ class Terminal:
         os.write(self._ours, b"\x03")
 
     def end(self) -> int:
-        """Wait for the command's end; returns its exit code."""
+        """Wait for the command to end; return its exit code."""
         while self._read():
             pass
         return self.process.wait(BOUND_S)
@@ -51,7 +51,7 @@ class Terminal:
         try:
             piece = os.read(self._ours, 65536)
         except OSError:
-            # How Linux says that nobody holds the other side any more.
+            # Linux raises this when the other side is closed.
             return False
         self.screen += piece.decode(errors="replace").replace("\r\n", "\n")
         return bool(piece)

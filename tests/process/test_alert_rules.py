@@ -1,4 +1,4 @@
-"""The rules of deploy/monitoring, read and tried by Prometheus' own tool."""
+"""The rules of deploy/monitoring, checked and tested by Prometheus' own tool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def promtool() -> str:
 
 
 @pytest.mark.timeout(150)  # It may have to be fetched.
-def test_prometheus_reads_the_rules_and_alerts_when_it_is_to(promtool: str, tmp_path: Path) -> None:
+def test_prometheus_reads_the_rules_and_alerts_as_specified(promtool: str, tmp_path: Path) -> None:
     def says(*words: str) -> tuple[int, str]:
         done = subprocess.run([promtool, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr

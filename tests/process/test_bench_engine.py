@@ -11,7 +11,7 @@ from tests.process.shell import Shell, refusal
 
 
 @pytest.mark.timeout(300)  # It reads a gigabyte a hundred times, to know what could be.
-def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
+def test_the_engine_is_measured_and_compared_with_the_machine(shell: Shell, model: Path) -> None:
     ask = ("bench", "engine", "--model", model, "--context-tokens", 32, "--steps", 6, "--threads", 1)
     done = shell.baton(*ask, "-o", "json", timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
@@ -30,7 +30,7 @@ def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
     assert all(one["products_ms"] > 0 and one["python_ms"] > 0 for one in report["time_split"])
 
 
-def test_what_can_not_be_measured_is_refused(shell: Shell, model: Path) -> None:
+def test_invalid_arguments_are_refused(shell: Shell, model: Path) -> None:
     ask = ("bench", "engine", "--model", model)
     assert "exclude each other" in refusal(shell.baton(*ask, "--shape", "0.5b"), 2)
     assert "use smaller --context-tokens or --steps" in refusal(shell.baton(*ask, "--context-tokens", 100000), 78)

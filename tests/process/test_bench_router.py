@@ -1,4 +1,4 @@
-"""The router's benchmark on a small scale: real router, simulated nodes, both fronts; each stream gets its tokens."""
+"""The router's benchmark on a small scale: real router, simulated nodes, gRPC and HTTP; each stream gets its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.config import bundled_model_dir
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the router needs a core of its own")
 @pytest.mark.parametrize("front", ["grpc", "http"])
-def test_tokens_and_requests_get_through(front: str) -> None:
+def test_all_tokens_and_requests_are_answered(front: str) -> None:
     config = RouterBenchConfig(
         bundled_model_dir(),
         streams=6,

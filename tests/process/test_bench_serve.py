@@ -1,4 +1,4 @@
-"""`baton bench serve` and `nodes` as a user runs them, on a running cluster, on none, and until Ctrl-C."""
+"""`baton bench serve` and `baton bench nodes`: on a running cluster, without one, and interrupted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_load_is_measured_over_both_fronts(cluster: ProcessCluster, tmp_path: 
     assert (result["completed"], result["total_output_tokens"]) == (12, 12 * 6)
 
 
-def test_nodes_are_watched_during_a_load(cluster: ProcessCluster) -> None:
+def test_bench_nodes_records_the_metrics_of_nodes_during_a_load(cluster: ProcessCluster) -> None:
     words = ("--num-prompts", "8", "--max-concurrency", "4", "--seed", "5")  # no prompt that a cache knows
     ran = cluster.baton("bench", "nodes", *SMALL[:4], *words, "-o", "json")
     assert ran.returncode == 0, ran.stderr
@@ -63,7 +63,7 @@ async def _until_busy(cluster: ProcessCluster) -> None:
         await session.wait_for_status(lambda status: sum(node.running for node in status.nodes) > 1)
 
 
-def test_ctrl_c_keeps_what_there_is(cluster: ProcessCluster, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_results_so_far(cluster: ProcessCluster, tmp_path: Path) -> None:
     path = tmp_path / "partial.json"
     words = ("bench", "serve", *SMALL, "--max-concurrency", "2", "--result-filename", str(path))
     command = [sys.executable, "-P", "-m", "baton.cli.main", *words, "--num-prompts", "1000000"]
@@ -80,7 +80,7 @@ def test_ctrl_c_keeps_what_there_is(cluster: ProcessCluster, tmp_path: Path) -> 
     assert result["completed"] == len(result["arrangements"][0]["rates"][0]["outcomes"]["index"])
 
 
-def test_what_can_not_be_measured_is_said(cluster: ProcessCluster, tmp_path: Path) -> None:
+def test_a_load_that_can_not_be_measured_ends_with_an_error(cluster: ProcessCluster, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]}\n{"timestamp": 1}\n')
     for words, code, story in (

@@ -1,4 +1,4 @@
-"""`baton node` and `baton router` as one starts them on several hosts: a Redis that all reach, and no supervisor."""
+"""`baton node` and `baton router` started by hand, as on several hosts: a shared Redis and no supervisor."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def process(shell: Shell, *words: object) -> Iterator[subprocess.Popen[bytes]]:
     assert (started.returncode, output) == (0, b"")
 
 
-def test_a_cluster_without_a_supervisor(shell: Shell, registry: str, model: Path) -> None:
+def test_a_cluster_without_a_supervisor_serves_requests(shell: Shell, registry: str, model: Path) -> None:
     common = ("--registry", registry, "--cluster", "by-hand", "--model", model, "--runner", "simulated")
     commands: Sequence[tuple[object, ...]] = (
         ("router", *common, "--router-id", "front", "--grpc-port", 0),
@@ -104,7 +104,7 @@ def wait_for_nodes(shell: Shell, operators: str, count: int) -> list[dict[str, o
             return nodes
 
 
-def test_two_routers_can_not_have_one_port(shell: Shell, registry: str, model: Path) -> None:
+def test_a_second_router_on_the_same_port_is_refused(shell: Shell, registry: str, model: Path) -> None:
     with process(shell, "router", "--registry", registry, "--model", model, "--grpc-port", 0) as first:
         port = json.loads(line_with(b"ready", first.stderr))["event"].split("gRPC on ")[1].split(",")[0].split(":")[1]
         said = refusal(shell.baton("router", "--registry", registry, "--model", model, "--grpc-port", port), 78)
@@ -122,5 +122,5 @@ def test_two_routers_can_not_have_one_port(shell: Shell, registry: str, model: P
         (["node", "--role", "decode", "--registry", "redis://127.0.0.1:1", "--model", "/nowhere"], 78, "/nowhere does"),
     ],
 )
-def test_what_keeps_one_process_from_starting(shell: Shell, words: list[str], code: int, said: str) -> None:
+def test_a_process_that_can_not_start_says_why(shell: Shell, words: list[str], code: int, said: str) -> None:
     assert said in refusal(shell.baton(*words), code)

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm's own library and held against the schemas of old and new versions of Kubernetes."""
+"""The Helm chart, rendered by Helm's library and validated against the schemas of several versions of Kubernetes."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def flags(pod: dict[str, Any]) -> dict[str, str]:
     return parse_flags(pod["containers"][0]["args"][1:])
 
 
-def test_kubernetes_takes_all_that_is_rendered(answers: dict[str, Any]) -> None:
+def test_all_rendered_objects_are_valid_for_kubernetes(answers: dict[str, Any]) -> None:
     found = {case: answers["cases"][case] for case in CASES if case not in REFUSED}
     assert {case: said.get("error", said.get("complaints")) for case, said in found.items()} == {
         case: [] for case in found
@@ -147,12 +147,12 @@ def test_kubernetes_takes_all_that_is_rendered(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("case", "said"), REFUSED.items())
-def test_what_can_not_work_is_refused_by_name(answers: dict[str, Any], case: str, said: str) -> None:
+def test_values_that_can_not_work_are_refused_by_name(answers: dict[str, Any], case: str, said: str) -> None:
     assert said in answers["cases"][case]["error"]
 
 
 @pytest.mark.parametrize("case", ["safe", "open", "emitted", "much", "one set", "sets"])
-def test_processes_are_told_what_they_understand(answers: dict[str, Any], case: str) -> None:
+def test_processes_get_only_flags_that_they_know(answers: dict[str, Any], case: str) -> None:
     found = pods(objects(answers, case))
     assert {"router", "prefill", "decode"} <= set(found)
     for role in ("router", "prefill", "decode"):
@@ -176,7 +176,7 @@ def test_processes_are_told_what_they_understand(answers: dict[str, Any], case: 
         assert found[role]["enableServiceLinks"] is False
 
 
-def test_probes_ask_where_the_process_answers(answers: dict[str, Any]) -> None:
+def test_probes_use_the_ports_and_paths_of_the_process(answers: dict[str, Any]) -> None:
     for case, scheme in (("safe", "HTTPS"), ("open", "HTTP")):
         for role in ("router", "prefill", "decode"):
             pod = pods(objects(answers, case))[role]
@@ -188,7 +188,7 @@ def test_probes_ask_where_the_process_answers(answers: dict[str, Any]) -> None:
                 assert (asked["path"], asked["scheme"], ports[asked["port"]]) == (path, scheme, flags(pod)[port])
 
 
-def test_devices_are_asked_for_and_their_memory_may_be_pinned(answers: dict[str, Any]) -> None:
+def test_devices_are_requested_and_memory_may_be_pinned(answers: dict[str, Any]) -> None:
     found = pods(objects(answers, "much"))
     (prefill,), (decode,) = found["prefill"]["containers"], found["decode"]["containers"]
     assert prefill["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2, "rdma/hca": 1}
@@ -198,7 +198,7 @@ def test_devices_are_asked_for_and_their_memory_may_be_pinned(answers: dict[str,
     assert flags(found["prefill"])["--kv-cache-memory"] == "42949672960"
 
 
-def test_no_pod_gets_a_key_that_is_not_its_own(answers: dict[str, Any]) -> None:
+def test_each_pod_gets_its_own_private_key_only(answers: dict[str, Any]) -> None:
     found = pods(objects(answers, "safe"))
     for role, name in (("router", "router"), ("prefill", "node"), ("decode", "node")):
         (tls,) = [volume["secret"] for volume in found[role]["volumes"] if volume["name"] == "tls"]
@@ -206,7 +206,7 @@ def test_no_pod_gets_a_key_that_is_not_its_own(answers: dict[str, Any]) -> None:
     assert "volumes" not in found["redis"]
 
 
-def test_every_pod_belongs_to_its_service_its_budget_and_its_policy(answers: dict[str, Any]) -> None:
+def test_every_pod_matches_its_service_disruption_budget_and_network_policy(answers: dict[str, Any]) -> None:
     found = objects(answers, "much")
     labels = {
         each["metadata"]["name"].rpartition("-")[2]: each["spec"]["template"]["metadata"]["labels"]
@@ -222,7 +222,7 @@ def test_every_pod_belongs_to_its_service_its_budget_and_its_policy(answers: dic
         assert [name for name, own in labels.items() if chosen.items() <= own.items()] == [role]
 
 
-def test_figures_are_fetched_once_from_each_process(answers: dict[str, Any]) -> None:
+def test_metrics_are_scraped_once_from_each_process(answers: dict[str, Any]) -> None:
     found = objects(answers, "much")
     (monitor,) = [each["spec"] for each in found if each["kind"] == "ServiceMonitor"]
     chosen = monitor["selector"]["matchLabels"]
@@ -238,7 +238,7 @@ def test_figures_are_fetched_once_from_each_process(answers: dict[str, Any]) -> 
     assert all(endpoint["authorization"]["credentials"]["name"] == "monitor" for endpoint in monitor["endpoints"])
 
 
-def test_strangers_reach_public_ports_alone(answers: dict[str, Any]) -> None:
+def test_other_pods_reach_public_ports_only(answers: dict[str, Any]) -> None:
     found = objects(answers, "safe")
     (public, operators) = one(found, "NetworkPolicy", "-router")["spec"]["ingress"]
     assert public == {"ports": [{"port": "grpc"}, {"port": "http"}]}
@@ -249,7 +249,7 @@ def test_strangers_reach_public_ports_alone(answers: dict[str, Any]) -> None:
     assert peers == {"from": ours}
 
 
-def test_compose_files_are_as_the_specification_wants_them(answers: dict[str, Any]) -> None:
+def test_compose_files_follow_the_compose_specification(answers: dict[str, Any]) -> None:
     ours, emitted, wrong = answers["compose"]
     assert (ours, emitted) == ([], [])
     assert len(wrong) == 1

@@ -24,7 +24,7 @@ CHECKS += ["port", "disk", "clock", "versions"]
 LEVELS = ["OK", "WARNING", "CRITICAL", "UNKNOWN"]
 
 
-def test_the_doctor_looks_at_everything(shell: Shell, model: Path) -> None:
+def test_the_doctor_reports_every_check(shell: Shell, model: Path) -> None:
     done = shell.baton("doctor", "--model", model, "-o", "json")
     report = json.loads(done.stdout)
     assert [one["check"] for one in report["checks"]] == CHECKS
@@ -36,7 +36,7 @@ def test_the_doctor_looks_at_everything(shell: Shell, model: Path) -> None:
         assert bool(one["fix"]) == (one["status"] != "OK"), one
 
 
-def test_trouble_is_an_exit_code(shell: Shell, tmp_path: Path) -> None:
+def test_a_problem_sets_the_exit_code(shell: Shell, tmp_path: Path) -> None:
     done = shell.baton("doctor", "--model", tmp_path / "nowhere", environment={"UCX_TLS": "nothing"})
     assert done.returncode == 2
     said = [line.split()[1] for line in done.stdout.splitlines() if line and not line.startswith((" ", "CRITICAL:"))]

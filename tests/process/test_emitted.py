@@ -1,4 +1,4 @@
-"""What `baton up --emit` wrote, run by those it was written for: a request is answered, and nothing is left behind."""
+"""The files of `baton up --emit`, run by Slurm and as systemd would: a request is answered and no process is left."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def site(shell: Shell, tmp_path: Path) -> Iterator[SlurmSite]:
 
 
 @pytest.mark.timeout(300)  # Slurm may have to be installed.
-def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell, site: SlurmSite) -> None:
+def test_a_slurm_job_serves_and_drains_when_it_is_cancelled(shell: Shell, site: SlurmSite) -> None:
     (script,) = emitted(shell, "slurm", "--drain-s", "25")
     ready = shell.home / "ready"
     os.mkfifo(ready)
@@ -75,7 +75,7 @@ def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell
 
 
 @pytest.mark.skipif("BATON_RUN_UNITS" not in os.environ, reason="takes a while; BATON_RUN_UNITS=1 runs it")
-def test_units_start_a_cluster_as_systemd_would(shell: Shell) -> None:
+def test_the_commands_of_the_systemd_units_start_a_cluster(shell: Shell) -> None:
     """Their lines are run with what they say beside them, and told to stop as they say; systemd itself is not here."""
     target, *units = (parsed(path.read_text()) for path in emitted(shell, "systemd", "--prefill", "0"))
     assert len(target["Unit"]["Wants"].split()) == len(units) == 3

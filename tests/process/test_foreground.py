@@ -1,4 +1,4 @@
-"""`baton up` in the foreground of a terminal: what it prints can be pasted, and Ctrl-C loses nobody's stream."""
+"""`baton up` in the foreground of a terminal: its output can be pasted, and Ctrl-C cuts no stream."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.slow_model import FLAGS, STEP_TIMES, expected_tokens_of, slow
 LAST_LINE = "Ctrl-C stops it.\n"
 
 
-def test_what_is_printed_is_true_and_can_be_pasted(shell: Shell, model: Path, tmp_path: Path) -> None:
+def test_the_printed_commands_and_addresses_work_when_pasted(shell: Shell, model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "a run"
     with Terminal(shell, "up", "--model", model, "--grpc-port", 0, "--run-dir", run_dir) as terminal:
-        screen = terminal.until(LAST_LINE)
+        screen = terminal.wait_for_text(LAST_LINE)
         state = RunDir(run_dir).read_state()
         assert state is not None
         lines = screen.splitlines()
@@ -97,7 +97,7 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     request = slow_request("drained", max_tokens=40)
     with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
-        terminal.until(LAST_LINE)
+        terminal.wait_for_text(LAST_LINE)
         state = RunDir(tmp_path / "run").read_state()
         assert state is not None
         tokens: list[int] = []
@@ -105,7 +105,7 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
             for event in client.generate(request):
                 if isinstance(event, Accepted):
                     terminal.ctrl_c()
-                    terminal.until("Stopping:")
+                    terminal.wait_for_text("Stopping:")
                 elif isinstance(event, Chunk):
                     tokens += event.token_ids
         assert isinstance(event, Finished)
@@ -117,14 +117,14 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
 def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
-        terminal.until(LAST_LINE)
+        terminal.wait_for_text(LAST_LINE)
         # A stream that would go on for minutes, and whose client hears its end as an error.
         words = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4000, "--run-dir", tmp_path / "run")
         with shell.start(*words, "-o", "json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
             while not sum(node["running"] for node in nodes(shell, tmp_path / "run")):
                 assert client.poll() is None
             terminal.ctrl_c()
-            terminal.until("Stopping:")
+            terminal.wait_for_text("Stopping:")
             terminal.ctrl_c()
             assert terminal.end() == 0
             answer, complaint = client.communicate()
@@ -135,7 +135,7 @@ def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> N
     assert not shell.left()
 
 
-def test_ctrl_c_of_a_client_is_quiet_and_frees_what_it_held(shell: Shell, tmp_path: Path) -> None:
+def test_ctrl_c_of_a_client_prints_nothing_and_frees_its_blocks(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     run_dir = tmp_path / "run"
     assert shell.baton("up", "--detach", *FLAGS, "--grpc-port", 0, "--run-dir", run_dir).returncode == 0

@@ -1,4 +1,4 @@
-"""A cluster with certificates and keys, seen by those who have none, wrong ones, and those of somebody else."""
+"""A cluster with certificates and keys, called with none, with wrong ones, and with those of another role or tenant."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.support.rpc_methods import METHODS
 
 BOUND_S = 30.0
 HARMLESS = ("GetStatus", "Describe", "Trace", "ListModels", "Attach", "Open", "Check")
-"""What may be called with an empty message, and ends at once."""
+"""Methods that may be called with an empty message and end at once."""
 NAMES = ("prefill-0", "decode-0", "router-0")
 
 
 class Explosive:
-    """Whoever unpickles it does what it says."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,12 +49,12 @@ class Explosive:
 
 @dataclass(frozen=True)
 class Guarded:
-    """The cluster, and what its owner knows."""
+    """The cluster with its certificates, keys and ports."""
 
     cluster: ProcessCluster
     certs: Path
     keys: dict[str, str]
-    """By tenant and role: `acme-client`."""
+    """The keys by tenant and role, like `acme-client`."""
     metrics_ports: dict[str, int]
 
     def access(self, key: str = "", certificate: str = "") -> Access:
@@ -64,7 +64,7 @@ class Guarded:
 
     @property
     def router(self) -> tuple[str, str, str]:
-        """Where its three ports are: public gRPC, operators', HTTP."""
+        """The addresses of its three ports: public gRPC, operators' gRPC, HTTP."""
         process = self.cluster.process("router-0")
         return process.address, process.operator_address, process.http_address
 
@@ -96,7 +96,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[G
 
 
 def ask(guarded: Guarded, request_id: str = "", key: str = "acme-client") -> Finished:
-    """One request that takes both kinds of nodes."""
+    """Run one request that takes a prefill and a decode node."""
     with GenerationClient(guarded.router[0], access=guarded.access(key)) as client:
         *_, last = client.generate(GenerateRequest(list(range(40)), request_id, max_tokens=4))
     assert isinstance(last, Finished)
@@ -105,7 +105,7 @@ def ask(guarded: Guarded, request_id: str = "", key: str = "acme-client") -> Fin
 
 
 def code(dialer: Dialer, address: str, method: str) -> str:
-    """What an empty message gets."""
+    """Call a method with an empty message; return the status code."""
     with dialer.blocking_channel(address) as channel:
         metadata = tuple(dialer.metadata or ())
         call: Any = channel.stream_stream(method, None, None)(iter([b""]), timeout=BOUND_S, metadata=metadata)
@@ -119,7 +119,7 @@ def code(dialer: Dialer, address: str, method: str) -> str:
 
 
 def served_at(guarded: Guarded) -> dict[str, list[str]]:
-    """Every method of Baton's own, by where it is served."""
+    """Return the addresses that serve each of Baton's methods."""
     addresses = {
         "Generation": [guarded.router[0]],
         "Operator": [guarded.router[1]],
@@ -131,7 +131,7 @@ def served_at(guarded: Guarded) -> dict[str, list[str]]:
     }
 
 
-def test_who_has_a_key_is_served_over_links_with_certificates(guarded: Guarded) -> None:
+def test_a_client_with_a_key_is_served_over_links_with_certificates(guarded: Guarded) -> None:
     assert ask(guarded).kv_bytes > 0
     for wrong, error in ((guarded.access(), Unauthenticated), (guarded.access("wall-monitor"), PermissionDenied)):
         with GenerationClient(guarded.router[0], access=wrong) as client, pytest.raises(error):
@@ -145,7 +145,7 @@ def test_who_has_a_key_is_served_over_links_with_certificates(guarded: Guarded) 
     assert "no API key was sent" in refused.stderr
 
 
-def test_a_load_is_measured_where_keys_and_certificates_are_asked_for(guarded: Guarded) -> None:
+def test_a_cluster_that_requires_keys_and_certificates_can_be_benchmarked(guarded: Guarded) -> None:
     small = ("--random-input-len", "24", "--random-output-len", "6", "--num-prompts", "4", "-o", "json")
     key = ("--api-key", guarded.keys["acme-client"])
     elsewhere = ("--port", guarded.router[0].rpartition(":")[2], "--tls-ca", str(guarded.certs / "ca.crt"))
@@ -155,7 +155,7 @@ def test_a_load_is_measured_where_keys_and_certificates_are_asked_for(guarded: G
         assert json.loads(ran.stdout)["total_output_tokens"] == 4 * 6
 
 
-def test_no_rpc_without_the_right_key(guarded: Guarded) -> None:
+def test_no_rpc_is_served_without_the_right_key(guarded: Guarded) -> None:
     public = guarded.router[0]
     reflection = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
     for method in (*(m for m in METHODS if "Generation" in m), reflection, "/baton.v1.Node/Describe", "/no.Such/Thing"):
@@ -171,7 +171,7 @@ def test_no_rpc_without_the_right_key(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "node", "operator", ""])
-def test_a_certificate_opens_the_rpcs_of_its_role(guarded: Guarded, role: str) -> None:
+def test_a_certificate_allows_the_rpcs_of_its_role_only(guarded: Guarded, role: str) -> None:
     access = guarded.access(certificate=role)
     for method, addresses in served_at(guarded).items():
         if "Generation" in method:
@@ -186,7 +186,7 @@ def test_a_certificate_opens_the_rpcs_of_its_role(guarded: Guarded, role: str) -
                 assert code(dialer, address, method) in ("OK", "INVALID_ARGUMENT")
 
 
-def test_a_server_with_another_role_or_authority_is_not_believed(guarded: Guarded, tmp_path: Path) -> None:
+def test_a_server_with_another_role_or_authority_is_rejected(guarded: Guarded, tmp_path: Path) -> None:
     ours, node = guarded.access(certificate="operator"), guarded.cluster.process("decode-0").address
     assert code(Dialer.to_operator(ours), node, "/baton.v1.Node/Describe") == "UNAVAILABLE"
     assert code(Dialer.to_nodes(replace(ours, cluster="other")), node, "/baton.v1.Node/Describe") == "UNAVAILABLE"
@@ -198,7 +198,7 @@ def test_a_server_with_another_role_or_authority_is_not_believed(guarded: Guarde
     assert code(Dialer.to_nodes(mixed), node, "/baton.v1.Node/Describe") == "UNAVAILABLE"
 
 
-def test_no_page_without_the_right_key_or_by_a_forged_name(guarded: Guarded) -> None:
+def test_no_page_is_served_without_the_right_key_or_under_a_forged_host(guarded: Guarded) -> None:
     router, pages = guarded.router[2], guarded.pages()
     expected = {
         "/livez": (200, 200, 200, 200, 200),
@@ -221,7 +221,7 @@ def test_no_page_without_the_right_key_or_by_a_forged_name(guarded: Guarded) -> 
             assert guarded.get(address, path, **forged) in (403, 404)
 
 
-def test_one_tenants_request_is_nobody_elses(guarded: Guarded) -> None:
+def test_a_tenant_can_not_see_another_tenants_request_or_cache(guarded: Guarded) -> None:
     assert ask(guarded, "mine").completion_tokens == 4
     for key, found in (("umbrella-client", False), ("acme-client", True)):
         headers = {"x-request-id": "mine", "last-event-id": "0", "authorization": f"Bearer {guarded.keys[key]}"}
@@ -231,12 +231,12 @@ def test_one_tenants_request_is_nobody_elses(guarded: Guarded) -> None:
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json", **headers})
         assert connection.getresponse().status == (200 if found else 404)
         connection.close()
-    # The same prompt, and nothing of it in the other's cache.
+    # The same prompt is not in the cache of the other tenant.
     assert ask(guarded).cached_tokens > 0
     assert ask(guarded, key="umbrella-client").cached_tokens == 0
 
 
-def test_garbage_at_every_port_harms_nobody(guarded: Guarded, tmp_path: Path) -> None:
+def test_garbage_at_every_port_harms_no_process(guarded: Guarded, tmp_path: Path) -> None:
     rng, bomb = random.Random(8), tmp_path / "exploded"
     shots = [
         rng.randbytes(700),
@@ -265,7 +265,7 @@ def test_garbage_at_every_port_harms_nobody(guarded: Guarded, tmp_path: Path) ->
 def shoot(host: str, port: int, shot: bytes, context: ssl.SSLContext | None) -> None:
     try:
         with socket.create_connection((host, port), timeout=BOUND_S) as raw:
-            # As far as it is taken: UCX's own port answers nobody, and a handshake with it would never end.
+            # As far as it is read: UCX's own port never answers, and a handshake with it would never end.
             raw.settimeout(0.1)
             if context is None:
                 raw.sendall(shot)
@@ -276,8 +276,8 @@ def shoot(host: str, port: int, shot: bytes, context: ssl.SSLContext | None) -> 
         return
 
 
-def test_the_ports_are_those_of_the_documents_and_on_loopback_alone(guarded: Guarded) -> None:
-    """docs/security.md has the same list."""
+def test_only_the_documented_ports_listen_and_only_on_loopback(guarded: Guarded) -> None:
+    """docs/security.md lists the same ports."""
     ports = {name: int(address.rpartition(":")[2]) for name, address in guarded.pages().items()}
     for name in NAMES:
         process = guarded.cluster.process(name)
@@ -285,7 +285,7 @@ def test_the_ports_are_those_of_the_documents_and_on_loopback_alone(guarded: Gua
         found = listening_sockets(process.pid)
         assert all(host.is_loopback for host, _ in found), found
         others = {port for _, port in found} - own - {ports[name]}
-        # A node's transport listens, too, on a port of its own choice.
+        # A node's transport also listens, on a port that it chooses.
         assert len(others) == (0 if name == "router-0" else 1), found
         assert {port for _, port in found} > own
     redis = guarded.cluster.process("redis")
@@ -293,7 +293,7 @@ def test_the_ports_are_those_of_the_documents_and_on_loopback_alone(guarded: Gua
     assert not listening_sockets(guarded.cluster.state.pid)
 
 
-def test_a_cluster_without_configuration_is_reached_from_this_machine_alone(cluster: ProcessCluster) -> None:
+def test_a_cluster_without_configuration_listens_on_loopback_only(cluster: ProcessCluster) -> None:
     for process in cluster.state.processes:
         found = listening_sockets(process.pid)
         assert all(host.is_loopback for host, _ in found), (process.name, found)

@@ -1,4 +1,4 @@
-"""Clusters come and go: in the background, beside each other, in all kinds of places. Most are simulated: quick."""
+"""Clusters start and stop: in the background, side by side, in unusual directories. Most are simulated, to be fast."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
-from tests.process.shell import ROOT, Shell, ends, refusal
+from tests.process.shell import ROOT, Shell, refusal, wait_until_ended
 from tests.support.slow_model import FLAGS, STEP_TIMES
 
 QUICK = ("--runner", "simulated", "--kv-cache-memory", "8MiB", "--grpc-port", 0)
 ASK = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "-o", "json")
 
 
-def test_detached_in_this_users_own_place_and_down_twice(shell: Shell) -> None:
+def test_up_detach_serves_and_down_stops_everything_and_may_be_repeated(shell: Shell) -> None:
     place = shell.home / "baton"
     started = shell.baton("up", "--detach", *QUICK, "-o", "json")
     assert (started.returncode, started.stderr) == (0, "")
@@ -40,23 +40,23 @@ def test_detached_in_this_users_own_place_and_down_twice(shell: Shell) -> None:
 
     stopped = shell.baton("down", "-o", "json")
     assert json.loads(stopped.stdout) == {"run_dir": str(place), "was_running": True, "running": False}
-    assert all(ends(pid) for pid in pids)
+    assert all(wait_until_ended(pid) for pid in pids)
     assert sorted(path.name for path in place.iterdir()) == ["lock", "logs"]
     again = shell.baton("down")
     assert (again.returncode, again.stdout) == (0, f"no cluster is running in {place}\n")
     assert refusal(shell.baton(*ASK), 5).startswith(f"no cluster is running in {place}: start one with `baton up`")
 
 
-def test_the_printed_lines_say_how_to_stop_what_runs_in_the_background(shell: Shell) -> None:
+def test_up_detach_prints_how_to_stop_the_cluster(shell: Shell) -> None:
     shown = shell.baton("up", "-d", *QUICK)
     assert (shown.returncode, shown.stderr) == (0, "")
-    # In the user's own place nobody needs to name it.
+    # In the default run directory no flag is needed.
     assert "--run-dir" not in shown.stdout
     assert shown.stdout.endswith("baton down stops it.\n")
     assert shell.run(["sh", "-c", "baton down"]).stdout == f"stopped the cluster in {shell.home / 'baton'}\n"
 
 
-def test_two_clusters_on_one_machine(shell: Shell, tmp_path: Path) -> None:
+def test_two_clusters_on_one_machine_do_not_disturb_each_other(shell: Shell, tmp_path: Path) -> None:
     places = [tmp_path / "one", tmp_path / "two"]
     states = [
         json.loads(shell.baton("up", "-d", *QUICK, "--cluster", place.name, "--run-dir", place, "-o", "json").stdout)
@@ -97,7 +97,7 @@ def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path)
     assert client.returncode not in (0, 130)
 
 
-def test_a_run_directory_with_a_path_too_long_for_a_socket(shell: Shell, tmp_path: Path) -> None:
+def test_a_run_directory_whose_path_is_too_long_for_a_socket_works(shell: Shell, tmp_path: Path) -> None:
     place = tmp_path / ("long" * 40)
     started = shell.baton("up", "-d", *QUICK, "--run-dir", place)
     assert started.returncode == 0, started.stderr
@@ -108,7 +108,7 @@ def test_a_run_directory_with_a_path_too_long_for_a_socket(shell: Shell, tmp_pat
     assert not any(Path(word.removeprefix("unixsocket:")).parent.exists() for word in elsewhere)
 
 
-def test_a_project_directory_keeps_its_own_logs(shell: Shell) -> None:
+def test_a_run_directory_in_a_project_keeps_the_projects_own_logs(shell: Shell) -> None:
     (shell.home / "logs").mkdir()
     (shell.home / "logs" / "mine.log").write_text("mine")
     (shell.home / "logs" / "prefill-0.log").write_text("of a cluster before\n")
@@ -119,18 +119,18 @@ def test_a_project_directory_keeps_its_own_logs(shell: Shell) -> None:
     assert "of a cluster before" not in (shell.home / "logs" / "prefill-0.log").read_text()
 
 
-def test_a_killed_supervisor_leaves_nothing_and_the_place_can_be_used_again(shell: Shell) -> None:
+def test_a_killed_supervisor_leaves_no_process_and_its_run_directory_can_be_reused(shell: Shell) -> None:
     state = json.loads(shell.baton("up", "-d", *QUICK, "-o", "json").stdout)
     os.kill(state["pid"], signal.SIGKILL)
     for process in state["processes"]:
-        assert ends(process["pid"])
+        assert wait_until_ended(process["pid"])
     assert "no cluster is running" in refusal(shell.baton("status"), 5)
     assert shell.baton("up", "-d", *QUICK).returncode == 0
     assert shell.baton(*ASK).returncode == 0
     assert shell.baton("down").returncode == 0
 
 
-def test_an_interrupted_start_leaves_nothing(shell: Shell, model: Path, tmp_path: Path) -> None:
+def test_an_interrupted_start_leaves_no_process(shell: Shell, model: Path, tmp_path: Path) -> None:
     """Ctrl-C of `baton up --detach`, as soon as its supervisor has begun to start processes."""
     words = ("up", "--detach", "--model", model, "--grpc-port", 0, "--run-dir", tmp_path / "run")
     with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as starting:
@@ -140,7 +140,7 @@ def test_an_interrupted_start_leaves_nothing(shell: Shell, model: Path, tmp_path
         starting.send_signal(signal.SIGINT)
         assert starting.communicate() == (b"", b"")
     assert starting.returncode == 130
-    shell.nothing_left()
+    shell.assert_nothing_left()
     assert place.read_state() is None
 
 
@@ -159,20 +159,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Not a byte more fits, neither into a new file nor at the end of a log."""
+    """Fill the disk, so that not a byte more fits into a new file or a log."""
     for path in (disk / "full", *disk.glob("**/*.log")):
         with open(path, "ab", buffering=0) as file, suppress(OSError):
             while file.write(b"x" * 4096):
                 pass
 
 
-def test_a_full_disk_is_told_before_anything_starts(shell: Shell, small_disk: Path) -> None:
+def test_a_full_disk_is_reported_before_any_process_starts(shell: Shell, small_disk: Path) -> None:
     fill(small_disk)
     for place in (small_disk, small_disk / "run"):
         for detached in ((), ("-d",)):
             said = refusal(shell.baton("up", *detached, *QUICK, "--run-dir", place), 78)
             assert said == f"run directory {place} can't be used (No space left on device): name another with --run-dir"
-            shell.nothing_left()
+            shell.assert_nothing_left()
 
 
 def test_a_disk_that_fills_up_does_not_end_a_cluster(shell: Shell, small_disk: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_does_not_end_a_cluster(shell: Shell, small_disk: P
     assert shell.baton(*ASK, "--run-dir", place.path).returncode == 0
     assert not list(place.path.glob(".cluster-*"))
 
-    # With room again, the next change is written down, and all that was missed.
+    # With room again, the next change is written with everything that was missed.
     (small_disk / "full").unlink()
     kill(state, "prefill-0")
     wait_until_whole(shell, state, "prefill-0", "--run-dir", place.path)
@@ -200,11 +200,11 @@ def test_a_disk_that_fills_up_does_not_end_a_cluster(shell: Shell, small_disk: P
 def kill(state: ClusterState, name: str) -> None:
     pid = next(process.pid for process in state.processes if process.name == name)
     os.kill(pid, signal.SIGKILL)
-    assert ends(pid)
+    assert wait_until_ended(pid)
 
 
 def wait_until_whole(shell: Shell, before: ClusterState, killed: str, *where: object) -> None:
-    """Ask until nothing is missing and a process was replaced; asking takes a while, and so is in nobody's way."""
+    """Wait until the cluster is whole and a killed process is replaced. Each poll runs a command."""
     dead = next(process.pid for process in before.processes if process.name == killed)
     while True:
         found = json.loads(shell.baton("status", "-o", "json", *where).stdout)
@@ -213,7 +213,7 @@ def wait_until_whole(shell: Shell, before: ClusterState, killed: str, *where: ob
             return
 
 
-def test_a_read_only_place(shell: Shell, small_disk: Path) -> None:
+def test_a_read_only_run_directory_is_refused(shell: Shell, small_disk: Path) -> None:
     (small_disk / "old").mkdir(mode=0o700)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for place in (small_disk / "old", small_disk / "new"):
@@ -222,7 +222,7 @@ def test_a_read_only_place(shell: Shell, small_disk: Path) -> None:
         assert "no cluster is running" in refusal(shell.baton("status", "--run-dir", place), 5)
 
 
-def test_a_file_where_the_place_should_be(shell: Shell, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_run_directory_is_refused(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for words in (("up", *QUICK), ("status",), ("down",)):
         said = refusal(shell.baton(*words, "--run-dir", tmp_path / "file"), 78)
@@ -231,7 +231,7 @@ def test_a_file_where_the_place_should_be(shell: Shell, tmp_path: Path) -> None:
     assert said.endswith("can't be used (Not a directory): name another with --run-dir") or "File exists" in said
 
 
-def test_the_demo_of_the_bundled_model(shell: Shell) -> None:
+def test_the_demo_answers_with_the_bundled_model_and_stops(shell: Shell) -> None:
     done = shell.run([sys.executable, "-m", "baton.cli.commands.demo"], cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -239,4 +239,4 @@ def test_the_demo_of_the_bundled_model(shell: Shell) -> None:
     assert all("  prefill-0  " in line and "  decode-0  " in line for line in lines[table + 1 : table + 5])
     assert all(len(line) <= 80 for line in lines[table : table + 5])
     assert lines[-1] == "All processes are stopped."
-    shell.nothing_left()
+    shell.assert_nothing_left()

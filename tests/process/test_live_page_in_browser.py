@@ -1,4 +1,4 @@
-"""The live page as a browser shows it: 200 nodes, on a phone as well, nothing asked of anybody but its router."""
+"""The live page in a browser: 200 nodes, on a phone, too; it requests nothing but from its router."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Cluster:
         return json.dumps(drawn).encode()
 
 
-async def test_a_large_cluster_on_every_screen(chromium: Browser, tmp_path: Path) -> None:
+async def test_a_large_cluster_fits_on_every_screen(chromium: Browser, tmp_path: Path) -> None:
     feed = LiveFeed(Cluster(), every_s=EVERY_S)
     model = ServedModel(lambda: CARD, None, None, lambda: None)  # type: ignore[arg-type, return-value]
     front = HttpFront(FakeHandler(), model, str, bytes, FakeClock(), Random(1), more=live_pages(feed))

@@ -26,12 +26,12 @@ def client(cluster: ProcessCluster) -> Iterator[OpenAI]:
         yield opened
 
 
-def test_models(client: OpenAI) -> None:
+def test_the_served_model_is_listed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list().data] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
 
 
-def test_a_completion_is_what_the_command_prints(client: OpenAI, shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_completion_equals_the_output_of_the_command(client: OpenAI, shell: Shell, cluster: ProcessCluster) -> None:
     answer = client.completions.create(**GREEDY, extra_body={"return_token_ids": True})
     ask = ("generate", "hello", "--temperature", 0, "--max-tokens", 8, "-o", "json")
     printed = json.loads(shell.baton(*ask, "--run-dir", cluster.run_dir).stdout)
@@ -42,7 +42,7 @@ def test_a_completion_is_what_the_command_prints(client: OpenAI, shell: Shell, c
     assert answer.usage.prompt_tokens == printed["usage"]["prompt_tokens"]
 
 
-def test_a_streamed_completion_is_the_whole_one(client: OpenAI) -> None:
+def test_a_streamed_completion_equals_the_whole_one(client: OpenAI) -> None:
     whole = client.completions.create(**GREEDY, logprobs=2)
     events = list(client.completions.create(**GREEDY, logprobs=2, stream=True, stream_options={"include_usage": True}))
     assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
@@ -53,7 +53,7 @@ def test_a_streamed_completion_is_the_whole_one(client: OpenAI) -> None:
     assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_a_chat_streamed_and_whole(client: OpenAI) -> None:
+def test_a_streamed_chat_equals_the_whole_one(client: OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 6, "seed": 5, "n": 2}
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     texts = ["", ""]
@@ -69,7 +69,7 @@ def test_a_chat_streamed_and_whole(client: OpenAI) -> None:
     assert usage.completion_tokens == 3
 
 
-def test_embeddings_of_texts_and_of_token_ids(client: OpenAI) -> None:
+def test_texts_and_token_ids_have_embeddings(client: OpenAI) -> None:
     texts = ["hello", "something longer, of more than one block: " * 4, "h"]
     answer = client.embeddings.create(model=MODEL, input=texts)
     assert [one.index for one in answer.data] == [0, 1, 2]
@@ -95,7 +95,7 @@ def test_embeddings_of_texts_and_of_token_ids(client: OpenAI) -> None:
         assert refused.value.param == param
 
 
-def test_errors_are_the_client_s_own(client: OpenAI) -> None:
+def test_errors_are_raised_as_the_openai_clients_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="another", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -117,7 +117,7 @@ def test_errors_are_the_client_s_own(client: OpenAI) -> None:
     assert deadline.value.status_code == 504
 
 
-def test_a_stream_that_was_cut_goes_on_behind_its_last_event(cluster: ProcessCluster) -> None:
+def test_a_cut_stream_continues_after_its_last_event(cluster: ProcessCluster) -> None:
     url = f"http://{cluster.state.http_address}/v1/chat/completions"
     body = {"messages": CHAT, "max_tokens": 12, "n": 2, "seed": 5, "stream": True, "return_token_ids": True}
     whole = sse(url, body, {"x-request-id": "whole"})
@@ -131,7 +131,7 @@ def test_a_stream_that_was_cut_goes_on_behind_its_last_event(cluster: ProcessClu
         assert rest[-1][1] == "[DONE]"
 
 
-async def test_who_leaves_in_mid_stream_leaves_nothing_behind(client: OpenAI, cluster: ProcessCluster) -> None:
+async def test_a_client_that_leaves_in_mid_stream_frees_all_blocks(client: OpenAI, cluster: ProcessCluster) -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
         "prompt": "hello",
@@ -145,7 +145,7 @@ async def test_who_leaves_in_mid_stream_leaves_nothing_behind(client: OpenAI, cl
         await session.wait_until_idle()
 
 
-def test_pages_of_a_running_router(cluster: ProcessCluster, shell: Shell) -> None:
+def test_a_running_router_serves_its_pages(cluster: ProcessCluster, shell: Shell) -> None:
     def page(path: str) -> str:
         with urllib.request.urlopen(f"http://{cluster.state.http_address}{path}", timeout=60) as answer:
             return str(answer.read().decode())
@@ -157,7 +157,7 @@ def test_pages_of_a_running_router(cluster: ProcessCluster, shell: Shell) -> Non
     assert cluster.state.http_address in shell.baton("get", "nodes", "-o", "wide", "--run-dir", cluster.run_dir).stdout
 
 
-def test_a_second_router_is_told_how_to_have_another_port(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_second_router_on_the_http_port_is_refused_with_advice(shell: Shell, cluster: ProcessCluster) -> None:
     port = cluster.state.http_address.rpartition(":")[2]
     said = refusal(shell.baton("up", "--grpc-port", 0, "--http-port", port, "--run-dir", shell.home / "another"), 78)
     assert said == f"port {port} on 127.0.0.1 is in use: choose another with --http-port, 0 takes a free one"

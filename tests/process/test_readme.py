@@ -1,4 +1,4 @@
-"""Every block of README.md does what it says: all commands and programs are run, one after another, on one cluster."""
+"""Every block of README.md does what it says: all commands and programs are run one after another on one cluster."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pattern(output: str) -> re.Pattern[str]:
 
 
 @pytest.mark.timeout(300)
-def test_every_block_is_run(shell: Shell) -> None:
+def test_every_block_does_what_it_says(shell: Shell) -> None:
     (shell.home / ".venv").symlink_to(sys.prefix)
     todo = blocks()
     typed = [command for language, text in todo if language == "console" for command in commands(text)]

@@ -1,4 +1,4 @@
-"""What keeps a cluster from starting: one line that says what and how to fix it, and nothing half-started."""
+"""A cluster that can not start says what is wrong and how to fix it in one line, and leaves no process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port that nobody listens on, nor can."""
+    """A port on which nobody listens or can listen."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])
 
 
 def assert_nothing_started(shell: Shell, run_dir: Path) -> None:
-    """No process, and no file but the lock and logs."""
-    shell.nothing_left()
+    """Check that no process runs and no files but the lock and the logs exist."""
+    shell.assert_nothing_left()
     if run_dir.exists():
         assert {path.name for path in run_dir.iterdir()} <= {"lock", "logs"}
 
@@ -57,12 +57,12 @@ def assert_nothing_started(shell: Shell, run_dir: Path) -> None:
         (["--registry", "localhost:6379"], BAD_CONFIG, "use redis:// or rediss:// or unix://"),
     ],
 )
-def test_what_is_wrong_with_the_command_line(shell: Shell, words: list[str], code: int, said: str) -> None:
+def test_an_invalid_command_line_is_refused(shell: Shell, words: list[str], code: int, said: str) -> None:
     assert said in refusal(shell.baton("up", "--grpc-port", 0, *words), code)
     assert_nothing_started(shell, shell.home / "baton")
 
 
-def test_a_misspelt_key_in_the_environment_or_the_file(shell: Shell) -> None:
+def test_a_misspelt_key_in_the_environment_or_the_file_is_named(shell: Shell) -> None:
     done = shell.baton("up", environment={"BATON_GRPC_PROT": "0"})
     assert "unknown variable BATON_GRPC_PROT (did you mean BATON_GRPC_PORT?)" in refusal(done, BAD_CONFIG)
     (shell.home / "baton.toml").write_text("[up]\ngrpc_prot = 0\n")
@@ -74,7 +74,9 @@ def test_a_misspelt_key_in_the_environment_or_the_file(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(("flag", "other"), [("--grpc-port", "--http-port"), ("--http-port", "--grpc-port")])
-def test_a_port_in_use(shell: Shell, model: Path, taken_port: int, flag: str, other: str) -> None:
+def test_a_port_in_use_is_named_with_the_flag_for_another(
+    shell: Shell, model: Path, taken_port: int, flag: str, other: str
+) -> None:
     done = shell.baton("up", "--model", model, flag, taken_port, other, 0)
     said = f"port {taken_port} on 127.0.0.1 is in use: choose another with {flag}, 0 takes a free one"
     assert refusal(done, BAD_CONFIG) == said
@@ -91,7 +93,9 @@ def test_a_port_in_use(shell: Shell, model: Path, taken_port: int, flag: str, ot
     ],
     ids=" ".join,
 )
-def test_a_registry_that_does_not_answer(shell: Shell, model: Path, closed_port: int, command: list[str]) -> None:
+def test_a_registry_that_does_not_answer_is_refused(
+    shell: Shell, model: Path, closed_port: int, command: list[str]
+) -> None:
     done = shell.baton(*command, "--model", model, "--registry", f"redis://:secret@127.0.0.1:{closed_port}")
     said = refusal(done, BAD_CONFIG)
     assert f"127.0.0.1:{closed_port} does not answer" in said
@@ -156,7 +160,7 @@ def no_tokenizer(model: Path) -> None:
         (no_tokenizer, "tokenizer.json is missing; save the model's fast tokenizer beside its weights"),
     ],
 )
-def test_a_model_that_can_not_be_served(
+def test_a_model_that_can_not_be_served_is_refused(
     shell: Shell, model: Path, tmp_path: Path, spoil: Callable[[Path], None], said: str
 ) -> None:
     spoilt = tmp_path / "spoilt"
@@ -167,7 +171,7 @@ def test_a_model_that_can_not_be_served(
     assert_nothing_started(shell, tmp_path / "run")
 
 
-def test_a_kv_cache_without_room_is_known_once_the_node_has_its_model(
+def test_a_kv_cache_that_does_not_fit_is_refused_once_the_model_is_loaded(
     shell: Shell, model: Path, tmp_path: Path
 ) -> None:
     """The node finds out, in the foreground: what had started is stopped before the command returns."""
@@ -197,7 +201,9 @@ def test_a_kv_cache_without_room_is_known_once_the_node_has_its_model(
         (["statsu"], 2, "Did you mean 'status'"),
     ],
 )
-def test_clients_without_a_cluster(shell: Shell, closed_port: int, words: list[str], code: int, said: str) -> None:
+def test_clients_without_a_cluster_are_told_how_to_start_one(
+    shell: Shell, closed_port: int, words: list[str], code: int, said: str
+) -> None:
     names = {"home": shell.home, "port": closed_port}
     done = shell.baton(*(word.format(**names) for word in words))
     assert said.format(**names) in refusal(done, code)

@@ -1,4 +1,4 @@
-"""Reports as a browser shows them: nothing asked of the network, no complaint, every plot there, on a phone as well."""
+"""Reports in a browser: no network requests, no errors, every plot visible, on a phone, too."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 400, 1200])
-def test_every_plot_is_there_on_every_screen(chromium: Browser, report: Path, width: int, scheme: str) -> None:
+def test_every_plot_is_visible_on_every_screen(chromium: Browser, report: Path, width: int, scheme: str) -> None:
     chromium.open(report, width=width, scheme=scheme)
     assert chromium.complaints == []
     assert chromium.requests == [report.as_uri()]
@@ -55,14 +55,14 @@ def test_every_plot_is_there_on_every_screen(chromium: Browser, report: Path, wi
     assert (red + green + blue > 600) == (scheme == "light")
 
 
-def test_words_do_not_cover_each_other(chromium: Browser, report: Path) -> None:
+def test_labels_do_not_overlap(chromium: Browser, report: Path) -> None:
     """Words below and beside an axis, and of the legend."""
     for width in (360, 1200):
         chromium.open(report, width=width)
         assert chromium.run(_COVERED) == []
 
 
-def test_pointing_at_a_plot_says_what_is_there(chromium: Browser, report: Path) -> None:
+def test_pointing_at_a_plot_shows_its_values(chromium: Browser, report: Path) -> None:
     chromium.open(report)
     for name, told in (("plot-ttft-cdf", "within"), ("plot-goodput", "requests/s"), ("plot-parts", "prefill: ")):
         target = f"document.getElementById('{name}')"
@@ -80,7 +80,7 @@ def test_pointing_at_a_plot_says_what_is_there(chromium: Browser, report: Path) 
     assert chromium.complaints == []
 
 
-def test_paper_takes_all_of_it(chromium: Browser, report: Path, tmp_path: Path) -> None:
+def test_the_whole_report_fits_on_paper(chromium: Browser, report: Path, tmp_path: Path) -> None:
     chromium.open(report, width=780, media="print", scheme="dark")
     assert chromium.run(OVERFLOW) == 0
     assert chromium.run(BACKGROUND) == "rgb(255, 255, 255)"
@@ -88,7 +88,7 @@ def test_paper_takes_all_of_it(chromium: Browser, report: Path, tmp_path: Path) 
     assert (tmp_path / "run.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_names_of_a_result_do_nothing(chromium: Browser, tmp_path: Path) -> None:
+def test_names_in_a_result_run_no_script(chromium: Browser, tmp_path: Path) -> None:
     result = comparison((Behaviour(HOSTILE, 1, 0.0, 0.01), DISAGGREGATED), (2.0, 4.0), 30)
     for rate in result["arrangements"][0]["rates"]:
         rate["timeline"] = {HOSTILE: [[0.0, 1.0, HOSTILE, 3]]}
@@ -105,7 +105,7 @@ def test_names_of_a_result_do_nothing(chromium: Browser, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("result", [all_failed(), comparison((), ()), comparison((CONDITIONAL,), (2.0,), 1)])
-def test_little_or_no_data_is_a_page_all_the_same(chromium: Browser, tmp_path: Path, result: dict[str, Any]) -> None:
+def test_little_or_no_data_still_makes_a_page(chromium: Browser, tmp_path: Path, result: dict[str, Any]) -> None:
     path = tmp_path / "run.html"
     write_report(result, path)
     chromium.open(path, width=400)
@@ -114,7 +114,7 @@ def test_little_or_no_data_is_a_page_all_the_same(chromium: Browser, tmp_path: P
     assert chromium.run("document.querySelector('h1').getBoundingClientRect().height") > 20
 
 
-def test_a_page_may_load_nothing_and_run_nothing_else(chromium: Browser, tmp_path: Path, report: Path) -> None:
+def test_a_page_loads_nothing_and_runs_no_other_script(chromium: Browser, tmp_path: Path, report: Path) -> None:
     """Breaks in on purpose: even where somebody got markup into the page, its policy holds."""
     path = tmp_path / "run.html"
     path.write_text(

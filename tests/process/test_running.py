@@ -1,4 +1,4 @@
-"""What a user asks a running cluster, and how it answers: every format, every way to name the cluster."""
+"""Commands on a running cluster: every output format, and every way to name the cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.process_cluster import ProcessCluster
 GREEDY = ("--temperature", 0, "--max-tokens", 8)
 
 
-def test_generate_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
+def test_generate_answers_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("generate", "hello", *GREEDY, "--run-dir", cluster.run_dir)
     as_json = shell.baton(*ask, "-o", "json")
     assert (as_json.returncode, as_json.stderr) == (0, "")
@@ -43,7 +43,7 @@ def test_generate_in_every_format(shell: Shell, cluster: ProcessCluster) -> None
         assert (done.returncode, done.stdout, done.stderr) == (0, answer["text"] + "\n", "")
 
 
-def test_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
+def test_generate_answers_with_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("generate", "hello", "--max-tokens", 8, "--seed", 5, "--run-dir", cluster.run_dir)
     answer = json.loads(shell.baton(*ask, "-n", 3, "-o", "json").stdout)
     assert sorted(answer) == ["choices", "kv_bytes", "path", "timings", "usage"]
@@ -86,7 +86,9 @@ def test_a_schema_that_can_not_be_served_is_refused(shell: Shell, cluster: Proce
     assert "no end-of-sequence token" in refusal(shell.baton(*ask, "{}"), 2)
 
 
-def test_prompts_come_as_text_from_standard_input_or_as_ids(shell: Shell, cluster: ProcessCluster, model: Path) -> None:
+def test_prompts_may_come_as_text_from_standard_input_or_as_ids(
+    shell: Shell, cluster: ProcessCluster, model: Path
+) -> None:
     where = (*GREEDY, "--run-dir", cluster.run_dir)
     said = shell.baton("generate", "hello", *where).stdout
     assert shell.baton("generate", "-", *where, input="hello").stdout == said
@@ -95,12 +97,12 @@ def test_prompts_come_as_text_from_standard_input_or_as_ids(shell: Shell, cluste
 
 
 def vocabulary_ids(model: Path, text: str) -> list[int]:
-    """Of a tokenizer with one token for each letter."""
+    """Return the token ids of a text, for a tokenizer with one token for each letter."""
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     return [vocabulary[letter] for letter in text]
 
 
-def test_stop_and_seed(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_seed_repeats_an_output_and_a_stop_string_ends_it(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("generate", "hello", "--max-tokens", 24, "--seed", 5, "--run-dir", cluster.run_dir, "-o", "json")
     first, second = (json.loads(shell.baton(*ask).stdout) for _ in range(2))
     assert first["token_ids"] == second["token_ids"]
@@ -111,7 +113,7 @@ def test_stop_and_seed(shell: Shell, cluster: ProcessCluster) -> None:
     assert stopped["finish_reason"] == "stop"
 
 
-def test_leases_and_descriptions_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
+def test_leases_and_descriptions_are_shown_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
     assert shell.baton("generate", "hello", *GREEDY, "--run-dir", cluster.run_dir).returncode == 0
     ask = ("get", "leases", "--run-dir", cluster.run_dir)
     table = shell.baton(*ask)
@@ -134,7 +136,7 @@ def test_leases_and_descriptions_in_every_format(shell: Shell, cluster: ProcessC
     assert refusal(unknown, 3) == "no node is called decode-9 (did you mean decode-0?)"
 
 
-def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
+def test_nodes_are_listed_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("get", "nodes", "--run-dir", cluster.run_dir)
     names = ["prefill-0", "decode-0", "router-0"]
     assert shell.baton(*ask, "-o", "name").stdout.split() == names
@@ -160,7 +162,7 @@ def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> Non
     assert [node["name"] for node in yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)["items"]] == names
 
 
-def test_status(shell: Shell, cluster: ProcessCluster) -> None:
+def test_status_shows_the_health_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("status", "--run-dir", cluster.run_dir)
     said = shell.baton(*ask)
     assert said.returncode == 0
@@ -175,7 +177,7 @@ def test_status(shell: Shell, cluster: ProcessCluster) -> None:
     assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)["health"] == "ok"
 
 
-def test_a_conversation_and_the_live_screen(shell: Shell, cluster: ProcessCluster) -> None:
+def test_chat_and_top_work(shell: Shell, cluster: ProcessCluster) -> None:
     greedy = ("--temperature", "0", "--max-tokens", "4")
     here = shell.baton("chat", *greedy, "--run-dir", cluster.run_dir, input="hello\nmore\n")
     there = shell.baton("chat", *greedy, "--url", f"http://{cluster.state.http_address}", input="hello\nmore\n")
@@ -188,7 +190,7 @@ def test_a_conversation_and_the_live_screen(shell: Shell, cluster: ProcessCluste
     assert [line.split()[0] for line in lines[3:6]] == ["prefill-0", "decode-0", "router-0"]
 
 
-def test_by_address_alone(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_cluster_can_be_named_by_address_alone(shell: Shell, cluster: ProcessCluster) -> None:
     state = cluster.state
     by_run_dir = shell.baton("generate", "hello", *GREEDY, "--run-dir", cluster.run_dir)
     assert shell.baton("generate", "hello", *GREEDY, "--address", state.grpc_address).stdout == by_run_dir.stdout != ""
@@ -198,7 +200,7 @@ def test_by_address_alone(shell: Shell, cluster: ProcessCluster) -> None:
     assert (status["health"], status["supervisor"]) == ("ok", None)
 
 
-def test_the_wrong_port_is_told_apart(shell: Shell, cluster: ProcessCluster) -> None:
+def test_the_address_of_another_port_is_recognised(shell: Shell, cluster: ProcessCluster) -> None:
     state = cluster.state
     said = refusal(shell.baton("generate", "x", "--address", state.operator_address), 5)
     assert said.startswith(f"{state.operator_address} is another service's address")
@@ -232,12 +234,12 @@ def test_a_bad_request_is_refused_by_the_name_of_its_field(
     assert said in refusal(shell.baton("generate", "--run-dir", cluster.run_dir, *prompt), code)
 
 
-def test_five_mebibytes_are_refused(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_prompt_of_five_mebibytes_is_refused(shell: Shell, cluster: ProcessCluster) -> None:
     done = shell.baton("generate", "-", "--run-dir", cluster.run_dir, input="x" * (5 << 20))
     assert "at most 1048576 are taken" in refusal(done, 2)
 
 
-def test_a_second_up_in_the_same_place_changes_nothing(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_second_up_in_the_same_run_directory_changes_nothing(shell: Shell, cluster: ProcessCluster) -> None:
     before = cluster.state
     logs = {log.name: log.read_bytes() for log in (cluster.run_dir / "logs").iterdir()}
     for detached in ((), ("--detach",)):
@@ -248,12 +250,12 @@ def test_a_second_up_in_the_same_place_changes_nothing(shell: Shell, cluster: Pr
     assert shell.baton("generate", "hello", "--run-dir", cluster.run_dir).returncode == 0
 
 
-def test_the_place_is_found_through_the_environment(shell: Shell, cluster: ProcessCluster) -> None:
+def test_the_run_directory_is_taken_from_the_environment(shell: Shell, cluster: ProcessCluster) -> None:
     assert shell.baton("status", environment={"BATON_RUN_DIR": str(cluster.run_dir)}).returncode == 0
     assert "no cluster is running in" in refusal(shell.baton("status"), 5)
 
 
-def test_a_reader_that_goes_away_is_no_story(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_closed_output_pipe_prints_no_error(shell: Shell, cluster: ProcessCluster) -> None:
     for words in (("generate", "hello"), ("get", "nodes", "-o", "json")):
         read_end, write_end = os.pipe()
         os.close(read_end)
@@ -263,7 +265,7 @@ def test_a_reader_that_goes_away_is_no_story(shell: Shell, cluster: ProcessClust
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_behind_the_output_is_one_line(shell: Shell, cluster: ProcessCluster) -> None:
+def test_a_full_disk_behind_the_output_is_reported_in_one_line(shell: Shell, cluster: ProcessCluster) -> None:
     for words in (("generate", "hello"), ("status",)):
         with open("/dev/full", "w") as full:
             done = shell.baton(*words, "--run-dir", cluster.run_dir, stdout=full)

@@ -1,4 +1,4 @@
-"""The scripts as a contributor runs them: what they check, they notice. On copies: nothing of the checkout changes."""
+"""The scripts as contributors run them: each check detects what it is for. They run on copies of the checkout."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_reference_of_commands_that_is_out_of_date_is_noticed(
         assert page.read_text() == good
 
 
-def test_setup_says_what_it_needs(shell: Shell, copy: Path) -> None:
+def test_setup_names_what_is_missing(shell: Shell, copy: Path) -> None:
     for part in ("pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / part, copy)
     kernels = "baton/runner/backends/cpu/kernels/csrc"
@@ -136,7 +136,7 @@ def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
         output, complaint = demo.communicate()
     assert (demo.returncode, complaint) == (130, b"")
     assert output.decode().endswith("interrupted; all processes are stopped\n")
-    shell.nothing_left()
+    shell.assert_nothing_left()
 
 
 def reused_number(copy: Path) -> str:
@@ -160,7 +160,7 @@ def missing_call(copy: Path) -> str:
 
 
 @pytest.mark.parametrize("change", [reused_number, another_type, number_left_free, missing_call])
-def test_a_wire_that_the_last_release_does_not_understand_is_refused(
+def test_a_wire_change_that_the_last_release_does_not_understand_is_refused(
     shell: Shell, copy: Path, change: Callable[[Path], str]
 ) -> None:
     shutil.copy(ROOT / "buf.yaml", copy)
@@ -171,7 +171,7 @@ def test_a_wire_that_the_last_release_does_not_understand_is_refused(
     assert story in checked.stdout
 
 
-def test_what_is_new_on_the_wire_is_no_harm(shell: Shell, copy: Path) -> None:
+def test_additions_to_the_wire_are_accepted(shell: Shell, copy: Path) -> None:
     shutil.copy(ROOT / "buf.yaml", copy)
     replace(
         copy / "proto/baton/v1/kv_link.proto", "string incarnation = 4;", "string incarnation = 4;\n  bool new = 99;"
@@ -212,7 +212,7 @@ def test_a_failed_test_runs_once_more_by_itself(shell: Shell, tmp_path: Path) ->
     assert shell.run(again, cwd=place).returncode == 0
 
 
-def test_nothing_to_run_again_is_no_success(shell: Shell, tmp_path: Path) -> None:
+def test_no_failed_tests_to_run_again_is_an_error(shell: Shell, tmp_path: Path) -> None:
     """pytest may fail without a failed test; a run that left no list has not passed."""
     again = [sys.executable, str(ROOT / "scripts/rerun_failed.py")]
     rerun = shell.run(again, cwd=tmp_path)

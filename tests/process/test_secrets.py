@@ -1,4 +1,4 @@
-"""Nothing that others of this machine can read has the registry's password: no command line, no file, no log."""
+"""The registry's password is in nothing that other users can read: no command line, no file, no log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.redis_server import RedisProcess
 SECRET = b"secret"
 
 
-def test_a_cluster_tells_nobody_the_password_of_its_registry(shell: Shell, tmp_path: Path) -> None:
+def test_the_password_of_the_registry_is_in_no_command_line_file_or_log(shell: Shell, tmp_path: Path) -> None:
     redis, run_dir = RedisProcess(tmp_path), shell.home / "run"
     with asyncio.Runner() as runner:
         runner.run(redis.start())

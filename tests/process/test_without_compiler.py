@@ -1,4 +1,4 @@
-"""Where there is no C compiler Baton installs all the same, runs on torch's products and says what that costs."""
+"""Without a C compiler Baton installs, runs on torch's products and reports what that costs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without(tmp_path: Path) -> dict[str, str]:
     return NO_COMPILER | {"PATH": str(tmp_path / "no-programs")}
 
 
-def test_without_a_compiler_it_runs_and_the_doctor_says_what_it_costs(
+def test_without_a_compiler_baton_runs_and_the_doctor_says_what_it_costs(
     shell: Shell, installed: Path, tmp_path: Path, model: Path
 ) -> None:
     # In a folder of its own, before whatever is installed here.

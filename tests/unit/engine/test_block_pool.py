@@ -258,7 +258,7 @@ def null_in_use(pool: BlockPool) -> None:
         (null_in_use, "null block is in use"),
     ],
 )
-def test_the_invariant_check_names_each_contradiction(damage: Any, story: str, block_books_agree: list[Any]) -> None:
+def test_the_invariant_check_names_each_contradiction(damage: Any, story: str, block_accounts_agree: list[Any]) -> None:
     pool = BlockPool(6)
     cached(pool, 1)
     pool.get_new_blocks(2)
@@ -266,7 +266,7 @@ def test_the_invariant_check_names_each_contradiction(damage: Any, story: str, b
     damage(pool)
     with pytest.raises(BlockInvariantBroken, match=story):
         pool.check_invariant()
-    block_books_agree.clear()
+    block_accounts_agree.clear()
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -187,11 +187,11 @@ def test_a_request_without_blocks_has_nothing_to_lease_or_quarantine() -> None:
     assert not manager.release("nobody")
 
 
-def test_the_invariant_check_names_the_holders_of_a_miscounted_block(block_books_agree: list[object]) -> None:
+def test_the_invariant_check_names_the_holders_of_a_miscounted_block(block_accounts_agree: list[object]) -> None:
     manager = manager_of(4)
     manager.allocate_slots(request_of("holder", 4), 4)
     manager.pool.touch(manager.pool.blocks[1:2])
     manager.pool.check_invariant()
     with pytest.raises(BlockInvariantBroken, match=r"Block 1 owners=2.*tables 1.*holder"):
         manager.check_invariant()
-    block_books_agree.clear()
+    block_accounts_agree.clear()

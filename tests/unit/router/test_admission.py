@@ -45,7 +45,7 @@ def drained(waiting: AdmissionQueue[str]) -> str:
     return names
 
 
-def test_classes_then_arrival_and_waiting_makes_up_for_priority() -> None:
+def test_requests_leave_the_queue_by_priority_then_arrival_and_priority_ages() -> None:
     waiting = queue()
     for name, arrived, priority in [("a", 0, 1), ("b", 1, 0), ("c", 2, 0), ("d", 3, -1), ("e", 61, 0), ("f", 59, 0)]:
         put(waiting, name, arrived, priority)
@@ -56,7 +56,7 @@ def test_classes_then_arrival_and_waiting_makes_up_for_priority() -> None:
     assert drained(waiting) == "cba"
 
 
-def test_who_has_lost_its_nodes_comes_first_and_is_never_refused() -> None:
+def test_a_request_that_lost_its_nodes_comes_first_and_is_never_refused() -> None:
     waiting = queue(max_waiting=1)
     put(waiting, "a", 0, -9)
     put(waiting, "b", 5, 9, is_retry=True)
@@ -67,7 +67,7 @@ def test_who_has_lost_its_nodes_comes_first_and_is_never_refused() -> None:
     assert drained(waiting) == "cba"
 
 
-def test_a_full_queue_sheds_the_lowest_class_and_of_it_the_newest() -> None:
+def test_a_full_queue_displaces_the_newest_request_of_the_lowest_priority() -> None:
     waiting = queue(max_waiting=3)
     for name, arrived, priority in [("a", 0, 2), ("b", 1, 2), ("c", 2, 0)]:
         put(waiting, name, arrived, priority)
@@ -84,12 +84,12 @@ def test_a_full_queue_sheds_the_lowest_class_and_of_it_the_newest() -> None:
     assert drained(waiting) == "cfg"
 
 
-def test_nobody_waits_where_nobody_may() -> None:
+def test_a_queue_of_size_zero_refuses_every_request() -> None:
     with pytest.raises(QueueFull):
         put(queue(max_waiting=0), "a")
 
 
-def test_a_newcomer_is_next_only_if_nobody_is_ahead_of_it() -> None:
+def test_a_new_request_is_next_only_if_none_is_ahead_of_it() -> None:
     waiting = queue()
     assert waiting.is_next(waiting.ticket("a", 0, 9, NO_TARGETS))
     put(waiting, "b", 0, 0)
@@ -97,7 +97,7 @@ def test_a_newcomer_is_next_only_if_nobody_is_ahead_of_it() -> None:
     assert waiting.is_next(waiting.ticket("d", 1, -1, NO_TARGETS))
 
 
-def test_too_late_is_refused_at_once_but_only_by_what_was_measured() -> None:
+def test_a_request_predicted_to_be_late_is_refused_only_by_measured_times() -> None:
     waiting = queue()
     put(waiting, "first", targets=LatencyTargets(deadline=0.1, first_token_by=0.1))
     waiting.times.add(first_token_s=1.0, service_s=5.0, num_tokens=5)
@@ -113,7 +113,7 @@ def test_too_late_is_refused_at_once_but_only_by_what_was_measured() -> None:
     assert drained(waiting) == "firstac"
 
 
-def test_who_is_turned_away_comes_again_when_the_queue_is_gone_each_at_another_time() -> None:
+def test_refused_clients_retry_after_the_queue_has_drained_with_jitter() -> None:
     waiting = queue(max_waiting=100)
     assert 0.75 <= waiting.retry_after_s(0) <= 1.25, "nothing is known"
     waiting.times.add(1.0, 10.0, 10)
@@ -125,7 +125,7 @@ def test_who_is_turned_away_comes_again_when_the_queue_is_gone_each_at_another_t
     assert waiting.retry_after_s(1) <= 75.0, "bounded"
 
 
-def test_a_full_node_has_a_little_more_than_it_runs() -> None:
+def test_a_node_is_full_slightly_above_the_number_of_sequences_it_runs() -> None:
     node = decode(max_num_seqs=16, max_num_batched_tokens=100)
     assert not is_full(node, sequences=17, waiting=1, uncomputed_tokens=1599)
     assert is_full(node, sequences=18, waiting=0, uncomputed_tokens=0)

@@ -77,14 +77,14 @@ TestBlockIndex = IndexMachine.TestCase
 TestBlockIndex.settings = settings(max_examples=15, stateful_step_count=25)
 
 
-def test_more_nodes_than_a_mask_has_bits() -> None:
+def test_the_index_holds_more_nodes_than_a_mask_has_bits() -> None:
     index, names = BlockIndex(), [f"n{number}" for number in range(3 * NODES_PER_BANK)]
     for number, name in enumerate(names):
         index.add(name, keys_of(range(number + 1)))
     assert index.leading(keys_of(range(500))) == {name: number + 1 for number, name in enumerate(names)}
 
 
-def test_a_nodes_death_leaves_the_others_as_they_were_through_many_successors() -> None:
+def test_removing_a_node_leaves_the_others_unchanged_over_many_successors() -> None:
     index, chain = BlockIndex(), [hashlib.sha256(bytes([number])).digest() for number in range(200)]
     index.add("stays", chain)
     for number in range(200):
@@ -94,7 +94,7 @@ def test_a_nodes_death_leaves_the_others_as_they_were_through_many_successors() 
     assert index.leading(chain) == {"stays": 200}
 
 
-def test_keys_of_other_groups_of_layers_do_not_count() -> None:
+def test_keys_of_other_layer_groups_do_not_count() -> None:
     index = BlockIndex()
     index.add("n", [key_of(1), key_of(2) + b"\x01", key_of(3)])
     assert (index.count("n"), index.leading(keys_of([1, 3]))) == (2, {"n": 2})
@@ -107,7 +107,7 @@ def test_a_key_that_comes_twice_at_once_counts_once() -> None:
     assert index.count("n") == 40
 
 
-def test_what_is_known_already_counts_once_while_tables_move() -> None:
+def test_a_known_key_counts_once_while_tables_are_moved() -> None:
     index, model, rng = BlockIndex(moved_per_change=8), set[int](), Random(1)
     for start in range(0, 1400, 2):
         again = [rng.randrange(start + 1) for _ in range(3)]

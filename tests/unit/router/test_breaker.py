@@ -10,7 +10,7 @@ CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.H
 
 
 @every_pair(BreakerState, BreakerStep)
-def test_every_pair_of_state_and_event(state: BreakerState, event: BreakerStep) -> None:
+def test_every_pair_of_state_and_event_moves_as_listed(state: BreakerState, event: BreakerStep) -> None:
     machine = Machine("breaker", state, BREAKER_TABLE)
     expected: dict[BreakerState, dict[str, BreakerState]] = {
         CLOSED: {"FAILED": CLOSED, "FAILED_OFTEN": OPEN, "SUCCEEDED": CLOSED},
@@ -27,7 +27,7 @@ def opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
-def test_it_opens_after_failures_in_a_row_only() -> None:
+def test_a_breaker_opens_only_after_consecutive_failures() -> None:
     breaker = Breaker("n", FAILURES)
     for _ in range(FAILURES - 1):
         breaker.failed(0)
@@ -66,21 +66,21 @@ def test_each_failed_probe_doubles_the_back_off_up_to_a_bound() -> None:
     assert breaker.allows(now + 61), "it begins anew"
 
 
-def test_what_was_sent_before_it_opened_neither_closes_it_nor_prolongs_it() -> None:
+def test_results_of_earlier_requests_neither_close_nor_prolong_an_open_breaker() -> None:
     breaker = opened()
     breaker.succeeded(0.5)
     breaker.failed(0.9)
     assert (breaker.allows(0.9), breaker.allows(1)) == (False, True)
 
 
-def test_a_probe_that_nobody_hears_of_is_over_some_time() -> None:
+def test_a_probe_without_a_result_times_out() -> None:
     breaker = opened()
     breaker.state(1)
     breaker.chosen(1)
     assert (breaker.allows(30.9), breaker.allows(31)) == (False, True)
 
 
-def test_who_never_failed_has_none_and_who_recovered_needs_none() -> None:
+def test_only_nodes_with_recent_failures_have_a_breaker() -> None:
     breakers = Breakers[str](FAILURES)
     breakers.succeeded("a", 0)
     breakers.chosen("a", 0)

@@ -66,7 +66,7 @@ def watching(*events: KVCacheEvent) -> CacheView:
     return view
 
 
-def test_a_prompts_first_blocks_are_found_and_go() -> None:
+def test_the_cached_prefix_of_a_prompt_is_found_until_it_is_removed() -> None:
     keys = keys_of()
     view = watching(stored(keys[:3]))
     assert cached(view) == 3 * SIZE
@@ -78,7 +78,7 @@ def test_a_prompts_first_blocks_are_found_and_go() -> None:
     assert (cached(view), view.num_keys) == (0, 0)
 
 
-def test_what_is_in_either_tier_counts_and_leaves_each_by_itself() -> None:
+def test_blocks_of_both_tiers_count_and_are_removed_separately() -> None:
     keys = keys_of()
     view = watching(stored(keys[:3]), stored(keys[:6], "host"))
     assert cached(view) == 6 * SIZE
@@ -89,7 +89,7 @@ def test_what_is_in_either_tier_counts_and_leaves_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize("first", [4, 6])
-def test_a_gap_asks_for_everything_again(first: int) -> None:
+def test_a_gap_in_the_updates_requests_a_snapshot(first: int) -> None:
     keys = keys_of()
     view = watching(stored(keys[:3]))
     assert view.updated(RUN, KVCacheUpdate(first, first + 1, [stored(keys[3:])]))
@@ -104,14 +104,14 @@ def test_a_gap_asks_for_everything_again(first: int) -> None:
     assert cached(view) == 6 * SIZE
 
 
-def test_a_restart_of_the_numbering_forgets_what_was_before() -> None:
+def test_restarted_numbering_clears_the_view_of_the_node() -> None:
     keys = keys_of()
     view = watching(stored(keys))
     assert not view.updated(RUN, snapshot(0, stored(keys[:1])))
     assert cached(view) == SIZE
 
 
-def test_who_is_gone_has_nothing_and_is_not_heard() -> None:
+def test_a_lost_node_has_no_blocks_and_its_updates_are_ignored() -> None:
     keys = keys_of()
     view = watching(stored(keys))
     view.expect(RUN, milestones_of())
@@ -121,7 +121,7 @@ def test_who_is_gone_has_nothing_and_is_not_heard() -> None:
     assert (cached(view), view.num_keys) == (0, 0)
 
 
-def test_salts_and_layouts_keep_prompts_apart() -> None:
+def test_prompts_with_other_salts_or_layouts_share_no_blocks() -> None:
     view = watching(stored(keys_of(salt="tenant")))
     assert (cached(view, salt="tenant"), cached(view)) == (10 * SIZE, 0)
     other = decode(kv_layout="other", block_size=SIZE)
@@ -130,7 +130,7 @@ def test_salts_and_layouts_keep_prompts_apart() -> None:
     assert (key_scheme_of(mute), cached(view, node=mute, salt="tenant")) == (None, 0)
 
 
-def test_a_prompt_on_its_way_counts_until_its_attempt_is_over() -> None:
+def test_a_prompt_being_computed_counts_until_its_attempt_ends() -> None:
     keys = keys_of()
     view = watching()
     view.expect(RUN, milestones_of(PROMPT[: 5 * SIZE]))
@@ -140,7 +140,7 @@ def test_a_prompt_on_its_way_counts_until_its_attempt_is_over() -> None:
     assert cached(view) == 2 * SIZE
 
 
-def test_prompts_on_their_way_are_told_apart_where_they_differ() -> None:
+def test_prompts_being_computed_share_only_their_common_prefix() -> None:
     """By their salt, by the model and layout of the node, and by any token of a beginning."""
     view = watching()
     view.expect(RUN, milestones_of())
@@ -152,7 +152,7 @@ def test_prompts_on_their_way_are_told_apart_where_they_differ() -> None:
         assert cached(view, other) == same * SIZE, f"token {changed} is another"
 
 
-def test_a_long_prompt_on_its_way_counts_up_to_a_bound() -> None:
+def test_a_long_prompt_being_computed_counts_up_to_a_bound() -> None:
     long = tuple(range(3000))
     view = watching()
     view.expect(RUN, milestones_of(long))
@@ -162,7 +162,7 @@ def test_a_long_prompt_on_its_way_counts_up_to_a_bound() -> None:
     assert milestones_of(long[: SIZE - 1]) == []
 
 
-def test_a_prompt_is_read_as_far_as_somebody_has_it() -> None:
+def test_a_prompt_is_hashed_only_as_far_as_some_node_has_it() -> None:
     long = tuple(range(3000))
     nobody, somebody, empty = ReadPrompt(long), ReadPrompt(long), ReadPrompt(long)
     watching(stored([bytes(32)])).cached_tokens(PromptKeys(nobody, ""), [NODE])
@@ -177,7 +177,7 @@ def test_a_prompt_is_read_as_far_as_somebody_has_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_applies_a_nodes_updates_knows_what_it_has(seed: int) -> None:
+def test_a_view_that_applies_all_updates_of_a_node_knows_its_blocks(seed: int) -> None:
     """Through a node's own log and messages, with a reader that loses some."""
     rng, log, view = Random(seed), KVEventLog(capacity=40), CacheView()
     keys = keys_of(tuple(range(400)))

@@ -24,11 +24,11 @@ def with_node(**changes: object) -> ClusterSnapshot:
     return replace(CALM, nodes={"d1.a": replace(READY, **changes)})  # type: ignore[arg-type]
 
 
-def test_nothing_happens_in_a_calm_cluster() -> None:
+def test_an_unchanged_cluster_makes_no_events() -> None:
     assert cluster_changes(CALM, replace(CALM)) == []
 
 
-def test_a_node_comes_and_goes() -> None:
+def test_a_node_that_joins_drains_or_leaves_makes_events() -> None:
     starting = with_node(state=NodeState.STARTING)
     assert cluster_changes(ClusterSnapshot(), starting) == [ClusterChange("NodeJoined", "d1", "d1.a", "decode at h:1")]
     assert said(starting, CALM) == [("NodeReady", "d1")]
@@ -55,17 +55,17 @@ def test_a_node_comes_and_goes() -> None:
         (NodeState.CORDONED, NodeState.READY, []),
     ],
 )
-def test_states(before: NodeState, after: NodeState, reasons: list[str]) -> None:
+def test_changes_of_a_nodes_state_make_events(before: NodeState, after: NodeState, reasons: list[str]) -> None:
     found = cluster_changes(with_node(state=before), with_node(state=after, detail="silent"))
     assert [each.reason for each in found] == reasons
     assert all(each.is_warning and each.detail == "silent" for each in found if each.reason != "NodeReady")
 
 
-def test_one_that_is_forgotten_after_it_was_lost_is_no_news() -> None:
+def test_removing_a_lost_node_from_the_list_makes_no_event() -> None:
     assert cluster_changes(with_node(state=NodeState.LOST), ClusterSnapshot()) == []
 
 
-def test_a_node_that_became_another_one() -> None:
+def test_a_change_of_role_makes_events() -> None:
     draining = with_node(state=NodeState.DRAINING)
     after = ClusterSnapshot(nodes={"d1.b": NodeSnapshot("d1", "prefill", "h:1", NodeState.READY)})
     assert said(draining, after) == [
@@ -77,13 +77,13 @@ def test_a_node_that_became_another_one() -> None:
     assert cluster_changes(draining, after)[2].detail == "decode to prefill"
 
 
-def test_what_operators_want() -> None:
+def test_cordons_and_wanted_roles_make_events() -> None:
     wanted = replace(CALM, desired=DesiredState(frozenset({"d1", "d2"}), prefill=frozenset({"d1"})))
     assert said(CALM, wanted) == [("Cordoned", "d1"), ("Cordoned", "d2"), ("RoleWanted", "d1")]
     assert said(wanted, CALM) == [("Uncordoned", "d1"), ("Uncordoned", "d2")]
 
 
-def test_breakers_links_registry_routers_and_health() -> None:
+def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> None:
     bad = ClusterSnapshot(
         nodes={"d1.a": replace(READY, notice="KV layouts differ")},
         routers={"r1.a": "r1"},
@@ -108,7 +108,7 @@ def test_breakers_links_registry_routers_and_health() -> None:
     ]
 
 
-async def test_events_are_numbered_and_the_oldest_forgotten() -> None:
+async def test_events_are_numbered_and_the_oldest_are_dropped() -> None:
     times = iter(range(100))
     ring = EventRing("r1.a", lambda: float(next(times)), size=3)
     assert ring.after(0) == []
@@ -122,7 +122,7 @@ async def test_events_are_numbered_and_the_oldest_forgotten() -> None:
     assert ring.after(5) == ring.after(99) == []
 
 
-async def test_a_follower_hears_what_was_and_what_comes() -> None:
+async def test_a_follower_gets_past_events_and_then_new_ones() -> None:
     ring = EventRing("r1.a", lambda: 0.0)
     ring.record("first")
     following = ring.follow(0)

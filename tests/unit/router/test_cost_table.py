@@ -131,7 +131,7 @@ class Fleet:
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
-def test_the_columns_choose_what_the_cost_model_does(seed: int) -> None:
+def test_the_table_chooses_the_same_nodes_as_the_cost_model(seed: int) -> None:
     fleet = Fleet(Random(seed))
     for number in range(12):
         fleet.renew()
@@ -139,7 +139,7 @@ def test_the_columns_choose_what_the_cost_model_does(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_changed", [0, 1, 3])
-def test_only_what_has_changed_is_computed_anew(num_changed: int) -> None:
+def test_only_rows_of_changed_nodes_are_recomputed(num_changed: int) -> None:
     computed: list[str] = []
 
     def costs_of(candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:

@@ -38,7 +38,7 @@ async def start_pair(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptK
     return reader, to_prefill.attempt
 
 
-async def test_a_request_through_a_pair() -> None:
+async def test_a_request_is_served_by_a_pair_of_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, seed=5, max_tokens=4)
         rig.timers.advance(0.25)
@@ -58,7 +58,7 @@ async def test_a_request_through_a_pair() -> None:
         assert (finished.path.prefill_node, finished.path.decode_node, finished.path.attempts) == ("p1", "d1", 1)
 
 
-async def test_the_two_streams_overlap_in_any_order() -> None:
+async def test_the_tokens_of_both_legs_may_arrive_in_any_order() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=3)
         rig.report("d1", attempt, 1, "bc", Outcome.LENGTH)
@@ -74,7 +74,7 @@ async def test_the_two_streams_overlap_in_any_order() -> None:
         assert reader.text == "abc"
 
 
-async def test_the_text_of_a_stop_token_is_left_out_but_the_token_is_not() -> None:
+async def test_a_stop_token_is_returned_without_its_text() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -84,7 +84,7 @@ async def test_the_text_of_a_stop_token_is_left_out_but_the_token_is_not() -> No
         assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
 
 
-async def test_stop_string_ends_the_text_and_the_leg() -> None:
+async def test_a_stop_string_ends_the_text_and_aborts_the_leg() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("END",), max_tokens=12)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -97,7 +97,7 @@ async def test_stop_string_ends_the_text_and_the_leg() -> None:
         assert (await rig.next_abort("d1")).attempt == attempt
 
 
-async def test_stop_string_wins_over_the_length_in_the_same_step() -> None:
+async def test_a_stop_string_takes_precedence_over_the_length_in_the_same_step() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("b",), max_tokens=3)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -106,7 +106,7 @@ async def test_stop_string_wins_over_the_length_in_the_same_step() -> None:
         assert (reader.text, finished.stop_reason, finished.completion_tokens) == ("a", "b", 2)
 
 
-async def test_held_back_text_comes_at_the_end() -> None:
+async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("END",), max_tokens=3)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -115,7 +115,7 @@ async def test_held_back_text_comes_at_the_end() -> None:
         assert reader.text == "aEN"
 
 
-async def test_min_tokens_keeps_a_stop_string_from_ending_it() -> None:
+async def test_min_tokens_prevents_an_early_stop_string() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("b",), min_tokens=3, max_tokens=6)
         rig.report("p1", attempt, 0, "b", Outcome.HANDED_OFF)
@@ -125,7 +125,7 @@ async def test_min_tokens_keeps_a_stop_string_from_ending_it() -> None:
         await rig.next_abort("d1")
 
 
-async def test_prefill_node_dies_before_the_first_token() -> None:
+async def test_a_request_is_retried_when_its_prefill_node_dies_before_the_first_token() -> None:
     async with router_rig(prefill("p1"), decode("d1"), prefill("p2")) as rig:
         reader, first = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].die()
@@ -140,7 +140,7 @@ async def test_prefill_node_dies_before_the_first_token() -> None:
         assert (reader.text, finished.path.attempts, finished.path.prefill_node) == ("ab", 2, "p2")
 
 
-async def test_a_request_id_used_again_is_another_flight() -> None:
+async def test_a_reused_request_id_starts_another_flight() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader, first = await start_pair(rig, request_id="mine", max_tokens=2)
         reader.task.cancel()
@@ -156,7 +156,7 @@ async def test_a_request_id_used_again_is_another_flight() -> None:
         assert reader.text == "ab"
 
 
-async def test_decode_node_dies_in_mid_stream_and_no_prefill_node_is_needed_twice() -> None:
+async def test_a_stream_continues_on_another_pair_when_its_decode_node_dies() -> None:
     async with router_rig(prefill("p1"), decode("d1"), decode("d2")) as rig:
         reader, first = await start_pair(rig, max_tokens=5)
         rig.report("p1", first, 0, "a", Outcome.HANDED_OFF)
@@ -173,7 +173,7 @@ async def test_decode_node_dies_in_mid_stream_and_no_prefill_node_is_needed_twic
         assert [chunk.first_index for chunk in reader.chunks] == [0, 3]
 
 
-async def test_the_last_prefill_node_dies_and_the_decode_node_does_it_all() -> None:
+async def test_the_decode_node_does_everything_when_the_last_prefill_node_dies() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, _ = await start_pair(rig, max_tokens=2)
         rig.nodes["p1"].die()
@@ -185,7 +185,7 @@ async def test_the_last_prefill_node_dies_and_the_decode_node_does_it_all() -> N
         assert (path.prefill_node, path.decode_node, path.reason) == ("", "d1", "no prefill node is left")
 
 
-async def test_three_losses_are_the_end() -> None:
+async def test_a_request_fails_after_three_lost_attempts() -> None:
     async with router_rig(decode("d1"), decode("d2"), decode("d3"), decode("d4")) as rig:
         reader = rig.ask()
         for name in ("d1", "d2", "d3"):
@@ -196,7 +196,7 @@ async def test_three_losses_are_the_end() -> None:
             await reader.finished()
 
 
-async def test_a_silent_node_is_as_good_as_dead() -> None:
+async def test_a_silent_node_is_treated_as_lost() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         reader, first = await start_pair(rig, max_tokens=1)
         rig.nodes["d1"].is_silent = True
@@ -215,7 +215,7 @@ async def test_a_silent_node_is_as_good_as_dead() -> None:
         assert reader.text == "a"
 
 
-async def test_a_router_that_slept_does_not_blame_the_nodes() -> None:
+async def test_a_router_that_was_suspended_does_not_take_its_nodes_for_silent() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=1)
         rig.timers.advance(60)
@@ -274,7 +274,7 @@ async def test_two_requests_at_once_of_which_one_fails() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ab"])
-async def test_what_a_node_finds_impossible_is_the_requests_fault_and_not_the_nodes(text: str) -> None:
+async def test_a_request_that_a_node_finds_invalid_fails_without_blaming_the_node(text: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
         for _ in range(5):
             reader, attempt = await start_pair(rig, max_tokens=9)
@@ -306,7 +306,7 @@ async def test_a_fault_of_the_router_ends_one_request_only() -> None:
             await bad.finished()
 
 
-async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
+async def test_a_slow_reader_delays_no_other_and_is_ended_at_last() -> None:
     limits = DispatchLimits(max_backlog_tokens=3, stall_s=2.0)
     async with router_rig(prefill(), decode(), limits=limits) as rig:
         slow = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=20))
@@ -341,7 +341,7 @@ async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
             await anext(slow)
 
 
-async def test_what_a_reader_takes_while_it_waits_is_no_backlog_and_slowness_is_forgiven() -> None:
+async def test_chunks_taken_at_once_are_no_backlog_and_a_reader_may_catch_up() -> None:
     limits = DispatchLimits(max_backlog_tokens=2, stall_s=3.0)
     async with router_rig(decode("d1"), limits=limits) as rig:
         taken: list[Chunk] = []
@@ -375,7 +375,7 @@ async def test_what_a_reader_takes_while_it_waits_is_no_backlog_and_slowness_is_
             await anext(events)
 
 
-async def test_waits_for_a_node_that_comes_back() -> None:
+async def test_a_request_waits_for_a_node_that_comes_back() -> None:
     async with router_rig(decode("d1")) as rig:
         reader = rig.ask(max_tokens=1)
         await rig.next_submit("d1")
@@ -388,7 +388,7 @@ async def test_waits_for_a_node_that_comes_back() -> None:
         assert (await reader.finished()).path.attempts == 2
 
 
-async def test_waits_for_a_node_but_not_for_ever() -> None:
+async def test_a_request_waits_for_a_node_only_up_to_a_limit() -> None:
     async with router_rig() as rig:
         reader = rig.ask()
         await reader.wait_until_accepted()
@@ -415,7 +415,7 @@ async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None
             await reader.finished()
 
 
-async def test_a_stream_whose_link_was_cut_goes_on_where_it_runs() -> None:
+async def test_a_stream_whose_link_was_cut_continues_on_its_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=4)
         rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
@@ -432,7 +432,7 @@ async def test_a_stream_whose_link_was_cut_goes_on_where_it_runs() -> None:
         assert (counters.attempts, counters.links_back) == ({AttemptCause.FIRST: 1}, 1)
 
 
-async def test_a_stream_whose_link_is_cut_again_and_again_goes_on_until_that_is_no_link_any_more() -> None:
+async def test_a_stream_survives_repeated_cuts_of_its_link_up_to_a_limit() -> None:
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=4)
         attempt = (await rig.next_submit("d1")).attempt
@@ -452,7 +452,7 @@ async def test_a_stream_whose_link_is_cut_again_and_again_goes_on_until_that_is_
         assert (await reader.finished()).path.attempts == 2
 
 
-async def test_who_leaves_while_the_link_is_cut_is_aborted_when_it_is_back() -> None:
+async def test_a_request_cancelled_while_its_link_is_cut_is_aborted_when_it_is_back() -> None:
     async with router_rig(decode()) as rig:
         node = rig.nodes["d1"]
         reader, stays = rig.ask(max_tokens=9, request_id="leaves"), rig.ask(max_tokens=1, request_id="stays")
@@ -476,7 +476,7 @@ async def test_who_leaves_while_the_link_is_cut_is_aborted_when_it_is_back() -> 
         await stays.finished()
 
 
-async def test_a_node_of_an_older_version_has_nothing_to_adopt_and_the_prompt_is_placed_again() -> None:
+async def test_a_prompt_is_placed_again_when_a_node_of_an_older_version_can_not_keep_it() -> None:
     """It ends what an earlier stream of the router had asked for, whatever the router keeps."""
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=3)
@@ -493,7 +493,7 @@ async def test_a_node_of_an_older_version_has_nothing_to_adopt_and_the_prompt_is
         assert rig.dispatcher.requests.counters.attempts[AttemptCause.NOT_KEPT] == 1
 
 
-async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> None:
+async def test_a_draining_node_gets_no_new_requests_and_refusals_count_as_no_attempt() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         reader, first = await start_pair(rig, max_tokens=2)
         rig.report("d1", first, outcome=Outcome.REFUSED)
@@ -508,7 +508,7 @@ async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> N
         await reader.finished()
 
 
-async def test_load_spreads_over_nodes_before_they_report() -> None:
+async def test_load_is_spread_over_nodes_before_they_report() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         readers = [rig.ask(max_tokens=1, request_id=f"r{n}") for n in range(4)]
         keys = [(await rig.next_submit("p1")).attempt for _ in readers]
@@ -541,7 +541,7 @@ async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> No
         assert rig.dispatcher.requests.counters.accepted == 1
 
 
-async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_end() -> None:
+async def test_a_long_text_is_tokenized_in_a_thread_with_the_same_result() -> None:
     async with router_rig(prefill(), decode(), limits=DispatchLimits(thread_text_chars=2)) as rig:
         reader, attempt = await start_pair(rig, max_tokens=1)
         rig.report("p1", attempt, 0, "a", Outcome.LENGTH)

@@ -51,7 +51,7 @@ async def turned_away(reader: Reader) -> BatonError:
     return caught.value
 
 
-async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order() -> None:
+async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() -> None:
     async with router_rig(small()) as rig:
         running = await fill(rig)
         late, better = rig.ask(request_id="late", max_tokens=1), rig.ask(request_id="better", max_tokens=1, priority=-1)
@@ -73,7 +73,7 @@ async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order
         assert 'baton_request_queue_time_seconds_bucket{le="+Inf",node="router-1"} 5.0' in page
 
 
-async def test_a_full_node_is_passed_over_while_another_is_not() -> None:
+async def test_a_full_node_is_skipped_while_another_has_room() -> None:
     async with router_rig(prefill(), small("d1"), decode("d2", max_num_seqs=1)) as rig:
         rig.nodes["d1"].report(load=LoadReport(waiting=2))
         await rig.nodes["d1"].all_read()
@@ -88,7 +88,7 @@ async def test_a_full_node_is_passed_over_while_another_is_not() -> None:
         await rig.nodes["d1"].all_read()
 
 
-async def test_prompts_that_wait_fill_a_prefill_node_and_its_report_lets_the_next_one_in() -> None:
+async def test_queued_prompts_fill_a_prefill_node_and_its_report_admits_the_next_one() -> None:
     async with router_rig(prefill(max_num_seqs=64, max_num_batched_tokens=2), decode()) as rig:
         rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=32))
         await rig.nodes["p1"].all_read()
@@ -101,7 +101,7 @@ async def test_prompts_that_wait_fill_a_prefill_node_and_its_report_lets_the_nex
         await reader.finished()
 
 
-async def test_a_request_that_fits_a_full_node_alone_waits_for_that_one() -> None:
+async def test_a_request_that_fits_only_a_full_node_waits_for_it() -> None:
     async with router_rig(small("d1"), decode("d2", max_num_seqs=1, num_blocks=2)) as rig:
         rig.nodes["d1"].report(load=LoadReport(waiting=2))
         await rig.nodes["d1"].all_read()
@@ -113,7 +113,7 @@ async def test_a_request_that_fits_a_full_node_alone_waits_for_that_one() -> Non
         await reader.finished()
 
 
-async def test_only_so_many_run_at_once() -> None:
+async def test_the_number_of_running_requests_is_limited() -> None:
     async with router_rig(decode(), limits=DispatchLimits(max_running=1)) as rig:
         first, second = rig.ask(max_tokens=1, request_id="1"), rig.ask(max_tokens=1, request_id="2")
         await second.wait_until_accepted()
@@ -122,7 +122,7 @@ async def test_only_so_many_run_at_once() -> None:
         await finish(rig, second)
 
 
-async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_for_who_is() -> None:
+async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_for_higher_ones() -> None:
     async with router_rig(small(), limits=DispatchLimits(max_queue=2)) as rig:
         running = await fill(rig)
         waiting = [rig.ask(max_tokens=1, request_id=f"w{n}", priority=1) for n in range(2)]
@@ -146,7 +146,7 @@ async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_fo
         await finish(rig, better, waiting[0])
 
 
-async def test_who_would_be_late_hears_it_at_once() -> None:
+async def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     async with router_rig(small()) as rig:
         running = await fill(rig)
         attempts = [(await rig.next_submit("d1")).attempt for _ in running]
@@ -169,7 +169,7 @@ async def test_who_would_be_late_hears_it_at_once() -> None:
             await reader.finished()
 
 
-async def test_what_placement_predicts_counts_but_an_idle_node_is_worth_a_try() -> None:
+async def test_predicted_lateness_refuses_a_request_unless_a_node_is_idle() -> None:
     async with router_rig(decode(), placer=Placer(PlacementSettings(Policy.COST))) as rig:
         tried = rig.ask(request_id="tried", max_tokens=1, ttft_slo_ms=1e-3)
         await finish(rig, tried)
@@ -194,7 +194,7 @@ async def pace(rig: RouterRig, reader: Reader, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_a_pace_that_nobody_keeps_is_refused_at_once_whatever_the_policy(policy: Policy) -> None:
+async def test_an_unattainable_token_rate_is_refused_by_every_policy(policy: Policy) -> None:
     async with router_rig(decode(), placer=Placer(PlacementSettings(policy))) as rig:
         # Nothing is known yet, and an idle node is worth a try.
         await pace(rig, rig.ask(request_id="tried", max_tokens=2, tpot_slo_ms=1e-3), 0.02)
@@ -228,7 +228,7 @@ async def test_a_first_token_that_comes_too_late_is_refused_by_every_policy(poli
 
 
 @pytest.mark.parametrize("how", ["cancel", "client gone", "deadline", "slo"])
-async def test_who_leaves_the_queue_leaves_nothing(how: str) -> None:
+async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(how: str) -> None:
     async with router_rig(small()) as rig:
         running = await fill(rig)
         timers = rig.timers.num_pending
@@ -275,7 +275,7 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
             await asyncio.gather(reader.task, return_exceptions=True)
 
 
-async def test_who_lost_its_node_goes_before_all_others_even_to_a_full_one() -> None:
+async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> None:
     async with router_rig(small("d1"), small("d2")) as rig:
         running = await fill(rig, count=6)
         waiting = rig.ask(request_id="waits", max_tokens=1, priority=-5)
@@ -291,7 +291,7 @@ async def test_who_lost_its_node_goes_before_all_others_even_to_a_full_one() -> 
         await asyncio.gather(*(reader.task for reader in [*running, waiting]), return_exceptions=True)
 
 
-async def test_patience_is_for_what_one_waits_for() -> None:
+async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
     limits = DispatchLimits(capacity_wait_s=10.0, queue_wait_s=40.0)
     async with router_rig(small(), limits=limits) as rig:
         running = await fill(rig)
@@ -313,7 +313,7 @@ async def test_patience_is_for_what_one_waits_for() -> None:
         await asyncio.gather(*(reader.task for reader in running), return_exceptions=True)
 
 
-async def test_all_who_wait_for_a_node_that_does_not_come_are_told_in_time() -> None:
+async def test_all_requests_that_wait_for_a_missing_node_are_refused_in_time() -> None:
     async with router_rig() as rig:
         readers = [rig.ask(request_id=f"r{n}") for n in range(3)]
         for reader in readers:
@@ -323,7 +323,7 @@ async def test_all_who_wait_for_a_node_that_does_not_come_are_told_in_time() -> 
             assert isinstance(await turned_away(reader), NoCapacity)
 
 
-async def test_what_no_node_can_ever_hold_is_refused_before_it_is_accepted() -> None:
+async def test_a_request_too_large_for_every_node_is_refused_before_it_is_accepted() -> None:
     async with router_rig(decode(num_blocks=2)) as rig:
         reader = rig.ask(max_tokens=30)
         assert isinstance(await turned_away(reader), InvalidRequest)
@@ -331,7 +331,7 @@ async def test_what_no_node_can_ever_hold_is_refused_before_it_is_accepted() -> 
         assert rig.dispatcher.requests.counters.rejections == {"InvalidRequest": 1}
 
 
-async def test_only_so_many_long_texts_are_tokenized_at_once() -> None:
+async def test_the_number_of_long_texts_tokenized_at_once_is_limited() -> None:
     async with router_rig(decode(), limits=DispatchLimits(thread_text_chars=2, max_tokenizing=0)) as rig:
         assert isinstance(await turned_away(rig.ask()), QueueFull)
         short = rig.ask("ab", max_tokens=1)

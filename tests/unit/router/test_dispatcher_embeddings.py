@@ -39,7 +39,7 @@ def tell(rig: RouterRig, name: str, attempt: AttemptKey, vector: bytes = VECTOR)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_a_prefill_node_alone_computes_it(policy: Policy) -> None:
+async def test_an_embedding_is_computed_by_a_prefill_node_alone(policy: Policy) -> None:
     async with router_rig(*nodes("d1", "p1"), placer=Placer(PlacementSettings(policy))) as rig:
         reader = rig.ask(embeds=True, request_id="mine", priority=3, cache_salt="s")
         submit = await rig.next_submit("p1")
@@ -65,7 +65,7 @@ async def test_a_prefill_node_alone_computes_it(policy: Policy) -> None:
         assert (figures["prompt_tokens_total"], figures["generation_tokens_total"]) == (5, 0)
 
 
-async def test_a_node_that_dies_costs_another_attempt_and_decode_nodes_come_last() -> None:
+async def test_an_embedding_is_retried_when_its_node_dies_and_decode_nodes_come_last() -> None:
     async with router_rig(*nodes("d1", "p1", "p2")) as rig:
         reader = rig.ask(embeds=True)
         first = (await rig.next_submit("p1")).attempt
@@ -82,7 +82,7 @@ async def test_a_node_that_dies_costs_another_attempt_and_decode_nodes_come_last
         assert finished.path.reason == "no prefill node is left"
 
 
-async def test_nodes_of_an_older_version_are_passed_over() -> None:
+async def test_nodes_of_an_older_version_get_no_embeddings() -> None:
     async with router_rig(prefill("p1"), *nodes("d1")) as rig:
         reader = rig.ask(embeds=True)
         tell(rig, "d1", (await rig.next_submit("d1")).attempt)
@@ -91,7 +91,7 @@ async def test_nodes_of_an_older_version_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_where_nobody_embeds_it_is_refused_at_once(policy: Policy) -> None:
+async def test_an_embedding_is_refused_at_once_if_no_node_embeds(policy: Policy) -> None:
     async with router_rig(prefill("p1"), decode("d1"), placer=Placer(PlacementSettings(policy))) as rig:
         reader = rig.ask(embeds=True)
         with pytest.raises(NoCapacity, match="no node that embeds with demo is up"):
@@ -101,7 +101,7 @@ async def test_where_nobody_embeds_it_is_refused_at_once(policy: Policy) -> None
         await text_is_placed(rig)
 
 
-async def test_where_nobody_is_up_it_waits_for_somebody() -> None:
+async def test_an_embedding_waits_for_a_node_if_none_is_up() -> None:
     async with router_rig(limits=DispatchLimits(capacity_wait_s=5.0)) as rig:
         in_vain = rig.ask(embeds=True, request_id="in-vain")
         await in_vain.wait_until_accepted()
@@ -117,7 +117,7 @@ async def test_where_nobody_is_up_it_waits_for_somebody() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("others", ["older", "as new"])
-async def test_one_that_waits_for_a_full_node_holds_up_no_text(policy: Policy, others: str) -> None:
+async def test_an_embedding_that_waits_for_a_full_node_delays_no_text(policy: Policy, others: str) -> None:
     """Where the others embed, too, they are decode nodes, and text goes to one of them alone."""
     full = prefill("p1", embedding_size=4, max_num_seqs=4)
     rest = [prefill("p2"), decode("d1")] if others == "older" else nodes("d1")
@@ -135,7 +135,7 @@ async def test_one_that_waits_for_a_full_node_holds_up_no_text(policy: Policy, o
             await one.finished()
 
 
-async def test_text_that_waits_holds_up_no_embedding() -> None:
+async def test_a_text_request_that_waits_delays_no_embedding() -> None:
     async with router_rig(*nodes("p1"), decode("d1", max_num_seqs=4)) as rig:
         rig.nodes["d1"].report(load=LoadReport(running=4, waiting=9))
         await rig.nodes["d1"].all_read()
@@ -153,7 +153,7 @@ async def test_text_that_waits_holds_up_no_embedding() -> None:
         await rig.nodes["d1"].all_read()
 
 
-async def test_room_goes_to_whoever_can_use_it() -> None:
+async def test_freed_room_goes_to_the_request_that_can_use_it() -> None:
     full = [prefill("p1", embedding_size=4, max_num_seqs=4), decode("d1", max_num_seqs=4)]
     async with router_rig(*full, placer=Placer(PlacementSettings(Policy.COST))) as rig:
         for name in ("p1", "d1"):
@@ -173,7 +173,7 @@ async def test_room_goes_to_whoever_can_use_it() -> None:
         await asked[0].finished()
 
 
-async def test_what_both_could_use_goes_to_whoever_is_first() -> None:
+async def test_room_that_texts_and_embeddings_can_use_goes_by_queue_order() -> None:
     async with router_rig(prefill("p1", embedding_size=4, max_num_seqs=1)) as rig:
         rig.nodes["p1"].report(load=LoadReport(running=1, waiting=9))
         await rig.nodes["p1"].all_read()
@@ -193,7 +193,7 @@ async def test_what_both_could_use_goes_to_whoever_is_first() -> None:
             await asked[name].finished()
 
 
-async def test_each_kind_has_its_own_bound() -> None:
+async def test_texts_and_embeddings_have_their_own_limits() -> None:
     async with router_rig(*nodes("d1"), limits=DispatchLimits(max_queue=1, max_running=1)) as rig:
         running = rig.ask(request_id="running", max_tokens=1)
         attempt = (await rig.next_submit("d1")).attempt
@@ -212,7 +212,7 @@ async def test_each_kind_has_its_own_bound() -> None:
             await one.finished()
 
 
-async def test_what_it_took_says_nothing_of_text() -> None:
+async def test_the_times_of_embeddings_predict_nothing_for_texts() -> None:
     async with router_rig(decode("d1", embedding_size=4, max_num_seqs=1)) as rig:
         text = rig.ask(request_id="text", max_tokens=1)
         attempt = (await rig.next_submit("d1")).attempt
@@ -236,7 +236,7 @@ async def test_what_it_took_says_nothing_of_text() -> None:
         assert counts["e2e_request_latency_seconds"] == counts["request_prefill_time_seconds"] == 4
 
 
-async def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
+async def test_an_embeddings_prompt_may_have_the_models_maximum_length() -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask("x" * 64, embeds=True)
         tell(rig, "p1", (await rig.next_submit("p1")).attempt)
@@ -247,7 +247,7 @@ async def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
             await rig.ask("", embeds=True).finished()
 
 
-async def test_who_leaves_takes_it_back() -> None:
+async def test_a_cancelled_embedding_is_aborted_at_its_node() -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask(embeds=True, request_id="mine")
         attempt = (await rig.next_submit("p1")).attempt
@@ -260,7 +260,7 @@ async def test_who_leaves_takes_it_back() -> None:
 
 
 @pytest.mark.parametrize("told", [{"outcome": Outcome.STOP}, {"outcome": Outcome.LENGTH}, {"token_ids": (1,)}])
-async def test_a_node_that_generates_instead_is_at_fault(told: dict[str, object]) -> None:
+async def test_a_node_that_generates_instead_of_embedding_fails_the_request(told: dict[str, object]) -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask(embeds=True)
         attempt = (await rig.next_submit("p1")).attempt

@@ -64,7 +64,7 @@ async def cancelled(readers: Sequence[Reader]) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_again(policy: Policy) -> None:
+async def test_simultaneous_losses_are_all_known_before_a_stream_is_placed_again(policy: Policy) -> None:
     nodes = [make(f"{role}{i}") for i in range(12) for role, make in (("p", prefill), ("d", decode))]
     async with router_rig(*nodes, placer=Placer(PlacementSettings(policy))) as rig:
         readers = await streaming(rig, 100)
@@ -94,7 +94,7 @@ async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_nodes_that_are_found_lost_one_after_the_other_end_no_stream(policy: Policy) -> None:
+async def test_losses_that_are_found_one_by_one_end_no_stream(policy: Policy) -> None:
     nodes = [make(f"{role}{i}") for i in range(20) for role, make in (("p", prefill), ("d", decode))]
     async with router_rig(*nodes, placer=Placer(PlacementSettings(policy))) as rig:
         readers = await streaming(rig, 40)
@@ -107,7 +107,7 @@ async def test_nodes_that_are_found_lost_one_after_the_other_end_no_stream(polic
         await cancelled(readers)
 
 
-async def test_a_request_that_breaks_its_nodes_ends_though_there_are_others() -> None:
+async def test_a_request_that_kills_its_nodes_ends_although_others_are_left() -> None:
     async with router_rig(*(decode(f"d{i}") for i in range(12))) as rig:
         reader = rig.ask(max_tokens=40)
         for _ in range(3):
@@ -122,7 +122,7 @@ async def test_a_request_that_breaks_its_nodes_ends_though_there_are_others() ->
             await reader.finished()
 
 
-async def test_a_stream_waits_for_the_only_node_that_is_large_enough_and_holds_up_nobody() -> None:
+async def test_a_stream_waits_for_the_only_node_large_enough_and_delays_no_other() -> None:
     small = decode("d2", max_model_len=16, num_blocks=4)
     async with router_rig(decode("d1"), small) as rig:
         reader = rig.ask("hello", request_id="r", max_tokens=40)
@@ -149,7 +149,7 @@ async def test_a_stream_waits_for_the_only_node_that_is_large_enough_and_holds_u
         assert (await reader.finished()).completion_tokens == 40
 
 
-async def test_a_stream_waits_for_a_large_enough_node_but_not_for_ever() -> None:
+async def test_a_stream_waits_for_a_large_enough_node_only_up_to_a_limit() -> None:
     limits = DispatchLimits(recovery_wait_s=5.0)
     async with router_rig(decode("d1"), decode("d2", max_model_len=16), limits=limits) as rig:
         reader = rig.ask("hello", max_tokens=40)
@@ -162,7 +162,7 @@ async def test_a_stream_waits_for_a_large_enough_node_but_not_for_ever() -> None
             await reader.finished()
 
 
-async def test_a_request_is_too_large_when_no_node_of_its_size_was_there_for_long() -> None:
+async def test_a_request_is_too_large_once_no_node_of_its_size_was_up_for_long() -> None:
     async with router_rig(decode("d1"), decode("d2", max_model_len=16)) as rig:
         rig.nodes["d1"].die()
         await rig.wait_until_attached(1)

@@ -54,7 +54,7 @@ async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
     assert (told.decision.measured.timings.queue_ms, told.decision.measured.first_token_ms) == (1, finished.ttft_ms)
 
 
-async def test_nodes_are_asked_what_they_have_and_requests_follow() -> None:
+async def test_nodes_are_asked_for_their_cache_and_requests_follow_it() -> None:
     nodes = [telling(prefill("p1")), telling(prefill("p2")), telling(decode())]
     async with router_rig(*nodes, placer=placer()) as rig:
         for name in ("p1", "p2", "d1"):
@@ -64,7 +64,7 @@ async def test_nodes_are_asked_what_they_have_and_requests_follow() -> None:
             await served(rig, ("p2", "d1"))
 
 
-async def test_who_missed_something_asks_for_everything_again() -> None:
+async def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:
     nodes = [telling(prefill("p1")), telling(prefill("p2")), telling(decode())]
     async with router_rig(*nodes, placer=placer()) as rig:
         for name in ("p1", "p2", "d1"):
@@ -76,12 +76,12 @@ async def test_who_missed_something_asks_for_everything_again() -> None:
         await served(rig, ("p2", "d1"))
 
 
-async def test_nobody_is_asked_for_what_no_policy_uses() -> None:
+async def test_nodes_are_not_asked_for_caches_that_no_policy_uses() -> None:
     async with router_rig(telling(prefill()), telling(decode())) as rig:
         await served(rig, ("p1", "d1"))
 
 
-async def test_a_request_that_ends_before_it_is_placed_or_by_its_client_leaves_nothing() -> None:
+async def test_a_request_cancelled_before_or_after_placement_leaves_nothing() -> None:
     async with router_rig(telling(prefill()), telling(decode()), placer=placer()) as rig:
         for name in ("p1", "d1"):
             await asked_for_everything(rig, name)

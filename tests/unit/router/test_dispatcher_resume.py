@@ -60,7 +60,7 @@ async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
 # The live run.
 
 
-async def test_another_stream_takes_a_live_run_over() -> None:
+async def test_a_second_stream_takes_over_a_live_request() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, max_tokens=4, seed=5)
         rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
@@ -78,7 +78,7 @@ async def test_another_stream_takes_a_live_run_over() -> None:
         assert rig.dispatcher.requests.counters.resumed == 1
 
 
-async def test_one_that_is_over_but_unread_is_replayed() -> None:
+async def test_a_finished_but_unread_answer_is_replayed() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=2, n=2))
         assert isinstance(await anext(stream), Accepted)
@@ -97,7 +97,7 @@ async def test_one_that_is_over_but_unread_is_replayed() -> None:
         await stream.aclose()
 
 
-async def test_a_failed_one_fails_again() -> None:
+async def test_a_failed_request_fails_again_when_it_is_resumed() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r"))
         await anext(stream)
@@ -108,7 +108,7 @@ async def test_a_failed_one_fails_again() -> None:
         await stream.aclose()
 
 
-async def test_the_new_stream_has_a_deadline_of_its_own_and_ends_the_run_when_it_goes() -> None:
+async def test_a_resumed_stream_has_its_own_deadline_and_ends_the_request_when_it_leaves() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, timeout_s=1.0)
         new = rig.resume("r", timeout_s=5.0)
@@ -131,7 +131,7 @@ async def test_the_new_stream_has_a_deadline_of_its_own_and_ends_the_run_when_it
         assert (await rig.next_abort("p1")).attempt == (await rig.next_abort("d1")).attempt == attempt
 
 
-async def test_a_late_or_impossible_return_leaves_the_old_stream_alone() -> None:
+async def test_an_invalid_resume_leaves_the_old_stream_alone() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, max_tokens=2)
         with pytest.raises(DeadlineExceeded):
@@ -143,7 +143,7 @@ async def test_a_late_or_impossible_return_leaves_the_old_stream_alone() -> None
         await old.finished()
 
 
-async def test_logprobs_are_replayed_too() -> None:
+async def test_log_probabilities_are_replayed() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, max_tokens=3, logprobs=0)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)
@@ -161,7 +161,7 @@ async def test_logprobs_are_replayed_too() -> None:
 # What another router began.
 
 
-async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
+async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r", 2)
@@ -180,7 +180,7 @@ async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
 
 
 @pytest.mark.parametrize("first", ["p1", "d1"])
-async def test_a_prefill_node_that_forgot_is_not_missed_while_the_other_flows(first: str) -> None:
+async def test_a_prefill_node_that_forgot_the_attempt_does_not_matter_while_its_decode_leg_runs(first: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r")
@@ -199,7 +199,7 @@ async def test_a_prefill_node_that_forgot_is_not_missed_while_the_other_flows(fi
 
 
 @pytest.mark.parametrize("case", ["nobody", "decode", "prefill first", "prefill last"])
-async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case: str) -> None:
+async def test_an_attempt_unknown_to_its_nodes_is_generated_again_as_a_new_attempt(case: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r", 2, **AGAIN)
@@ -236,7 +236,7 @@ async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case
         assert (reader.text, finished.path.attempts) == ("cdef", 3)
 
 
-async def test_without_its_nodes_it_begins_again_at_once() -> None:
+async def test_a_request_whose_nodes_are_gone_is_generated_again_at_once() -> None:
     async with router_rig(prefill("p2"), decode("d2")) as rig:
         left_behind(rig, prefill("p1"), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
@@ -250,7 +250,7 @@ async def test_without_its_nodes_it_begins_again_at_once() -> None:
 
 
 @pytest.mark.parametrize("case", ["gone", "forgotten", "lost later"])
-async def test_without_its_nodes_and_its_prompt_it_is_to_be_asked_for_again(case: str) -> None:
+async def test_a_request_whose_nodes_and_prompt_are_gone_must_be_sent_again(case: str) -> None:
     """A record has no prompt: the nodes have it, and the client, who sends the request again when it is not found."""
     async with router_rig(prefill("p2"), decode("d2")) as rig:
         of = "1" if case == "gone" else "2"
@@ -268,14 +268,14 @@ async def test_without_its_nodes_and_its_prompt_it_is_to_be_asked_for_again(case
             await reader.finished()
 
 
-async def test_another_prompt_than_that_of_the_request_is_refused() -> None:
+async def test_resuming_with_another_prompt_is_refused() -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         with pytest.raises(InvalidRequest, match="has 2 tokens; the request had 3"):
             await rig.resume("r", 1, prompt=(5, 6)).finished()
 
 
-async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_requests() -> None:
+async def test_the_nodes_of_a_dead_router_are_asked_once_for_each_of_its_requests() -> None:
     count = 50
     async with router_rig(prefill(), decode()) as rig:
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
@@ -304,7 +304,7 @@ async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_
         assert rig.dispatcher.requests.counters.adoption_looks == count / 2
 
 
-async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_loop() -> None:
+async def test_clients_of_a_dead_router_are_resumed_a_few_per_turn_of_the_loop() -> None:
     count = 5 * READS_PER_TURN
     async with router_rig(decode()) as rig:
         keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
@@ -323,7 +323,7 @@ async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_l
             await reader.finished()
 
 
-async def test_a_decode_node_alone_is_asked_alone() -> None:
+async def test_only_the_decode_node_is_asked_for_an_attempt_on_one_node() -> None:
     async with router_rig(decode()) as rig:
         left_behind(rig, prefill(), decode())
         reader = rig.resume("r", 5)
@@ -333,7 +333,7 @@ async def test_a_decode_node_alone_is_asked_alone() -> None:
         assert reader.text == "f"
 
 
-async def test_an_adopted_attempt_that_dies_goes_on_as_one_of_ours() -> None:
+async def test_an_adopted_attempt_whose_node_dies_is_retried_like_any_other() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         left_behind(rig, prefill(), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
@@ -353,7 +353,7 @@ async def test_an_adopted_attempt_that_dies_goes_on_as_one_of_ours() -> None:
         assert reader.text == "bcdef"
 
 
-async def test_moved_is_the_quiet_end_of_a_flight() -> None:
+async def test_an_attempt_that_moved_to_another_router_ends_its_flight_without_an_error() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await begun(rig)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -366,7 +366,7 @@ async def test_moved_is_the_quiet_end_of_a_flight() -> None:
         assert (rig.dispatcher.requests.counters.moved, rig.dispatcher.requests.counters.failed) == (1, 0)
 
 
-async def test_what_moved_is_adopted_anew_though_its_end_is_still_unread() -> None:
+async def test_a_moved_attempt_can_be_adopted_again_before_its_end_was_read() -> None:
     async with router_rig(prefill(), decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=6, seed=5))
         assert isinstance(await anext(stream), Accepted)
@@ -384,7 +384,7 @@ async def test_what_moved_is_adopted_anew_though_its_end_is_still_unread() -> No
             await anext(stream)
 
 
-async def test_an_attempt_that_a_router_with_an_earlier_call_adopted_is_taken_back() -> None:
+async def test_an_attempt_adopted_for_an_earlier_call_is_taken_back() -> None:
     async with router_rig(decode()) as rig:
         left_behind(rig, None, decode())
         reader = rig.resume("r", call=3)
@@ -400,7 +400,7 @@ async def test_an_attempt_that_a_router_with_an_earlier_call_adopted_is_taken_ba
         assert rig.dispatcher.requests.counters.moved == 0
 
 
-async def test_a_call_that_comes_behind_a_later_one_is_told_so() -> None:
+async def test_a_call_older_than_the_current_one_is_refused() -> None:
     async with router_rig(decode()) as rig:
         left_behind(rig, None, decode(), takeover=3)
         for call in (2, 3):
@@ -426,7 +426,7 @@ async def test_a_call_that_comes_behind_a_later_one_is_told_so() -> None:
 # Who is not known, and what is left behind.
 
 
-async def test_nobody_knows_it() -> None:
+async def test_an_unknown_request_can_not_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
         for request_id in ("r", "", "no id \n at all", "x" * 65):
             with pytest.raises(RequestNotFound):
@@ -440,7 +440,7 @@ async def test_nobody_knows_it() -> None:
             await rig.resume("r").finished()
 
 
-async def test_a_closing_router_takes_nothing_over() -> None:
+async def test_a_closing_router_resumes_nothing() -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         rig.dispatcher.drain()
@@ -448,7 +448,7 @@ async def test_a_closing_router_takes_nothing_over() -> None:
             await rig.resume("r").finished()
 
 
-async def test_each_attempt_is_noted_and_its_end_too() -> None:
+async def test_each_attempt_and_its_end_are_recorded() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         reader, first = await begun(rig, seed=7)
         noted = await rig.journal("router-2.a").find("r", CARD)
@@ -467,7 +467,7 @@ async def test_each_attempt_is_noted_and_its_end_too() -> None:
         assert rig.store.lifetime_s("c", "r") == ENDED_S
 
 
-async def test_who_was_cancelled_by_a_broken_connection_may_come_back() -> None:
+async def test_a_request_cancelled_by_a_broken_connection_can_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await begun(rig, seed=7, max_tokens=2)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
@@ -487,7 +487,7 @@ async def test_who_was_cancelled_by_a_broken_connection_may_come_back() -> None:
         assert back.text == "b"
 
 
-async def test_two_that_come_back_at_once_share_one_flight() -> None:
+async def test_two_simultaneous_resumes_share_one_flight() -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
         readers = [rig.resume("r", 1), rig.resume("r", 0)]

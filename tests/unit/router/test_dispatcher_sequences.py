@@ -28,7 +28,7 @@ def ends(reader: Reader) -> list[SequenceFinished]:
     return [event for event in reader.events if isinstance(event, SequenceFinished)]
 
 
-async def test_sequences_stream_side_by_side() -> None:
+async def test_sequences_are_streamed_side_by_side() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader = rig.ask(n=2, max_tokens=3)
         to_prefill, to_decode = await rig.next_submit("p1"), await rig.next_submit("d1")
@@ -46,7 +46,7 @@ async def test_sequences_stream_side_by_side() -> None:
         assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == ("stop", 33, 6)
 
 
-async def test_placement_counts_the_sequences_and_not_the_request() -> None:
+async def test_placement_counts_sequences_instead_of_requests() -> None:
     async with router_rig(prefill(), decode()) as rig:
         rig.ask(n=3)
         attempt = (await rig.next_submit("d1")).attempt
@@ -84,7 +84,7 @@ async def test_text_held_back_comes_before_its_sequences_end() -> None:
         assert finished.completion_tokens == 5
 
 
-async def test_the_best_come_first_and_only_at_the_end() -> None:
+async def test_the_best_sequences_are_returned_in_order_at_the_end() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=2, best_of=4, max_tokens=2)
         for index, logprob in enumerate((-3.0, -0.5, -9.0, -0.25)):
@@ -102,7 +102,7 @@ async def test_the_best_come_first_and_only_at_the_end() -> None:
         assert finished.completion_tokens == 8, "what was thrown away was generated, too"
 
 
-async def test_one_best_of_several_looks_like_one_answer() -> None:
+async def test_the_best_of_several_is_returned_like_a_single_answer() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, best_of=2, max_tokens=2, logprobs=0)
         rig.report("d1", attempt, 0, "ab", Outcome.LENGTH, logprob=-2.0)
@@ -113,7 +113,7 @@ async def test_one_best_of_several_looks_like_one_answer() -> None:
         assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
 
 
-async def test_of_equals_the_first_wins() -> None:
+async def test_of_equally_good_sequences_the_first_is_returned() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, best_of=3, max_tokens=1)
         for index in (2, 0, 1):
@@ -122,7 +122,7 @@ async def test_of_equals_the_first_wins() -> None:
         assert reader.text == "a"
 
 
-async def test_a_lost_node_is_replayed_for_all_sequences() -> None:
+async def test_all_sequences_continue_after_their_node_is_lost() -> None:
     async with router_rig(decode("d1"), decode("d2")) as rig:
         reader = rig.ask(n=2, max_tokens=3)
         submit = await rig.next_submit("d1")
@@ -139,7 +139,7 @@ async def test_a_lost_node_is_replayed_for_all_sequences() -> None:
         assert len(ends(reader)) == 2
 
 
-async def test_a_client_that_leaves_ends_all_of_them() -> None:
+async def test_a_client_that_leaves_ends_all_sequences() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=3, max_tokens=3)
         rig.report("d1", attempt, 0, "a")

@@ -25,7 +25,7 @@ async def all_of(queue: EventQueue) -> list[GenerateEvent]:
     return events
 
 
-async def test_chunks_that_wait_are_taken_as_one() -> None:
+async def test_waiting_chunks_are_merged_into_one() -> None:
     queue = EventQueue()
     queue.put_all([chunk(0, "ab"), chunk(2, "c"), chunk(3, "def")])
     assert queue.backlog == 6
@@ -36,7 +36,7 @@ async def test_chunks_that_wait_are_taken_as_one() -> None:
     assert queue.backlog == 0
 
 
-async def test_only_what_belongs_together_is_joined() -> None:
+async def test_only_adjacent_chunks_of_one_sequence_are_merged() -> None:
     queue = EventQueue()
     accepted, ended, rest = Accepted("r", 1, 3), SequenceFinished(1, "stop", None, 1), Chunk(2, (), "!")
     queue.put_all([accepted, chunk(0, "a"), chunk(0, "x", 1), chunk(1, "y", 1), ended, chunk(1, "b"), rest])
@@ -47,7 +47,7 @@ async def test_only_what_belongs_together_is_joined() -> None:
     assert [(one.sequence_index, one.text) for one in chunks] == [(0, "a"), (1, "xy"), (0, "b"), (0, "!")]
 
 
-async def test_a_long_backlog_comes_in_messages_of_bounded_size() -> None:
+async def test_a_long_backlog_is_delivered_in_messages_of_bounded_size() -> None:
     queue = EventQueue()
     count = 2 * MAX_JOINED_TOKENS + 5
     queue.put_all(chunk(index, "a") for index in range(count))
@@ -56,7 +56,7 @@ async def test_a_long_backlog_comes_in_messages_of_bounded_size() -> None:
     assert sizes == [MAX_JOINED_TOKENS, MAX_JOINED_TOKENS, 5]
 
 
-async def test_a_reader_that_waits_is_woken_and_may_give_up() -> None:
+async def test_a_waiting_reader_is_woken_and_may_be_cancelled() -> None:
     queue = EventQueue()
     given_up = asyncio.create_task(queue.get())
     await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_a_reader_that_waits_is_woken_and_may_give_up() -> None:
     assert event.text == "ab"
 
 
-async def test_the_error_of_the_end_comes_after_all_events_and_only_the_first_end_counts() -> None:
+async def test_an_error_comes_after_all_events_and_only_the_first_end_counts() -> None:
     queue = EventQueue()
     queue.put(chunk(0, "a"))
     queue.end(EngineFault("first"))
@@ -111,7 +111,7 @@ class Taker:
         return "".join(event.text for event in self.taken if isinstance(event, Chunk))
 
 
-async def test_a_waiting_reader_takes_chunks_without_being_woken_and_all_else_in_its_place() -> None:
+async def test_a_waiting_reader_takes_chunks_in_the_same_call_and_other_events_in_order() -> None:
     queue = EventQueue()
     queue.put(chunk(0, "a"))
     taker = Taker(queue)
@@ -128,7 +128,7 @@ async def test_a_waiting_reader_takes_chunks_without_being_woken_and_all_else_in
     assert taker.taken[2] is ended
 
 
-async def test_who_can_take_no_more_is_woken_and_gets_the_same_chunk() -> None:
+async def test_a_reader_that_can_not_take_a_chunk_at_once_is_woken_for_it() -> None:
     queue = EventQueue()
     taker = Taker(queue)
     await asyncio.sleep(0)
@@ -146,7 +146,7 @@ async def test_who_can_take_no_more_is_woken_and_gets_the_same_chunk() -> None:
     assert (taker.text, taker.num_woken) == ("abcd", 2)
 
 
-async def test_chunks_that_have_to_wait_for_their_turn_are_taken_as_one() -> None:
+async def test_chunks_that_wait_for_their_turn_of_the_loop_are_merged() -> None:
     turns = FairQueue(per_turn=1)
     queues = [EventQueue(turns) for _ in range(3)]
     takers = [Taker(queue) for queue in queues]
@@ -165,7 +165,7 @@ async def test_chunks_that_have_to_wait_for_their_turn_are_taken_as_one() -> Non
         await taker.task
 
 
-async def test_a_turn_that_comes_after_everything_was_taken_wakes_nobody() -> None:
+async def test_a_turn_after_everything_was_taken_wakes_no_reader() -> None:
     turns = FairQueue(per_turn=1)
     queue = EventQueue(turns)
     events: list[GenerateEvent] = []

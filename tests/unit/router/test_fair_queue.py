@@ -20,7 +20,7 @@ def tell_all(queues: list[EventQueue], index: int) -> None:
         queue.put(Chunk(index, (index,), "x"))
 
 
-async def test_so_many_go_in_a_turn_and_the_others_find_more() -> None:
+async def test_a_bounded_number_of_readers_goes_on_per_turn_of_the_loop() -> None:
     turns = FairQueue(per_turn=2)
     queues = [EventQueue(turns) for _ in range(6)]
     order: list[tuple[int, int]] = []
@@ -37,7 +37,7 @@ async def test_so_many_go_in_a_turn_and_the_others_find_more() -> None:
     assert order[2:] == [(2, 2), (3, 2), (4, 2), (5, 2), (0, 1), (1, 1)]
 
 
-async def test_one_who_gave_up_takes_nobodys_turn() -> None:
+async def test_a_cancelled_reader_uses_no_turn() -> None:
     turns = FairQueue(per_turn=1)
     queues = [EventQueue(turns) for _ in range(4)]
     order: list[tuple[int, int]] = []
@@ -55,7 +55,7 @@ async def test_one_who_gave_up_takes_nobodys_turn() -> None:
     assert await again.get() is not None
 
 
-async def test_one_who_fails_in_its_turn_costs_nobody_elses() -> None:
+async def test_a_reader_that_fails_in_its_turn_does_not_affect_others() -> None:
     turns = FairQueue(per_turn=1)
     first = EventQueue(turns)
     first.put(Chunk(0, (1,), "x"))

@@ -176,7 +176,7 @@ def replay(conversation: str, *, quick: bool) -> str:
 
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("path", CONVERSATIONS, ids=lambda path: path.stem)
-def test_conversation(path: Path, quick: bool) -> None:
+def test_the_flight_follows_the_golden_conversation(path: Path, quick: bool) -> None:
     for conversation in path.read_text().split("---\n"):
         expected = conversation.strip().splitlines()
         actual = replay(conversation, quick=quick).splitlines()
@@ -191,7 +191,7 @@ def test_conversation(path: Path, quick: bool) -> None:
 @pytest.mark.parametrize(
     "end", [NodeGone("d1.1", "died"), StopStringFound("END"), Cancel("gone")], ids=lambda e: type(e).__name__
 )
-def test_tokens_that_flow_do_so_until_the_next_event(end: FlightEvent) -> None:
+def test_next_tokens_are_taken_directly_until_another_event(end: FlightEvent) -> None:
     flight, first = Flight(request()), key()
     flight.start()
     flight.handle(placed("p1", "d1"))
@@ -280,7 +280,7 @@ def flight_in(state: FlightState) -> Flight:
 
 @pytest.mark.parametrize("state", FlightState)
 @pytest.mark.parametrize("name", EVENTS)
-def test_every_state_and_event(state: FlightState, name: str) -> None:
+def test_every_pair_of_state_and_event_moves_as_listed(state: FlightState, name: str) -> None:
     flight = flight_in(state)
     story, tokens = flight.history, flight.num_output_tokens
     if (name, state) in ILLEGAL:
@@ -305,7 +305,7 @@ def test_every_state_and_event(state: FlightState, name: str) -> None:
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "lost on its way"])
 @pytest.mark.parametrize(("policy", "needs_no_other"), [("reroute", False), ("recompute", True), ("fail", True)])
-def test_a_decode_node_that_needs_no_other_prefill_node_goes_on(
+def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
     policy: str, needs_no_other: bool, is_taken: bool
 ) -> None:
     """Of a leg that its prefill node never had the decode node would never hear."""
@@ -345,7 +345,7 @@ def lost_until_it_ends(tokens_between: int, *, unrelated: int = 0, taken: bool =
 @pytest.mark.parametrize(
     ("tokens_between", "ends_after"), [(0, 3), (1, 3), (REFILL_TOKENS - 1, 3), (REFILL_TOKENS, 1000)]
 )
-def test_progress_refills_the_budget_and_a_request_that_kills_its_nodes_ends(
+def test_progress_refills_the_budget_of_attempts_and_without_it_a_request_ends(
     tokens_between: int, ends_after: int
 ) -> None:
     flight, num_losses = lost_until_it_ends(tokens_between)
@@ -354,12 +354,12 @@ def test_progress_refills_the_budget_and_a_request_that_kills_its_nodes_ends(
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_loss_together_with_nodes_that_it_never_used_is_not_charged_but_bounded(taken: bool) -> None:
+def test_a_loss_together_with_unrelated_nodes_is_not_charged_but_bounded(taken: bool) -> None:
     assert lost_until_it_ends(0, unrelated=MIN_UNRELATED_NODES, taken=taken)[1] == MAX_UNRELATED_LOSSES + 1
     assert lost_until_it_ends(0, unrelated=MIN_UNRELATED_NODES - 1, taken=taken)[1] == (3 if taken else 9)
 
 
-def test_losses_of_its_own_nodes_are_charged_however_many_they_are() -> None:
+def test_losses_of_its_own_nodes_are_always_charged() -> None:
     flight = Flight(request())
     effects = flight.start()
     lost: set[str] = set()
@@ -373,7 +373,7 @@ def test_losses_of_its_own_nodes_are_charged_however_many_they_are() -> None:
     assert isinstance(end.error, AttemptsExhausted)
 
 
-def test_the_table_ends_where_it_should() -> None:
+def test_the_table_covers_all_live_states_and_steps() -> None:
     assert {state for state, _ in FLIGHT_TABLE} == set(LIVE)
     assert {step for _, step in FLIGHT_TABLE} == set(FlightStep)
     assert "PLACING --> PREFILLING: placed" in render_mermaid(FlightState.PLACING, FLIGHT_TABLE)
@@ -381,7 +381,7 @@ def test_the_table_ends_where_it_should() -> None:
 
 @settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 8), quick=st.booleans())
-def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bool) -> None:
+def test_the_tokens_are_the_same_whichever_nodes_die(seed: int, length: int, quick: bool) -> None:
     """Nodes die, refuse and lose KV at random; both streams of a pair arrive in any mixture."""
     rng = Random(seed)
     truth = [100 + index for index in range(length)]

@@ -53,7 +53,7 @@ KEYS = [path for path in paths(json.loads(RECORD.to_json())) if "logit_bias" not
     stop=st.lists(st.text(min_size=1, max_size=8), max_size=3),
     flight=st.integers(0, 2**64 - 1),
 )
-def test_it_is_read_back_as_it_was(
+def test_a_record_is_read_as_it_was_written(
     prompt_length: int, stop_token_ids: frozenset[int], temperature: float, stop: list[str], flight: int
 ) -> None:
     params = replace(PARAMS, stop_token_ids=stop_token_ids, temperature=temperature)
@@ -64,7 +64,7 @@ def test_it_is_read_back_as_it_was(
 
 @pytest.mark.parametrize("path", KEYS, ids=".".join)
 @pytest.mark.parametrize("change", ["gone", "renamed", "of another type"])
-def test_each_of_its_keys_counts(path: tuple[str, ...], change: str) -> None:
+def test_a_record_with_a_missing_or_changed_key_is_not_read(path: tuple[str, ...], change: str) -> None:
     found = json.loads(RECORD.to_json())
     owner = found
     for key in path[:-1]:
@@ -90,14 +90,14 @@ def test_each_of_its_keys_counts(path: tuple[str, ...], change: str) -> None:
         replace(REQUEST, sampling_params=replace(PARAMS, max_tokens=0)),
     ],
 )
-def test_what_this_cluster_could_not_have_written_is_none(request_: ValidRequest) -> None:
+def test_a_record_that_this_cluster_could_not_have_written_is_not_read(request_: ValidRequest) -> None:
     assert read_record(RECORD.to_json(), "r", CARD) is not None
     assert read_record(replace(RECORD, request=request_).to_json(), "r", CARD) is None
 
 
 @settings(max_examples=300)
 @given(data=st.binary(max_size=60), at=st.integers(0, 2000), keep=st.booleans())
-def test_broken_bytes_are_none(data: bytes, at: int, keep: bool) -> None:
+def test_broken_bytes_are_not_read(data: bytes, at: int, keep: bool) -> None:
     good = RECORD.to_json()
     at = min(at, len(good) - 2)
     broken = good[:at] + data if keep else data

@@ -58,7 +58,7 @@ def handler(codec: TextCodec | None, limits: DispatchLimits | None = None) -> Ge
     )
 
 
-async def test_a_long_text_stops_nobody_else() -> None:
+async def test_a_long_text_delays_no_other_request() -> None:
     codec = SlowCodec()
     front = handler(codec)
     waiting = [asyncio.create_task(front.tokenize("", "four")), asyncio.create_task(front.detokenize("", [4, 5]))]
@@ -67,7 +67,7 @@ async def test_a_long_text_stops_nobody_else() -> None:
     assert await asyncio.gather(*waiting) == [[4], "[4, 5]"]
 
 
-async def test_texts_wait_for_few_threads_and_no_tenants_for_anothers() -> None:
+async def test_texts_share_few_threads_and_tenants_take_turns() -> None:
     codec = SlowCodec()
     front = handler(codec, DispatchLimits(max_tokenizing=8))
     begun: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -94,12 +94,12 @@ async def test_texts_wait_for_few_threads_and_no_tenants_for_anothers() -> None:
     assert await asyncio.gather(*flood) == ["a0", "a1", "a2"]
 
 
-async def test_more_tokens_than_the_model_reads_are_no_text_of_it() -> None:
+async def test_more_tokens_than_the_model_takes_are_not_detokenized() -> None:
     with pytest.raises(InvalidRequest, match="token_ids: has 65 entries; at most 64 are taken"):
         await handler(SlowCodec()).detokenize("", [1] * 65)
 
 
-async def test_what_can_t_be_a_text_is_refused_by_name() -> None:
+async def test_invalid_text_and_token_ids_are_refused_by_name() -> None:
     front = handler(SlowCodec())
     with pytest.raises(UnknownModel, match="model"):
         await front.tokenize("another", "x")

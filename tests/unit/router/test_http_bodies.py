@@ -49,7 +49,7 @@ ALL = {
 }
 
 
-def test_every_field_of_the_core_can_be_had() -> None:
+def test_every_field_of_a_request_can_be_set_over_http() -> None:
     request = read(CompletionBody, PROMPT | ALL).request("ab", "id", 5)
     expected = {
         **ALL,
@@ -72,7 +72,7 @@ def test_every_field_of_the_core_can_be_had() -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-def test_null_is_as_good_as_nothing(kind: type[Body]) -> None:
+def test_null_means_not_set(kind: type[Body]) -> None:
     """As clients in other languages write what is not set."""
     least = PROMPT if kind is CompletionBody else HELLO
     names = {field.alias or name for name, field in kind.model_fields.items()} - set(least)
@@ -81,7 +81,7 @@ def test_null_is_as_good_as_nothing(kind: type[Body]) -> None:
 
 
 @pytest.mark.parametrize("name", ["user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"])
-def test_what_nobody_misses_is_ignored(name: str) -> None:
+def test_fields_without_effect_are_ignored(name: str) -> None:
     value = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"}.get(name, "x")
     assert read(ChatBody, HELLO | {name: value}).request("ab", "id", None) == GenerateRequest("ab", "id")
 
@@ -142,7 +142,7 @@ def test_a_bad_field_is_named(field: str, value: object) -> None:
         (["a"] * 33, "at most 32"),
     ],
 )
-def test_a_bad_prompt(prompt: object, says: str) -> None:
+def test_an_invalid_prompt_is_refused(prompt: object, says: str) -> None:
     with pytest.raises(InvalidRequest, match=f"prompt: .*{says}"):
         read(CompletionBody, {"prompt": prompt})
 
@@ -151,7 +151,7 @@ def test_a_bad_prompt(prompt: object, says: str) -> None:
     ("prompt", "found"),
     [("a", ("a",)), ([1, 2], ([1, 2],)), (["a", "b"], ("a", "b")), ([[1], [2]], ([1], [2])), (["a", [1]], ("a", [1]))],
 )
-def test_prompts_in_every_form(prompt: object, found: object) -> None:
+def test_prompts_are_accepted_in_every_form(prompt: object, found: object) -> None:
     assert read(CompletionBody, {"prompt": prompt}).prompts == found
 
 
@@ -191,7 +191,7 @@ def test_a_bad_chat_is_named(field: str, body: dict[str, object]) -> None:
     assert caught.value.field == field
 
 
-def test_what_clients_send_back_of_our_answers_is_taken() -> None:
+def test_messages_copied_from_our_answers_are_accepted() -> None:
     answer = {"role": "assistant", "content": "yo", "refusal": None, "tool_calls": None, "audio": None}
     body = read(ChatBody, {"messages": [answer, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]})
     assert [message.content for message in body.messages] == ["yo", "a\na"]
@@ -206,7 +206,9 @@ def test_what_clients_send_back_of_our_answers_is_taken() -> None:
         ({"use_beam_search": False, "best_of": 2}, None, 2),
     ],
 )
-def test_beams_in_vllm_s_words(sent: dict[str, object], width: int | None, best_of: int | None) -> None:
+def test_vllms_parameters_for_beam_search_are_accepted(
+    sent: dict[str, object], width: int | None, best_of: int | None
+) -> None:
     request = read(CompletionBody, PROMPT | sent).request("ab", "id", None)
     assert (request.beam_width, request.best_of) == (width, best_of)
 
@@ -219,13 +221,13 @@ def test_beams_in_vllm_s_words(sent: dict[str, object], width: int | None, best_
         ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "é"}}}, {"type": "é"}),
     ],
 )
-def test_formats_of_answers(sent: dict[str, object], schema: object) -> None:
+def test_each_response_format_becomes_a_schema(sent: dict[str, object], schema: object) -> None:
     found = read(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None).json_schema
     assert (None if found is None else json.loads(found)) == schema
 
 
 @pytest.mark.parametrize("sent", [{"type": "json_schema"}, {"type": "json_object", "json_schema": {"schema": {}}}])
-def test_a_format_that_is_half_said(sent: dict[str, object]) -> None:
+def test_an_incomplete_response_format_is_refused(sent: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match=r"response_format\.json_schema"):
         read(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None)
 
@@ -249,13 +251,13 @@ def test_a_format_that_is_half_said(sent: dict[str, object]) -> None:
         (b"[" * MAX_BODY_CONTAINERS, "body", "nested"),
     ],
 )
-def test_what_two_readers_could_understand_differently(body: bytes, field: str, says: str) -> None:
+def test_ambiguous_json_is_refused(body: bytes, field: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
         parse_json(body)
     assert caught.value.field == field
 
 
-def test_depth_that_is_just_right() -> None:
+def test_json_of_the_maximum_depth_is_accepted() -> None:
     inside = MAX_BODY_DEPTH - 1
     assert parse_json(b'{"a": ' + b"[" * inside + b"]" * inside + b"}").keys() == {"a"}
 
@@ -272,13 +274,13 @@ def test_depth_that_is_just_right() -> None:
         (b"{" + b",".join(b'"%x": 1' % number for number in range(129)) + b"}", "129 fields; at most 128"),
     ],
 )
-def test_a_body_of_too_many_things_is_counted_before_it_is_parsed(body: bytes, says: str) -> None:
+def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(body: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
         parse_json(body)
     assert caught.value.field == "body"
 
 
-def test_what_is_inside_a_string_is_not_counted() -> None:
+def test_characters_inside_a_string_are_not_counted() -> None:
     text = '[{,"\\' * 30_000
     assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
@@ -312,20 +314,20 @@ USER = {"role": "user"}
         ),
     ],
 )
-def test_a_field_of_too_many_things(kind: type[Body], fields: dict[str, object], refusal: str) -> None:
+def test_a_field_with_too_many_items_is_refused(kind: type[Body], fields: dict[str, object], refusal: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(kind, fields)
     assert str(caught.value) == refusal
 
 
-def test_a_name_too_long_to_be_compared_is_refused_all_the_same() -> None:
+def test_a_very_long_unknown_field_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(CompletionBody, PROMPT | {"stop_tokens" + "s" * 1000: 1})
     assert caught.value.reason == "is unknown"
     assert len(caught.value.field) < 100
 
 
-def test_the_most_messages_are_taken() -> None:
+def test_the_maximum_number_of_messages_is_accepted() -> None:
     assert len(read(ChatBody, {"messages": [USER] * 4096}).messages) == 4096
 
 
@@ -338,7 +340,7 @@ def test_the_most_messages_are_taken() -> None:
         (PROMPT | {"metadata": {"x": [{}] * 300}}, True),
     ],
 )
-async def test_a_large_body_is_taken_apart_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
+async def test_a_large_body_is_parsed_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
     rig = HttpRig()
     exchange = rig.ask("POST", COMPLETIONS, json.dumps(fields).encode(), {"content-type": "application/json"})
     call = await rig.next_call()
@@ -347,7 +349,7 @@ async def test_a_large_body_is_taken_apart_in_a_thread(fields: dict[str, object]
     assert (await exchange.end()).status == 200
 
 
-async def test_a_large_chat_and_large_embeddings_are_too() -> None:
+async def test_a_large_chat_and_large_embeddings_are_parsed_in_a_thread() -> None:
     rig = HttpRig()
     kind = {"content-type": "application/json"}
     chat = {"messages": [{"role": "user", "content": "a" * 20_000}]}
@@ -360,7 +362,7 @@ async def test_a_large_chat_and_large_embeddings_are_too() -> None:
     assert rig.handler.num_in_threads == 4
 
 
-async def test_bounds_of_size_and_type() -> None:
+async def test_bodies_of_a_wrong_size_or_content_type_are_refused() -> None:
     rig = HttpRig()
     kind = {"content-type": "application/json"}
     for body, headers, status in (
@@ -378,7 +380,7 @@ async def test_bounds_of_size_and_type() -> None:
         assert (exchange.headers.get("connection") == "close") == (status in (413, 431))
 
 
-async def test_a_chat_that_is_no_text() -> None:
+async def test_a_chat_with_invalid_unicode_is_refused() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
     exchange = await HttpRig().post("/v1/chat/completions", body).end()
     assert (exchange.status, exchange.error["param"]) == (400, "messages")

@@ -43,7 +43,7 @@ class App:
         await send({"type": "http.response.body", "body": b"no"})
 
 
-async def test_a_body_waits_in_the_kernel_until_it_is_asked_for() -> None:
+async def test_a_body_stays_in_the_kernel_until_it_is_asked_for() -> None:
     app = App()
     client = Client(app)
     client.send(HEAD + MANY)
@@ -65,7 +65,7 @@ async def _next(app: App) -> Message:
     return await app.received.get()
 
 
-async def test_connections_share_a_turn() -> None:
+async def test_connections_share_the_budget_of_a_turn() -> None:
     clock, app = FakeClock(), App()
 
     def a_millisecond_a_look() -> float:
@@ -84,7 +84,7 @@ async def test_connections_share_a_turn() -> None:
     assert max(begun) <= 4
 
 
-async def test_a_request_that_was_answered_early_is_read_no_more() -> None:
+async def test_a_request_answered_early_is_not_read_further() -> None:
     app = App()
     client = Client(app)
     client.send(HEAD + MANY)
@@ -99,7 +99,7 @@ async def test_a_request_that_was_answered_early_is_read_no_more() -> None:
     assert app.received.empty()
 
 
-async def test_reading_goes_on_when_a_connection_closes_with_a_body_that_nobody_took() -> None:
+async def test_reading_resumes_when_a_connection_closes_with_an_unread_body() -> None:
     """Over TLS a connection whose reading is paused would stay open for ever (`close_transport`)."""
     app = App()
     client = Client(app)
@@ -120,7 +120,7 @@ async def test_reading_goes_on_when_a_connection_closes_with_a_body_that_nobody_
     assert not client.transport.is_paused
 
 
-def test_a_client_that_goes_on_slowly_after_its_answer_is_cut() -> None:
+def test_a_client_that_slowly_keeps_sending_after_its_answer_is_disconnected() -> None:
     async def go() -> None:
         app = App()
         client = Client(app)
@@ -149,7 +149,7 @@ async def test_an_answer_after_the_whole_request_keeps_the_connection() -> None:
     assert client.transport.written.count(b"HTTP/1.1 401 ") == 3
 
 
-async def test_requests_that_come_at_once_are_answered_in_order_and_wait_unparsed() -> None:
+async def test_pipelined_requests_wait_unparsed_and_are_answered_in_order() -> None:
     app = App()
     client = Client(app)
     count = 2000
@@ -177,7 +177,7 @@ async def test_trailers_do_not_become_headers() -> None:
 
 
 @pytest.mark.parametrize("value", [b"a", b"  a", b"a \t ", b"\t a\t"])
-async def test_blanks_around_a_value_are_none_of_it(value: bytes) -> None:
+async def test_spaces_around_a_header_value_are_removed(value: bytes) -> None:
     # RFC 9110, 5.5
     app = App()
     client = Client(app)
@@ -211,7 +211,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("field", BAD.values(), ids=BAD.keys())
-async def test_what_two_servers_could_understand_differently_is_refused_and_ends_the_connection(field: bytes) -> None:
+async def test_ambiguous_requests_are_refused_and_end_the_connection(field: bytes) -> None:
     app = App()
     client = Client(app)
     client.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + field + b"\r\n\r\nxxGET /hidden HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -240,7 +240,7 @@ async def test_what_two_servers_could_understand_differently_is_refused_and_ends
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"f" * 40 + b"\r\n", b"400"),
     ],
 )
-async def test_what_is_beyond_the_bounds_is_refused_while_it_comes(request_bytes: bytes, status: bytes) -> None:
+async def test_requests_beyond_the_bounds_are_refused_while_they_arrive(request_bytes: bytes, status: bytes) -> None:
     app = App()
     client = Client(app)
     client.send(request_bytes)
@@ -252,7 +252,7 @@ async def test_what_is_beyond_the_bounds_is_refused_while_it_comes(request_bytes
     assert client.transport.has_ended
 
 
-async def test_nothing_else_is_spoken_instead_of_http() -> None:
+async def test_upgrades_to_other_protocols_are_ignored() -> None:
     app = App()
     client = Client(app)
     upgrade = b"GET /%d HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
@@ -263,7 +263,7 @@ async def test_nothing_else_is_spoken_instead_of_http() -> None:
     assert [scope["path"] for scope in app.scopes] == ["/1", "/2"]
 
 
-async def test_a_refused_client_that_has_reset_its_connection_leaves_none_behind() -> None:
+async def test_a_refused_client_that_has_reset_its_connection_leaves_no_connection() -> None:
     client = Client(App())
     client.transport.is_reset = True
     client.send(b"GET /\x01 HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -30,7 +30,7 @@ async def rigs(limits: DispatchLimits | None = None) -> AsyncIterator[tuple[Rout
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool) -> None:
+async def test_a_client_that_leaves_is_aborted_at_both_nodes_at_once(stream: bool) -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": stream})
         attempt = (await rig.next_submit("p1")).attempt
@@ -44,7 +44,7 @@ async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_a_client_sees_why_kv_did_not_come(has_begun: bool) -> None:
+async def test_a_client_receives_the_cause_of_a_failed_kv_transfer(has_begun: bool) -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True})
         attempt = (await rig.next_submit("p1")).attempt
@@ -63,7 +63,7 @@ async def test_a_client_sees_why_kv_did_not_come(has_begun: bool) -> None:
         assert (found["code"], found["message"]) == ("kv_transfer_peer_gone", "KV transfer failed: peer_gone (gone)")
 
 
-async def test_a_stop_string_is_cut_and_named() -> None:
+async def test_a_stop_string_is_removed_and_reported() -> None:
     async with rigs() as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "stop": "cd", "max_tokens": 8})
         attempt = (await rig.next_submit("p1")).attempt
@@ -78,7 +78,7 @@ async def test_a_stop_string_is_cut_and_named() -> None:
         await rig.next_abort("d1")
 
 
-async def test_a_reader_that_takes_nothing_is_given_up_and_frees_the_nodes() -> None:
+async def test_a_client_that_reads_nothing_is_given_up_and_frees_the_nodes() -> None:
     limits = DispatchLimits(max_backlog_tokens=2, stall_s=30.0)
     async with rigs(limits) as (rig, client):
         exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "max_tokens": 16})
@@ -98,7 +98,7 @@ async def test_a_reader_that_takes_nothing_is_given_up_and_frees_the_nodes() -> 
         assert exchange.events[-1].json["error"]["code"] == "slow_reader"
 
 
-async def test_a_field_out_of_bounds_is_named_before_any_node_hears_of_it() -> None:
+async def test_a_field_out_of_bounds_is_refused_before_any_node_is_asked() -> None:
     async with rigs() as (rig, client):
         for path, body, param in (
             (COMPLETIONS, PROMPT | {"temperature": 3}, "temperature"),

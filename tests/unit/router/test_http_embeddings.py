@@ -22,7 +22,7 @@ def embedded(*numbers: float) -> Finished:
     return replace(finished("stop", 0), embedding=struct.pack(f"<{len(numbers)}f", *numbers))
 
 
-async def test_one_text() -> None:
+async def test_one_text_is_embedded() -> None:
     rig = HttpRig()
     asked = {"input": "ab", "model": MODEL, "priority": 4, "cache_salt": "s", "user": "me", "dimensions": 2}
     exchange = rig.post(PATH, asked, {"x-request-id": "mine", "traceparent": "t", "x-request-timeout-ms": "2000"})
@@ -46,7 +46,7 @@ async def test_one_text() -> None:
     }
 
 
-async def test_several_come_in_their_order_as_base64() -> None:
+async def test_several_inputs_are_answered_in_order_as_base64() -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": [[1], [2, 3]], "encoding_format": "base64"}, {"x-request-id": "mine"})
     calls = [await rig.next_call(), await rig.next_call()]
@@ -61,7 +61,7 @@ async def test_several_come_in_their_order_as_base64() -> None:
 
 
 @pytest.mark.parametrize(("most", "at_once"), [(None, 32), (3, 3), (100, 32)])
-async def test_so_many_inputs_run_at_once(most: int | None, at_once: int) -> None:
+async def test_a_bounded_number_of_inputs_runs_at_once(most: int | None, at_once: int) -> None:
     rig = HttpRig()
     rig.handler.most = most
     exchange = rig.post(PATH, {"input": [[number] for number in range(1, 41)]})
@@ -75,7 +75,7 @@ async def test_so_many_inputs_run_at_once(most: int | None, at_once: int) -> Non
     assert [one["embedding"][0] for one in data] == list(range(40))
 
 
-async def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
+async def test_one_failed_input_fails_the_call_and_ends_the_others() -> None:
     for error, status, param in (
         (InvalidRequest("prompt", "is bad"), 400, "input[1]"),
         (QuotaExceeded("2 run"), 429, None),
@@ -91,7 +91,7 @@ async def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
         await third.is_closed.wait()
 
 
-async def test_who_leaves_ends_it_all() -> None:
+async def test_a_client_that_leaves_ends_all_inputs() -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": ["a", "b"]})
     calls = [await rig.next_call() for _ in range(2)]
@@ -99,7 +99,7 @@ async def test_who_leaves_ends_it_all() -> None:
     await asyncio.gather(*(call.is_closed.wait() for call in calls))
 
 
-async def test_dimensions_are_compared_with_the_vector_where_no_node_has_told_them() -> None:
+async def test_dimensions_are_compared_with_the_vector_if_no_node_has_reported_them() -> None:
     for dimensions, status in ((2, 200), (1, 400)):
         rig = HttpRig(card=replace(CARD, embedding_size=0))
         exchange = rig.post(PATH, {"input": "a", "dimensions": dimensions})
@@ -133,7 +133,7 @@ async def test_dimensions_are_compared_with_the_vector_where_no_node_has_told_th
         ({"input": "a", "request_id": "another"}, "request_id", "x-request-id"),
     ],
 )
-async def test_what_can_not_be_meant_is_refused_by_name(body: dict[str, object], param: str, story: str) -> None:
+async def test_an_invalid_body_is_refused_by_name(body: dict[str, object], param: str, story: str) -> None:
     rig = HttpRig()
     exchange = await rig.post(PATH, body).end()
     assert (exchange.status, exchange.error["param"]) == (400, param)
@@ -147,14 +147,14 @@ async def test_another_model_is_not_found() -> None:
 
 
 @pytest.mark.parametrize(("field", "name"), [("prompt", "input"), ("priority", "priority")])
-async def test_what_the_core_refuses_is_named_as_the_client_does(field: str, name: str) -> None:
+async def test_a_refused_field_is_named_as_the_client_named_it(field: str, name: str) -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": "a"})
     (await rig.next_call()).tell(InvalidRequest(field, "is bad"))
     assert (await exchange.end()).error["param"] == name
 
 
-async def test_an_answer_without_a_vector_is_a_fault_of_ours() -> None:
+async def test_an_answer_without_a_vector_is_an_internal_error() -> None:
     rig = HttpRig()
     exchange = rig.post(PATH, {"input": "a"})
     (await rig.next_call()).tell(finished())

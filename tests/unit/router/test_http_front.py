@@ -18,7 +18,7 @@ HELLO: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 STREAM: dict[str, object] = {"stream": True}
 
 
-async def test_a_whole_completion() -> None:
+async def test_a_completion_is_returned_whole() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"max_tokens": 3, "stop": "x", "logit_bias": {"97": 1}, "top_k": 5})
     call = await rig.next_call()
@@ -48,7 +48,7 @@ async def test_a_whole_completion() -> None:
     }
 
 
-async def test_a_whole_chat_is_the_template_s_text_and_as_long_as_the_model_goes() -> None:
+async def test_a_chat_uses_the_template_and_may_fill_the_models_length() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO)
     call = await rig.next_call()
@@ -62,7 +62,7 @@ async def test_a_whole_chat_is_the_template_s_text_and_as_long_as_the_model_goes
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-async def test_both_names_bound_a_chat(name: str) -> None:
+async def test_both_names_of_max_tokens_limit_a_chat(name: str) -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | {name: 7})
     call = await rig.next_call()
@@ -72,7 +72,7 @@ async def test_both_names_bound_a_chat(name: str) -> None:
     assert (await exchange.end()).error["param"] == name
 
 
-async def test_a_stream_of_a_completion() -> None:
+async def test_a_completion_is_streamed_as_events() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
     call = await rig.next_call()
@@ -87,7 +87,7 @@ async def test_a_stream_of_a_completion() -> None:
     assert {event.json["object"] for event in events} == {"text_completion"}
 
 
-async def test_a_stream_of_a_chat_says_who_speaks_and_what_it_cost() -> None:
+async def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_usage() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | STREAM | {"stream_options": {"include_usage": True}})
     call = await rig.next_call()
@@ -101,7 +101,7 @@ async def test_a_stream_of_a_chat_says_who_speaks_and_what_it_cost() -> None:
     assert done.is_done
 
 
-async def test_usage_in_every_event_for_those_who_ask() -> None:
+async def test_every_event_has_the_usage_if_requested() -> None:
     rig = HttpRig()
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM | options)
@@ -111,7 +111,7 @@ async def test_usage_in_every_event_for_those_who_ask() -> None:
     assert [event.json["usage"]["completion_tokens"] for event in events] == [2, 2, 2]
 
 
-async def test_the_rest_of_a_text_comes_with_its_end_and_has_a_position_of_its_own() -> None:
+async def test_text_without_tokens_comes_with_the_end_and_has_its_own_position() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
     call = await rig.next_call()
@@ -121,7 +121,7 @@ async def test_the_rest_of_a_text_comes_with_its_end_and_has_a_position_of_its_o
     assert (end.id, end.text, end.choice["finish_reason"]) == ("2", "rest", "stop")
 
 
-async def test_several_sequences_have_ids_that_tell_of_all() -> None:
+async def test_event_ids_have_the_positions_of_all_sequences() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | STREAM | {"n": 2})
     call = await rig.next_call()
@@ -134,7 +134,7 @@ async def test_several_sequences_have_ids_that_tell_of_all() -> None:
     assert events[4].choice["stop_reason"] == 7
 
 
-async def test_several_prompts_are_several_choices() -> None:
+async def test_several_prompts_give_several_choices() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, {"prompt": ["ab", [99, 100]], "n": 2}, {"x-request-id": "mine"})
     calls = [await rig.next_call(), await rig.next_call()]
@@ -157,7 +157,7 @@ async def test_one_bad_prompt_of_several_ends_them_all() -> None:
     assert first.is_closed.is_set()
 
 
-async def test_logprobs_of_completions() -> None:
+async def test_completions_have_log_probabilities() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | {"logprobs": 1, "return_token_ids": True})
     call = await rig.next_call()
@@ -175,7 +175,7 @@ async def test_logprobs_of_completions() -> None:
     }
 
 
-async def test_logprobs_of_a_streamed_chat() -> None:
+async def test_a_streamed_chat_has_log_probabilities() -> None:
     rig = HttpRig()
     exchange = rig.post(CHATS, HELLO | STREAM | {"logprobs": True, "top_logprobs": 2, "return_token_ids": True})
     call = await rig.next_call()
@@ -205,7 +205,7 @@ async def test_logprobs_of_a_streamed_chat() -> None:
         (Draining("bye"), 503, "overloaded_error", {"retry-after": "1", "x-should-retry": "true"}),
     ],
 )
-async def test_before_the_first_token_an_error_is_a_status(
+async def test_an_error_before_the_first_token_is_an_http_status(
     stream: bool, error: Exception, status: int, kind: str, headers: dict[str, str]
 ) -> None:
     rig = HttpRig()
@@ -217,7 +217,7 @@ async def test_before_the_first_token_an_error_is_a_status(
     assert exchange.headers["x-request-id"] == "mine"
 
 
-async def test_after_the_first_token_an_error_is_the_last_event() -> None:
+async def test_an_error_after_the_first_token_is_the_last_event() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
     call = await rig.next_call()
@@ -229,7 +229,7 @@ async def test_after_the_first_token_an_error_is_the_last_event() -> None:
     assert last.id is None
 
 
-async def test_a_stream_that_just_stops_says_so_to_its_client() -> None:
+async def test_a_stream_that_stops_without_an_end_is_an_error() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
     call = await rig.next_call()
@@ -253,7 +253,7 @@ async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     assert not exchange.is_complete
 
 
-async def test_a_client_that_leaves_while_it_takes_nothing_ends_its_request() -> None:
+async def test_a_client_that_leaves_while_it_reads_nothing_ends_its_request() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
     call = await rig.next_call()
@@ -264,7 +264,7 @@ async def test_a_client_that_leaves_while_it_takes_nothing_ends_its_request() ->
     await exchange.task
 
 
-async def test_a_client_that_leaves_in_its_body_is_not_answered() -> None:
+async def test_a_client_that_leaves_during_its_body_is_not_answered() -> None:
     rig = HttpRig()
     exchange = rig.ask("POST", COMPLETIONS, b"", {"content-type": "application/json"}, is_whole=False)
     exchange.disconnect()
@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_in_its_body_is_not_answered() -> None:
     assert exchange.status == 0
 
 
-async def test_silence_is_filled_with_comments() -> None:
+async def test_comments_are_sent_while_there_are_no_events() -> None:
     rig = HttpRig(keep_alive_s=0.01)
     exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
     call = await rig.next_call()
@@ -288,7 +288,7 @@ async def resumed(rig: HttpRig, path: str, body: dict[str, object], last_event_i
     return rig.post(path, body | STREAM, {"x-request-id": "mine", "last-event-id": last_event_id})
 
 
-async def test_a_stream_goes_on_behind_the_last_event() -> None:
+async def test_a_resumed_stream_continues_after_the_last_event() -> None:
     rig = HttpRig()
     exchange = await resumed(rig, CHATS, HELLO | {"n": 2}, "3.1")
     call = await rig.next_call()
@@ -301,7 +301,7 @@ async def test_a_stream_goes_on_behind_the_last_event() -> None:
     assert exchange.headers["x-request-id"] == "mine"
 
 
-async def test_nobody_knows_the_stream() -> None:
+async def test_resuming_an_unknown_stream_is_not_found() -> None:
     rig = HttpRig()
     exchange = await resumed(rig, COMPLETIONS, PROMPT, "3")
     (await rig.next_call()).tell(RequestNotFound("no router knows it"))
@@ -321,26 +321,26 @@ async def test_nobody_knows_the_stream() -> None:
         ("1", {"stream": False}, "stream"),
     ],
 )
-async def test_what_can_t_be_resumed(last_event_id: str, more: dict[str, object], param: str) -> None:
+async def test_an_invalid_resume_is_refused(last_event_id: str, more: dict[str, object], param: str) -> None:
     rig = HttpRig()
     headers = {"x-request-id": "mine", "last-event-id": last_event_id}
     exchange = await rig.post(COMPLETIONS, PROMPT | STREAM | more, headers).end()
     assert (exchange.status, exchange.error["param"]) == (400, param)
 
 
-async def test_to_resume_needs_the_request_s_name() -> None:
+async def test_resuming_needs_the_request_id() -> None:
     exchange = await HttpRig().post(COMPLETIONS, PROMPT | STREAM, {"last-event-id": "1"}).end()
     assert (exchange.status, exchange.error["param"]) == (400, "x-request-id")
 
 
 @pytest.mark.parametrize("request_id", ["a b", "x" * 65, "é", ""])
-async def test_a_request_id_that_is_none(request_id: str) -> None:
+async def test_an_invalid_request_id_is_refused(request_id: str) -> None:
     exchange = await HttpRig().post(COMPLETIONS, PROMPT, {"x-request-id": request_id}).end()
     assert (exchange.status, exchange.error["param"]) == (400, "x-request-id")
     assert exchange.headers["x-request-id"] not in ("", request_id)
 
 
-async def test_a_deadline_is_a_header() -> None:
+async def test_a_deadline_is_taken_from_its_header() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, PROMPT, {"x-request-timeout-ms": "1500"})
     call = await rig.next_call()
@@ -350,7 +350,7 @@ async def test_a_deadline_is_a_header() -> None:
 
 
 @pytest.mark.parametrize("said", ["0", "-1", "1e3", "x", "9" * 30])
-async def test_a_deadline_that_is_none(said: str) -> None:
+async def test_an_invalid_deadline_is_refused(said: str) -> None:
     exchange = await HttpRig().post(COMPLETIONS, PROMPT, {"x-request-timeout-ms": said}).end()
     assert (exchange.status, exchange.error["param"]) == (400, "x-request-timeout-ms")
 
@@ -367,13 +367,13 @@ async def test_a_deadline_that_is_none(said: str) -> None:
         ("GET", "/v1/embeddings", 405, "method_not_allowed"),
     ],
 )
-async def test_what_is_not_here(method: str, path: str, status: int, code: str) -> None:
+async def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int, code: str) -> None:
     exchange = await HttpRig().ask(method, path, b"", {}).end()
     assert (exchange.status, exchange.error["code"]) == (status, code)
     assert ("allow" in exchange.headers) == (status == 405)
 
 
-async def test_pages() -> None:
+async def test_models_metrics_and_health_are_served() -> None:
     rig = HttpRig()
     models = (await rig.get("/v1/models").end()).json
     assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [(MODEL, 64)]
@@ -387,7 +387,7 @@ async def test_pages() -> None:
     assert (await rig.get("/livez").end()).status == 200
 
 
-async def test_a_fault_of_ours_says_nothing_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_error_reveals_nothing_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     rig = HttpRig()
     for told in ((), (chunk(0, "c"),)):
         exchange = rig.post(COMPLETIONS, PROMPT | STREAM)

@@ -54,7 +54,7 @@ class Memory:
         return 0
 
 
-def test_memory_that_a_crowd_left_goes_back_a_second_later() -> None:
+def test_memory_freed_after_a_burst_is_returned_a_second_later() -> None:
     timers, memory = FakeTimers(), Memory(100)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     timers.advance(1.0)
@@ -64,7 +64,7 @@ def test_memory_that_a_crowd_left_goes_back_a_second_later() -> None:
     assert memory.now() == 100
 
 
-def test_memory_that_is_in_use_is_not_looked_through_each_second() -> None:
+def test_memory_in_use_is_not_scanned_every_second() -> None:
     timers, memory = FakeTimers(), Memory(100)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     memory.used = 200
@@ -74,7 +74,7 @@ def test_memory_that_is_in_use_is_not_looked_through_each_second() -> None:
     assert memory.num_collections == 5
 
 
-def test_memory_that_is_freed_after_it_was_looked_through_goes_back_before_the_interval_ends() -> None:
+def test_memory_freed_after_a_scan_is_returned_before_the_interval_ends() -> None:
     timers, memory = FakeTimers(), Memory(100)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     memory.used = 200
@@ -84,7 +84,7 @@ def test_memory_that_is_freed_after_it_was_looked_through_goes_back_before_the_i
     assert memory.now() == 100
 
 
-def test_memory_that_falls_and_grows_again_is_given_back_again() -> None:
+def test_memory_that_grows_again_is_returned_again() -> None:
     timers, memory = FakeTimers(), Memory(200)
     IdleCollector(timers, lambda: 0, memory.collect, memory=memory.now)
     memory.used = 100

@@ -29,13 +29,13 @@ def drawn(**changed: object) -> dict[str, object]:
     return live_page_data(**{**parts, **changed})  # type: ignore[arg-type]
 
 
-def test_routers_come_first_and_then_the_baton_s_way() -> None:
+def test_routers_come_first_then_prefill_then_decode_nodes() -> None:
     nodes = drawn()["nodes"]
     assert isinstance(nodes, list)
     assert [each["name"] for each in nodes] == ["r0", "p0", "d0"]
 
 
-def test_a_pair_counts_what_it_handed_over_of_late() -> None:
+def test_a_pair_counts_its_recent_hand_offs() -> None:
     ended = [
         row("b", kv_bytes=7),
         row("c", prefill_node="p1", kv_bytes=3),
@@ -48,7 +48,7 @@ def test_a_pair_counts_what_it_handed_over_of_late() -> None:
     ]
 
 
-def test_it_is_bounded_and_the_latest_event_comes_first() -> None:
+def test_events_and_requests_are_bounded_and_the_latest_comes_first() -> None:
     events = [ClusterEvent(n, float(n), "Warning", "NodeLost", f"n{n}") for n in range(100)]
     ended = [row(f"r{n}") for n in range(100)]
     found = json.loads(json.dumps(drawn(ended=ended, events=events)))
@@ -73,7 +73,7 @@ async def _first(feed: LiveFeed) -> tuple[AsyncGenerator[bytes, None], bytes]:
     return pictures, await anext(pictures)
 
 
-async def test_all_viewers_share_a_picture_and_who_comes_later_waits_for_none() -> None:
+async def test_all_viewers_share_one_snapshot_and_later_ones_get_it_at_once() -> None:
     pictures = Pictures()
     feed = LiveFeed(pictures, every_s=3600)
     viewers = [await _first(feed) for _ in range(3)]
@@ -83,7 +83,7 @@ async def test_all_viewers_share_a_picture_and_who_comes_later_waits_for_none() 
     assert feed.num_viewers == 0
 
 
-async def test_who_is_slow_misses_pictures_and_nobody_draws_for_nobody() -> None:
+async def test_a_slow_viewer_skips_snapshots_and_none_are_made_without_viewers() -> None:
     pictures = Pictures()
     feed = LiveFeed(pictures, every_s=0)
     viewer, _ = await _first(feed)
@@ -97,7 +97,7 @@ async def test_who_is_slow_misses_pictures_and_nobody_draws_for_nobody() -> None
     assert pictures.made == made
 
 
-async def test_a_picture_that_fails_is_missed_and_the_next_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_snapshot_is_skipped_and_the_next_one_is_sent(caplog: pytest.LogCaptureFixture) -> None:
     pictures = Pictures()
 
     def draw() -> bytes:
@@ -121,7 +121,7 @@ async def test_too_many_viewers_are_refused() -> None:
         await viewer.aclose()
 
 
-async def test_a_closed_feed_ends_for_everybody() -> None:
+async def test_a_closed_feed_ends_for_all_viewers() -> None:
     feed = LiveFeed(Pictures(), every_s=3600)
     viewer, _ = await _first(feed)
     rest = asyncio.ensure_future(anext(viewer, b"over"))

@@ -83,7 +83,7 @@ class Rig:
         assert self.fakes.num_open_clients == 0
 
 
-async def test_attach_send_and_lose_once() -> None:
+async def test_a_link_attaches_sends_and_reports_its_loss_once() -> None:
     rig = Rig(decode())
     rig.links.update([record_of(decode())])
     assert not rig.links.send("d1.1", Abort(key(), "too early"))
@@ -103,7 +103,7 @@ async def test_attach_send_and_lose_once() -> None:
     assert rig.listener.heard.empty()
 
 
-async def test_comes_back_after_a_back_off() -> None:
+async def test_a_lost_node_is_attached_again_after_a_back_off() -> None:
     rig = Rig(decode())
     node = rig.nodes["d1"]
     rig.links.update([record_of(decode())])
@@ -121,7 +121,7 @@ async def test_comes_back_after_a_back_off() -> None:
     await rig.close()
 
 
-async def test_a_link_that_is_cut_is_there_again_at_once_and_keeps_what_runs() -> None:
+async def test_a_cut_link_reconnects_at_once_and_keeps_running_attempts() -> None:
     rig = Rig(decode())
     node = rig.nodes["d1"]
     rig.links.update([record_of(decode())])
@@ -136,7 +136,7 @@ async def test_a_link_that_is_cut_is_there_again_at_once_and_keeps_what_runs() -
     assert await rig.hear() == ("lost", "the router closed its link")
 
 
-async def test_a_link_that_is_cut_is_lost_when_it_is_not_back_in_time() -> None:
+async def test_a_cut_link_is_lost_when_it_is_not_back_in_time() -> None:
     """The network says nothing of the node, or that it can't be reached now: it may live for all that is known."""
     rig = Rig(decode())
     node = rig.nodes["d1"]
@@ -161,7 +161,7 @@ async def test_a_link_that_is_cut_is_lost_when_it_is_not_back_in_time() -> None:
     await rig.close()
 
 
-async def test_an_answer_that_does_not_come_does_not_make_a_cut_longer() -> None:
+async def test_an_unanswered_attach_does_not_prolong_a_cut() -> None:
     rig = Rig(decode())
     rig.links.update([record_of(decode())])
     await rig.hear()
@@ -174,7 +174,7 @@ async def test_an_answer_that_does_not_come_does_not_make_a_cut_longer() -> None
     await rig.close()
 
 
-async def test_a_link_that_is_cut_is_lost_at_once_when_another_incarnation_answers() -> None:
+async def test_a_cut_link_is_lost_at_once_when_another_incarnation_answers() -> None:
     rig = Rig(decode(run=1))
     rig.links.update([record_of(decode(run=1))])
     await rig.hear()
@@ -184,7 +184,7 @@ async def test_a_link_that_is_cut_is_lost_at_once_when_another_incarnation_answe
     await rig.close()
 
 
-async def test_a_router_that_hung_until_its_nodes_had_closed_its_links_keeps_what_runs() -> None:
+async def test_a_router_that_hung_until_its_links_closed_keeps_running_attempts() -> None:
     """It hears of the end of its stream and of sixteen seconds of silence at once: the silence was its own."""
     rig = Rig(decode())
     rig.links.update([record_of(decode())])
@@ -196,7 +196,7 @@ async def test_a_router_that_hung_until_its_nodes_had_closed_its_links_keeps_wha
     await rig.close()
 
 
-async def test_a_cut_link_whose_node_the_registry_forgets_comes_back_nevertheless() -> None:
+async def test_a_cut_link_reconnects_although_the_registry_forgot_its_node() -> None:
     rig = Rig(decode())
     rig.links.update([record_of(decode())])
     await rig.hear()
@@ -218,7 +218,7 @@ async def test_closing_while_a_link_is_cut_tells_the_listener() -> None:
     assert (await rig.hear())[0] == "lost"
 
 
-async def test_a_node_that_takes_the_connection_but_never_answers() -> None:
+async def test_a_node_that_accepts_but_never_answers_is_not_attached() -> None:
     rig = Rig(decode())
     rig.nodes["d1"].is_silent = True
     rig.links.update([record_of(decode())])
@@ -230,7 +230,7 @@ async def test_a_node_that_takes_the_connection_but_never_answers() -> None:
     await rig.close()
 
 
-async def test_another_incarnation_at_the_address_is_not_taken() -> None:
+async def test_another_incarnation_at_the_address_is_not_attached() -> None:
     rig = Rig(decode(run=1))
     stale = record_of(decode(run=1))
     rig.nodes["d1"].description = decode(run=2)
@@ -245,7 +245,7 @@ async def test_another_incarnation_at_the_address_is_not_taken() -> None:
     await rig.close()
 
 
-async def test_the_registry_forgets_a_working_node_and_a_dead_one() -> None:
+async def test_a_node_that_the_registry_forgets_stays_attached_only_while_it_works() -> None:
     rig = Rig(decode(), prefill())
     rig.links.update([record_of(decode()), record_of(prefill())])
     assert {(await rig.hear())[1], (await rig.hear())[1]} == {"d1.1", "p1.1"}
@@ -272,7 +272,7 @@ async def test_closing_tells_the_listener_and_the_node() -> None:
     assert stream.is_closed
 
 
-async def test_a_link_that_is_stopped_while_it_is_being_lost_closes_its_stream() -> None:
+async def test_a_link_stopped_while_it_is_being_lost_closes_its_stream() -> None:
     rig = Rig(decode())
     rig.links.update([record_of(decode())])
     await rig.hear()
@@ -284,7 +284,7 @@ async def test_a_link_that_is_stopped_while_it_is_being_lost_closes_its_stream()
     assert stream.is_closed
 
 
-async def test_a_fault_of_ours_costs_one_attachment_not_the_node() -> None:
+async def test_an_internal_error_ends_one_attachment_and_not_the_link() -> None:
     """Whatever raises what it should not: the link comes back, and nobody waits for the registry to change."""
     rig = Rig(decode())
     node = rig.nodes["d1"]
@@ -324,7 +324,7 @@ async def test_a_listener_that_raises_at_an_attachment_is_told_of_its_loss_and_l
     await rig.close()
 
 
-async def test_a_loss_that_cannot_be_told_ends_the_process(ended: list[BackgroundFault]) -> None:
+async def test_a_loss_that_can_not_be_reported_ends_the_process(ended: list[BackgroundFault]) -> None:
     """Requests on that node would wait for ever."""
     rig = Rig(decode())
     rig.listener.lost_error = RuntimeError("out of luck")
@@ -337,7 +337,7 @@ async def test_a_loss_that_cannot_be_told_ends_the_process(ended: list[Backgroun
     await rig.close()
 
 
-async def test_a_listener_that_raises_costs_one_attachment_not_the_node() -> None:
+async def test_a_listener_that_raises_ends_one_attachment_and_not_the_link() -> None:
     rig = Rig(decode())
     rig.listener.report_error = RuntimeError("out of luck")
     rig.links.update([record_of(decode())])
@@ -355,7 +355,7 @@ async def test_a_listener_that_raises_costs_one_attachment_not_the_node() -> Non
 
 
 @pytest.mark.parametrize("num_reports", [0, 1])
-async def test_streams_that_bring_nothing_or_break_at_once_are_not_opened_all_the_time(num_reports: int) -> None:
+async def test_streams_that_break_at_once_are_reopened_with_back_off(num_reports: int) -> None:
     rig = Rig(decode())
     node = rig.nodes["d1"]
     rig.links.update([record_of(decode())])
@@ -373,7 +373,7 @@ async def test_streams_that_bring_nothing_or_break_at_once_are_not_opened_all_th
     await rig.close()
 
 
-async def test_a_stream_that_went_well_for_a_while_is_opened_again_at_once() -> None:
+async def test_a_stream_that_worked_for_a_while_is_reopened_at_once() -> None:
     rig = Rig(decode())
     node = rig.nodes["d1"]
     rig.links.update([record_of(decode())])

@@ -28,14 +28,14 @@ def names(placement: Placement) -> tuple[str | None, str]:
     return (placement.prefill.node_id if placement.prefill else None, placement.decode.node_id)
 
 
-def test_the_least_loaded_pair() -> None:
+def test_the_least_loaded_pair_is_chosen() -> None:
     nodes = [at(prefill("p1"), 3), at(prefill("p2"), 1), at(decode("d1"), 2), at(decode("d2"), 5)]
     placement = choose(nodes, DEMAND)
     assert names(placement) == ("p2", "d1")
     assert placement.reason == "least loaded pair"
 
 
-def test_among_equals_the_longest_unchosen() -> None:
+def test_among_equal_nodes_the_longest_unused_is_chosen() -> None:
     nodes = [at(prefill("p1"), 0, 7), at(prefill("p2"), 0, 3), at(decode("d1"), 0, 2), at(decode("d2"), 0, 8)]
     assert names(choose(nodes, DEMAND)) == ("p2", "d1")
 
@@ -45,7 +45,7 @@ def test_among_equals_the_longest_unchosen() -> None:
     [{"model_fingerprint": "other"}, {"numerics": "cuda"}, {"dtype": "bfloat16"}, {"block_size": 8}],
     ids=lambda d: next(iter(d)),
 )
-def test_a_pair_agrees_on_its_kv(difference: dict[str, object]) -> None:
+def test_both_nodes_of_a_pair_agree_on_their_kv(difference: dict[str, object]) -> None:
     odd, even = prefill("p1", **difference), prefill("p2")
     assert names(choose([at(odd), at(even, 9), at(decode())], DEMAND)) == ("p2", "d1")
     lonely = choose([at(odd), at(decode())], DEMAND)
@@ -53,7 +53,7 @@ def test_a_pair_agrees_on_its_kv(difference: dict[str, object]) -> None:
     assert lonely.reason.startswith("no pair agrees on its KV")
 
 
-def test_one_kind_alone_serves_and_says_why() -> None:
+def test_nodes_of_one_role_serve_alone_with_the_reason() -> None:
     alone = choose([at(decode())], DEMAND)
     assert (names(alone), alone.reason) == ((None, "d1"), "no prefill node is left")
     failed = choose([at(decode()), at(prefill())], DEMAND, {"p1.1"})
@@ -62,7 +62,7 @@ def test_one_kind_alone_serves_and_says_why() -> None:
     assert (names(last), last.reason) == ((None, "p1"), "no decode node is left")
 
 
-def test_a_node_that_is_too_small_is_passed_over() -> None:
+def test_a_node_that_is_too_small_is_skipped() -> None:
     small, large = decode("d1", num_blocks=4), decode("d2", num_blocks=5)
     assert names(choose([at(small), at(large, 9)], DEMAND)) == (None, "d2")
     short = decode("d1", max_model_len=17)
@@ -73,14 +73,14 @@ def test_a_node_that_is_too_small_is_passed_over() -> None:
     assert names(choose([at(small)], Demand(MODEL, 10, 7))) == (None, "d1")
 
 
-def test_nobody_and_why() -> None:
+def test_without_a_fitting_node_the_reason_is_given() -> None:
     with pytest.raises(NoCapacity, match="no node that serves demo is up"):
         choose([], DEMAND)
     with pytest.raises(NoCapacity, match="no node that serves demo is up"):
         choose([at(decode(model="other"))], DEMAND)
 
 
-def test_who_failed_is_asked_again_when_nobody_else_is_left() -> None:
+def test_a_failed_node_is_used_again_when_no_other_is_left() -> None:
     assert names(choose([at(decode("d1")), at(decode("d2"), 9)], DEMAND, {"d1.1"})) == (None, "d2")
     assert names(choose([at(decode("d1"))], DEMAND, {"d1.1"})) == (None, "d1")
     assert names(choose([at(prefill()), at(decode())], DEMAND, {"p1.1", "d1.1"})) == ("p1", "d1")
@@ -93,7 +93,7 @@ def word(view: ClusterView, incarnation: str) -> str | None:
     return None if state is None else state.value
 
 
-def test_a_nodes_life_in_an_operators_words() -> None:
+def test_each_state_of_a_node_has_its_status() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])
     assert word(view, "d1.1") == "Starting"
@@ -125,7 +125,7 @@ def test_a_node_whose_record_says_that_it_drains_is_no_candidate() -> None:
     assert [c.node for c in view.candidates()] == [node]
 
 
-def test_who_leaves_the_registry_first_is_shown_as_lost_for_as_long() -> None:
+def test_an_attached_node_that_left_the_registry_is_shown_as_lost_for_a_while() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])
     view.attached(node, now=1)
@@ -136,7 +136,7 @@ def test_who_leaves_the_registry_first_is_shown_as_lost_for_as_long() -> None:
     assert view.statuses(now=100 + LOST_SHOWN_S, wall=0) == ()
 
 
-def test_who_was_never_attached_goes_with_its_record() -> None:
+def test_a_node_that_was_never_attached_disappears_with_its_record() -> None:
     view = ClusterView()
     view.registered([record_of(decode())])
     assert [s.status for s in view.statuses(now=1, wall=0)] == ["Starting"]
@@ -146,7 +146,7 @@ def test_who_was_never_attached_goes_with_its_record() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32))
-def test_the_view_says_which_candidates_have_changed(seed: int) -> None:
+def test_the_view_reports_which_candidates_have_changed(seed: int) -> None:
     rng, view = Random(seed), ClusterView()
     nodes = [prefill(), *(decode(f"d{number}") for number in range(5))]
     for now in range(40):
@@ -177,7 +177,7 @@ def test_the_view_says_which_candidates_have_changed(seed: int) -> None:
         assert seen.changed_since([*before]) is None
 
 
-def test_what_a_node_wants_said_is_its_detail_until_it_is_lost_or_says_otherwise() -> None:
+def test_a_nodes_notice_is_its_detail_until_it_is_lost_or_changes_it() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])
     view.attached(node, now=1)
@@ -193,7 +193,7 @@ def test_what_a_node_wants_said_is_its_detail_until_it_is_lost_or_says_otherwise
     assert [s.detail for s in view.statuses(now=3, wall=0)] == [""]
 
 
-def test_who_can_exchange_kv_with_nobody_is_told_so_by_name() -> None:
+def test_a_node_that_can_exchange_kv_with_no_other_is_shown_with_the_reason() -> None:
     view = ClusterView()
     nodes = [prefill(), decode(), decode("d2", block_size=8)]
     view.registered([record_of(node) for node in nodes])
@@ -213,14 +213,14 @@ def test_who_can_exchange_kv_with_nobody_is_told_so_by_name() -> None:
     assert [s.detail for s in view.statuses(now=2, wall=0)] == ["", "", "reset"]
 
 
-def test_nodes_whose_links_would_refuse_each_other_are_no_pair() -> None:
+def test_nodes_whose_link_versions_differ_are_not_paired() -> None:
     old, new = prefill(link_protocol=4), decode(link_protocol=5)
     story = disagreement(old, [old, new])
     assert story == "agrees with no decode node on its KV: p1 [link_protocol=4], d1 [link_protocol=5]"
     assert disagreement(old, [old, new, decode("d2", link_protocol=4)]) == ""
 
 
-def test_an_empty_registry_takes_nobody_who_is_attached() -> None:
+def test_an_empty_registry_removes_no_attached_node() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])
     view.attached(node, now=1)
@@ -237,7 +237,7 @@ def test_a_successor_replaces_the_lost_run() -> None:
     assert [s.incarnation for s in view.statuses(now=2, wall=9)] == ["d1.2"]
 
 
-def test_nodes_that_came_and_went_are_forgotten_though_nobody_asks() -> None:
+def test_lost_nodes_are_forgotten_without_being_asked_for() -> None:
     """Their names need not come back, as those of an orchestrator's never do."""
     view = ClusterView()
     for number in range(10):
@@ -249,7 +249,7 @@ def test_nodes_that_came_and_went_are_forgotten_though_nobody_asks() -> None:
     assert [word(view, f"d{number}.1") for number in range(10)] == [None] * 9 + ["Lost"]
 
 
-def test_load_counts_what_was_just_sent_and_other_routers_requests() -> None:
+def test_load_counts_requests_just_sent_and_those_of_other_routers() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])
     view.attached(node, now=1)
@@ -270,7 +270,7 @@ def test_load_counts_what_was_just_sent_and_other_routers_requests() -> None:
     assert load() == 5
 
 
-def test_a_request_of_several_sequences_weighs_as_much_as_they_do() -> None:
+def test_the_load_of_a_request_is_its_number_of_sequences() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])
     view.attached(node, now=1)
@@ -298,11 +298,11 @@ def test_a_request_of_several_sequences_weighs_as_much_as_they_do() -> None:
         (Leg.PREFILL, SamplingParams(n=2, beam_width=5), 1),
     ],
 )
-def test_how_many_sequences_a_leg_is(leg: Leg, params: SamplingParams, num_sequences: int) -> None:
+def test_a_leg_counts_the_sequences_that_it_runs(leg: Leg, params: SamplingParams, num_sequences: int) -> None:
     assert Submit(key(), leg, (1,), params).num_sequences == num_sequences
 
 
-def test_strangers_change_nothing() -> None:
+def test_reports_of_unknown_nodes_change_nothing() -> None:
     view = ClusterView()
     view.attached(decode(), now=1)
     view.reported("d1.1", LoadReport(running=1))

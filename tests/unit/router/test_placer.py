@@ -131,7 +131,7 @@ def names(choice: Choice) -> tuple[str | None, str]:
     return (placement.prefill.node_id if placement.prefill else None, placement.decode.node_id)
 
 
-def test_the_shortest_queue_and_the_smallest_batch() -> None:
+def test_the_shortest_queue_and_the_smallest_batch_are_chosen() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"))
     fleet.load("p1", running=2, uncomputed=2000)
     fleet.load("p2", running=9, uncomputed=100)
@@ -142,7 +142,7 @@ def test_the_shortest_queue_and_the_smallest_batch() -> None:
     assert choice.placement.reason == "cheapest pair"
 
 
-def test_a_cached_prefix_is_worth_what_computing_it_takes() -> None:
+def test_a_cached_prefix_weighs_as_much_as_the_time_to_compute_it() -> None:
     prompt = range(1024)
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     fleet.has_cached("p1", prompt)
@@ -156,7 +156,7 @@ def test_a_cached_prefix_is_worth_what_computing_it_takes() -> None:
     assert names(salted) == ("p2", "d1"), "another tenant"
 
 
-def test_what_a_decode_node_has_need_not_move() -> None:
+def test_a_decode_node_that_has_the_prefix_saves_its_transfer() -> None:
     prompt = range(2048)
     slow = StageTimings(transfer_ms=1000.0, kv_bytes=1_000_000)
     fleet = Fleet(*prefills("p1"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
@@ -191,7 +191,7 @@ def test_a_long_prompt_that_a_decode_node_has_cached_stays_there() -> None:
     assert names(fleet.choose(prompt)) == (None, "d2")
 
 
-def test_a_burst_spreads_before_anybody_has_reported() -> None:
+def test_a_burst_is_spread_before_any_node_reports() -> None:
     fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1", "d2"))
     found = Counter(names(fleet.place(1024)) for _ in range(12))
     assert {name: sum(n for (p, _), n in found.items() if p == name) for name in ("p1", "p2", "p3")} == {
@@ -202,7 +202,7 @@ def test_a_burst_spreads_before_anybody_has_reported() -> None:
     assert {name: sum(n for (_, d), n in found.items() if d == name) for name in ("d1", "d2")} == {"d1": 6, "d2": 6}
 
 
-def test_what_was_sent_counts_by_its_tokens_until_the_node_says_that_it_has_it() -> None:
+def test_a_sent_prompt_counts_by_its_tokens_until_its_node_reports_it() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     long = fleet.place(4000)
     first = names(long)[0]
@@ -215,7 +215,7 @@ def test_what_was_sent_counts_by_its_tokens_until_the_node_says_that_it_has_it()
     assert names(fleet.place(600))[0] == first
 
 
-def test_others_with_the_same_beginning_follow_while_it_is_computed() -> None:
+def test_requests_with_the_same_prefix_follow_while_it_is_computed() -> None:
     fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     prompt = tuple(range(1024))
     first = fleet.place(prompt + (1, 2, 3) * 5)
@@ -242,7 +242,7 @@ def test_a_service_level_outweighs_the_cost() -> None:
     assert names(two.choose(range(4096), tpot_slo_ms=10.0))[1] == "d2"
 
 
-def test_alone_when_the_other_kind_is_missing_unless_that_is_forbidden() -> None:
+def test_nodes_of_one_role_serve_alone_unless_disaggregation_is_required() -> None:
     lonely = Fleet(*decodes("d1"))
     assert (names(lonely.choose()), lonely.choose().placement.reason) == ((None, "d1"), "no prefill node is left")
     strict = PlacementSettings(require_disaggregation=True)
@@ -259,7 +259,7 @@ def test_alone_when_the_other_kind_is_missing_unless_that_is_forbidden() -> None
         Fleet().choose()
 
 
-def test_who_failed_is_passed_over_until_a_probe_succeeds() -> None:
+def test_a_failing_node_is_skipped_until_a_probe_succeeds() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     fleet.load("p2", uncomputed=4000)
     for _ in range(3):
@@ -276,7 +276,7 @@ def test_who_failed_is_passed_over_until_a_probe_succeeds() -> None:
     assert names(fleet.choose()) == ("p1", "d1")
 
 
-def test_a_request_of_many_sequences_that_fails_is_one_failure() -> None:
+def test_a_failed_request_of_many_sequences_counts_as_one_failure() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1", "d2"))
     choice = fleet.place(1024)
     taken = choice.placement.decode.node_id
@@ -287,7 +287,7 @@ def test_a_request_of_many_sequences_that_fails_is_one_failure() -> None:
     assert opened == [0, 0]
 
 
-def test_a_pair_that_loses_kv_is_parted_and_both_serve_others() -> None:
+def test_a_pair_that_loses_kv_is_separated_and_both_serve_others() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
     fleet.load("p2", uncomputed=4000)
     fleet.load("d2", running=30, context=3000)
@@ -302,7 +302,7 @@ def test_a_pair_that_loses_kv_is_parted_and_both_serve_others() -> None:
     assert "router_breakers_open" in {figure.name for figure in fleet.placer.figures(fleet.now)}
 
 
-def test_a_prefill_node_that_no_decode_node_gets_kv_from_is_passed_over_while_there_is_another() -> None:
+def test_a_prefill_node_whose_kv_reaches_no_decode_node_is_skipped_while_there_is_another() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     fleet.load("p2", uncomputed=4000)
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_a_prefill_node_that_no_decode_node_gets_kv_from_is_passed_over_while_th
     assert names(fleet.choose()) == ("p2", "d1")
 
 
-def test_kv_that_did_not_come_is_held_against_no_node() -> None:
+def test_a_failed_kv_transfer_counts_against_no_node() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     for _ in range(5):
         choice = fleet.place()
@@ -329,7 +329,7 @@ def test_kv_that_did_not_come_is_held_against_no_node() -> None:
     assert opened == {"node": 0, "pair": 1}
 
 
-def test_a_node_that_dies_again_and_again_is_passed_over_though_each_run_is_a_new_one() -> None:
+def test_a_node_that_dies_repeatedly_is_skipped_over_its_incarnations() -> None:
     settings = PlacementSettings(alone_tokens=0)
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=settings)
     fleet.load("p2", uncomputed=4000)
@@ -345,7 +345,7 @@ def test_a_node_that_dies_again_and_again_is_passed_over_though_each_run_is_a_ne
     assert names(fleet.choose())[0] == "p2"
 
 
-def test_a_newcomers_share_grows() -> None:
+def test_the_share_of_a_new_node_grows() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     late = big(prefill("p3"))
     fleet.view.registered([record_of(node) for node in (*prefills("p1", "p2"), *decodes("d1"), late)])
@@ -357,7 +357,7 @@ def test_a_newcomers_share_grows() -> None:
     assert later["p3"] > 8, "it catches up"
 
 
-def test_turns_and_the_least_loaded() -> None:
+def test_round_robin_takes_turns_and_least_loaded_follows_the_load() -> None:
     turns = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(Policy.ROUND_ROBIN))
     turns.load("p1", running=50)
     assert [names(turns.place())[0] for _ in range(4)] == ["p1", "p2", "p1", "p2"]
@@ -367,7 +367,7 @@ def test_turns_and_the_least_loaded() -> None:
     assert least.placer.on_attached(big(prefill("p9"))) is False, "nobody asks for what is not used"
 
 
-def test_a_decision_is_explained_and_judged_afterwards() -> None:
+def test_a_decision_is_explained_and_compared_with_its_outcome() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"))
     choice = fleet.place(1024)
     (before,) = fleet.placer.explain(choice.request.request_id, fleet.now)
@@ -400,7 +400,7 @@ def test_a_decision_is_explained_and_judged_afterwards() -> None:
     assert fleet.placer.explain("nobody", fleet.now) == []
 
 
-def test_a_wrong_prediction_of_the_best_way_is_no_regret() -> None:
+def test_a_wrong_prediction_for_the_best_choice_is_no_regret() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"))
     choice = fleet.place(1024)
     fleet.placer.finished(choice.request.request_id, StageTimings(prefill_ms=250.0), 900.0, fleet.now)
@@ -408,7 +408,7 @@ def test_a_wrong_prediction_of_the_best_way_is_no_regret() -> None:
     assert after.regret_ms == 0.0
 
 
-def test_what_another_router_began_counts_as_ones_own() -> None:
+def test_adopted_requests_count_like_own_ones() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     fleet.load("p2", uncomputed=4000)
     for number in range(3):
@@ -430,7 +430,7 @@ def test_what_another_router_began_counts_as_ones_own() -> None:
     assert fleet.placer.is_idle
 
 
-def test_ready_is_who_could_serve_as_is_demanded() -> None:
+def test_a_router_is_ready_if_its_nodes_can_serve_as_required() -> None:
     def why(*nodes: NodeDescription, required: bool = True, model: str = "demo") -> str:
         fleet = Fleet(*nodes, settings=PlacementSettings(require_disaggregation=required))
         return fleet.placer.why_not_ready(fleet.view.candidates(), model)
@@ -442,14 +442,14 @@ def test_ready_is_who_could_serve_as_is_demanded() -> None:
     assert why(*decodes("d1"), model="another") == "no node that serves another is up"
 
 
-def test_a_gap_in_what_a_node_tells_of_its_cache_asks_for_everything() -> None:
+def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"))
     fleet.has_cached("p1", range(64))
     assert fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(3, 4, ())))
     assert not fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(4, 5, ())))
 
 
-def test_nothing_is_left_of_requests_that_are_over() -> None:
+def test_nothing_is_kept_of_ended_requests() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"))
     for number in range(20):
         choice = fleet.place(512)

@@ -51,14 +51,14 @@ def worst_error(learnt: StepRates, true: StepRates) -> float:
 
 @pytest.mark.parametrize("true", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_nodes_rates_are_found_though_some_steps_are_far_off(true: StepRates, seed: int) -> None:
+def test_a_nodes_rates_are_estimated_despite_outliers(true: StepRates, seed: int) -> None:
     node, learner = SyntheticNode(true, seed), StepLearner()
     for _ in range(600):
         learner.observe(node.any_step())
     assert worst_error(learner.rates, true) < 0.1
 
 
-def test_a_node_that_slows_down_is_known_to() -> None:
+def test_a_node_that_slows_down_is_noticed() -> None:
     slow = StepRates(*(3 * rate for rate in (CPU.step_ms, CPU.token_ms, CPU.sequence_ms, CPU.context_ms)))
     learner = StepLearner()
     for rates in (CPU, slow):
@@ -68,7 +68,7 @@ def test_a_node_that_slows_down_is_known_to() -> None:
     assert worst_error(learner.rates, slow) < 0.15
 
 
-def test_what_steps_do_not_tell_stays_as_it_was() -> None:
+def test_rates_that_no_step_measures_stay_unchanged() -> None:
     node, learner = SyntheticNode(CPU), StepLearner()
     for _ in range(600):
         learner.observe(node.any_step())
@@ -78,7 +78,7 @@ def test_what_steps_do_not_tell_stays_as_it_was() -> None:
     assert worst_error(learner.rates, CPU) < 0.15
 
 
-def test_no_rate_is_negative_and_nonsense_is_not_learnt_from() -> None:
+def test_rates_are_never_negative_and_invalid_figures_are_ignored() -> None:
     learner = StepLearner()
     for number in range(200):
         # The more it does the faster it is: no node is so.
@@ -91,7 +91,7 @@ def test_no_rate_is_negative_and_nonsense_is_not_learnt_from() -> None:
     assert (before.rates, before.num_steps) == (GUESS, 0)
 
 
-def test_a_newcomer_has_the_fleets_rates_and_its_first_steps_count_soon() -> None:
+def test_a_new_node_starts_with_the_average_rates_and_learns_quickly() -> None:
     fleet, old = FleetRates(), SyntheticNode(CPU)
     assert fleet.steps("new", 0) == GUESS
     for _ in range(1000):
@@ -109,7 +109,7 @@ def test_a_newcomer_has_the_fleets_rates_and_its_first_steps_count_soon() -> Non
     assert fleet.steps("new", 0).token_ms > 0.8 * CPU.token_ms
 
 
-def test_who_looked_slow_gets_another_chance_by_and_by() -> None:
+def test_the_rates_of_an_unused_slow_node_return_to_those_of_the_fleet() -> None:
     fleet, old = FleetRates(), SyntheticNode(CPU)
     slow = SyntheticNode(StepRates(*(10 * rate for rate in (CPU.step_ms, CPU.token_ms, 0.0, 0.0))))
     for _ in range(128):
@@ -130,7 +130,7 @@ def test_who_looked_slow_gets_another_chance_by_and_by() -> None:
     assert fleet.steps("slow", 40).token_ms > 5 * CPU.token_ms
 
 
-def test_transfers_by_their_bytes_but_for_the_slowest() -> None:
+def test_transfer_rates_follow_bytes_without_the_slowest_transfers() -> None:
     fleet, learner = FleetRates(), TransferLearner()
     assert learner.ms_per_byte == fleet.ms_per_byte("d", 0) == 1e-6
     for number in range(40):

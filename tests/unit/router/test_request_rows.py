@@ -21,7 +21,7 @@ def rows(rig: RouterRig) -> list[RequestRow]:
     return [*running_rows(requests.active_requests(), "r0", now), *ended_rows(requests.timelines.latest(), "r0", now)]
 
 
-async def test_a_request_passes_the_baton() -> None:
+async def test_the_row_of_a_request_follows_its_states() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(request_id="a", max_tokens=3)
         first, second = await rig.next_submit("p1"), await rig.next_submit("d1")
@@ -45,7 +45,7 @@ async def test_a_request_passes_the_baton() -> None:
         assert REQUEST_ROW.from_pb(REQUEST_ROW.to_pb(row)) == row
 
 
-async def test_who_waits_is_at_no_node_and_the_latest_comes_first() -> None:
+async def test_waiting_requests_have_no_node_and_the_latest_comes_first() -> None:
     async with router_rig() as rig:
         readers = [rig.ask(request_id=name) for name in "ab"]
         for reader in readers:

@@ -71,7 +71,9 @@ async def read_to_its_end(stream: Any) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("end", ["finish", "cancel", "cancelled by its id", "fault", "shut down"])
-async def test_a_request_that_is_over_is_freed(end: str, left: Callable[[], Counter[str]]) -> None:
+async def test_an_ended_request_is_freed_without_the_garbage_collector(
+    end: str, left: Callable[[], Counter[str]]
+) -> None:
     async with router_rig(prefill(), decode()) as rig, serving(rig) as stub:
         for _ in range(NUM_REQUESTS):
             stream, attempt = await begun(rig, stub)

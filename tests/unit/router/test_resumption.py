@@ -121,7 +121,7 @@ class Script:
     stop_token=st.booleans(),
     min_tokens=st.integers(0, 4),
 )
-def test_wherever_it_is_cut_it_is_the_whole(
+def test_an_answer_cut_at_any_position_is_continued_completely(
     seed: int, n: int, extra: int, stops: list[str], stop_token: bool, min_tokens: int
 ) -> None:
     rng = Random(seed)
@@ -156,7 +156,7 @@ def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEven
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_the_best_of_several_is_cut_at_any_token_too(position: int) -> None:
+def test_the_best_of_several_can_be_continued_at_any_token(position: int) -> None:
     """Though it is given out as a whole."""
     params = SamplingParams(seed=1, max_tokens=7, n=2, logprobs=0)
     request = ValidRequest("r", "m", (1,), params, ("zz",), num_returned=1)
@@ -173,7 +173,7 @@ def test_the_best_of_several_is_cut_at_any_token_too(position: int) -> None:
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=1))
-def test_a_live_flight_is_replayed_as_it_was(seed: int, stops: list[str]) -> None:
+def test_a_live_answer_is_replayed_from_any_position(seed: int, stops: list[str]) -> None:
     """In mid-stream, too: what follows goes on behind what was told."""
     rng = Random(seed)
     output = [ord(rng.choice("ab")) for _ in range(8)]
@@ -194,7 +194,7 @@ def is_behind(event: GenerateEvent, position: int) -> bool:
     return not isinstance(event, Chunk) or event.next_position > position
 
 
-def test_sequences_that_ended_are_told_to_have_ended() -> None:
+def test_ended_sequences_are_replayed_with_their_end() -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8, n=2), num_returned=2)
     first, second = FlightSequence(0), FlightSequence(1)
     first.take(RequestDelta(key(), 0, (97, 98, 33), outcome=Outcome.STOP, stop_token_id=33))
@@ -212,7 +212,7 @@ def test_sequences_that_ended_are_told_to_have_ended() -> None:
     ("positions", "says"),
     [([-1], "must be 0 to 9, not -1"), ([10], "must be 0 to 9, not 10"), ([0, 0, 0], "names 3 sequences; there are 2")],
 )
-def test_positions_that_nobody_can_have_reached_are_refused(positions: list[int], says: str) -> None:
+def test_impossible_positions_are_refused(positions: list[int], says: str) -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8, n=2), num_returned=2)
     check_positions(request, [9, 0])
     check_positions(request, [])
@@ -220,7 +220,7 @@ def test_positions_that_nobody_can_have_reached_are_refused(positions: list[int]
         check_positions(request, positions)
 
 
-def test_only_who_has_its_decode_node_can_ask_for_an_attempt() -> None:
+def test_an_attempt_can_be_adopted_only_with_its_decode_node() -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1))
     record = FlightRecord(request, 7, 1, "p1.1", "d1.1", 0, "router-0.a", 0.0)
     both = {node.incarnation: node for node in (prefill("p1"), decode("d1"))}
@@ -237,7 +237,7 @@ def test_only_who_has_its_decode_node_can_ask_for_an_attempt() -> None:
 @pytest.mark.parametrize(
     ("logprobs", "position", "may_be_asked"), [(None, 0, True), (0, 4, False), (0, 5, True), (2, 9, True)]
 )
-def test_nodes_know_no_logprobs_of_tokens_that_they_were_given(
+def test_an_attempt_is_not_adopted_if_given_tokens_lack_log_probabilities(
     logprobs: int | None, position: int, may_be_asked: bool
 ) -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, logprobs=logprobs))

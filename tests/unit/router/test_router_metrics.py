@@ -34,7 +34,7 @@ def samples(page: bytes) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_what_requests_got() -> None:
+def test_outcomes_and_tokens_of_requests_are_counted() -> None:
     served = Served()
     served.ended(replace(finished("stop", 5), ttft_ms=30.0, total_ms=230.0))
     served.ended(replace(finished("length", 1), ttft_ms=70.0, total_ms=70.0))
@@ -52,7 +52,7 @@ def test_what_requests_got() -> None:
     assert found["baton_request_prefill_time_seconds_count", ""] == 2
 
 
-async def test_gaps_are_those_of_each_sequence() -> None:
+async def test_inter_token_gaps_are_measured_per_sequence() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(max_tokens=3, n=2)
         attempt = (await rig.next_submit("p1")).attempt
@@ -90,7 +90,7 @@ async def test_requests_that_ended_with_an_error_are_counted_by_the_error() -> N
         assert {"attempts_exhausted", "engine_fault", "slow_reader", "transfer_failed"} <= errors.keys()
 
 
-async def test_the_page_of_a_router() -> None:
+async def test_the_metrics_page_of_a_router_has_every_figure() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
         reader = rig.ask(max_tokens=1)
         for name in ("p1", "d1"):

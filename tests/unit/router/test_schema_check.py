@@ -58,7 +58,7 @@ def schemas(sandbox: FakeSandbox) -> Iterator[SchemaCheck]:
     assert sandbox.is_closed
 
 
-async def test_a_schema_is_checked_once_in_a_thread(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
+async def test_a_schema_is_checked_once_and_in_a_thread(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
     for _ in range(2):
         await schemas.check("good", "")
         with pytest.raises(InvalidRequest, match="is bad"):
@@ -67,7 +67,7 @@ async def test_a_schema_is_checked_once_in_a_thread(schemas: SchemaCheck, sandbo
     assert threading.current_thread().name not in sandbox.threads
 
 
-async def test_one_tenants_schemas_keep_no_other_waiting(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
+async def test_the_schemas_of_one_tenant_do_not_delay_another(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
     sandbox.gate.clear()
     flood = [asyncio.create_task(schemas.check(f"s{number}", "a")) for number in range(2 * NUM_COMPILING)]
     for _ in range(NUM_COMPILING // 2):
@@ -79,7 +79,7 @@ async def test_one_tenants_schemas_keep_no_other_waiting(schemas: SchemaCheck, s
     await asyncio.gather(*flood)
 
 
-async def test_known_ones_pass_those_that_wait_and_a_flood_is_turned_away(
+async def test_known_schemas_pass_waiting_ones_and_too_many_are_refused(
     schemas: SchemaCheck, sandbox: FakeSandbox
 ) -> None:
     await schemas.check("known", "")

@@ -46,7 +46,7 @@ class Fronts:
         return {(figure.name, figure.labels["tenant"]): figure.value for figure in self.tenants.figures()}
 
 
-async def test_two_tenants_use_one_request_id_and_never_meet() -> None:
+async def test_two_tenants_may_use_the_same_request_id() -> None:
     async with router_rig(decode()) as rig:
         fronts = Fronts(rig)
         first, second = fronts.ask("acme", cache_salt="s"), fronts.ask("umbrella", cache_salt="s")
@@ -63,7 +63,7 @@ async def test_two_tenants_use_one_request_id_and_never_meet() -> None:
             assert reader.accepted.request_id == "r", "nothing of the tenant is in what clients see"
 
 
-async def test_another_tenants_request_is_not_there() -> None:
+async def test_another_tenants_request_is_not_found() -> None:
     async with router_rig(decode()) as rig:
         fronts = Fronts(rig)
         async with aclosing(fronts.ask("acme")) as events:
@@ -83,7 +83,7 @@ async def test_another_tenants_request_is_not_there() -> None:
                 assert [event async for event in resumed][1:]
 
 
-async def test_nobody_can_say_what_tenant_he_is() -> None:
+async def test_a_client_can_not_choose_its_tenant() -> None:
     async with router_rig(decode()) as rig:
         fronts = Fronts(rig)
         for tenant in ("acme", ""):
@@ -93,7 +93,7 @@ async def test_nobody_can_say_what_tenant_he_is() -> None:
             await anext(fronts.ask("acme", "x" * 65))
 
 
-async def test_no_more_at_once_than_the_quota_and_as_many_again_afterwards() -> None:
+async def test_the_quota_limits_running_requests_and_is_freed_when_they_end() -> None:
     async with router_rig(decode()) as rig:
         fronts = Fronts(rig)
         async with aclosing(fronts.ask("acme", "a", most=2)) as first, aclosing(fronts.ask("acme", "b", most=2)):
@@ -130,7 +130,7 @@ async def test_the_number_of_labels_is_bounded() -> None:
         assert figures["tenant_requests_total", OTHERS] == 2 * MAX_LABELS
 
 
-def test_names_of_the_cluster_and_of_the_tenant() -> None:
+def test_request_ids_are_prefixed_with_their_tenant() -> None:
     assert scoped("acme", "r") == "acme/r"
     assert unscoped("acme/r") == unscoped("r") == "r"
     assert SCOPED_ID_PATTERN.match("acme/r")

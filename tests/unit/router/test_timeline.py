@@ -60,7 +60,7 @@ def stages(request: EndedRequest) -> list[tuple[str, str, float, bool]]:
     return [(s.name, s.where, s.duration_ns / 1e6, s.after_first_token) for s in found.stages]
 
 
-def test_a_pair() -> None:
+def test_the_timeline_of_a_pair_has_every_stage() -> None:
     assert stages(PAIR) == [
         ("admit", "router", 1.0, False),
         ("queue", "router", 2.0, False),
@@ -78,7 +78,7 @@ def test_a_pair() -> None:
     assert TIMELINE.from_pb(TIMELINE.to_pb(found)) == found
 
 
-def test_one_node_does_it_all() -> None:
+def test_the_timeline_of_one_node_has_no_transfer() -> None:
     told = StageTimings(queue_ms=4.0, prefill_ms=40.0, decode_ms=1.0)
     alone = replace(
         PAIR,
@@ -90,7 +90,7 @@ def test_one_node_does_it_all() -> None:
     assert (found.prefill_node, found.decode_node) == ("", "d")
 
 
-def test_a_node_that_was_not_asked_how_it_ended_decoded_to_the_end() -> None:
+def test_without_final_timings_decoding_lasts_until_the_end() -> None:
     assert PAIR.at_end.decode is not None
     told = PAIR.at_end._replace(decode=replace(PAIR.at_end.decode, decode_ms=8.0), is_complete=False)
     assert [stage[:3] for stage in stages(replace(PAIR, at_end=told))[5:]] == [
@@ -99,7 +99,7 @@ def test_a_node_that_was_not_asked_how_it_ended_decoded_to_the_end() -> None:
     ]
 
 
-def test_what_overlaps_is_cut() -> None:
+def test_overlapping_stages_are_cut() -> None:
     assert PAIR.at_end.decode is not None
     longer = PAIR.at_end._replace(decode=replace(PAIR.at_end.decode, intake_ms=53.0))
     assert [stage[:3] for stage in stages(replace(PAIR, at_end=longer))[5:]] == [
@@ -108,7 +108,7 @@ def test_what_overlaps_is_cut() -> None:
     ]
 
 
-def test_a_decode_node_that_brings_the_first_token() -> None:
+def test_the_decode_node_may_report_the_first_token() -> None:
     """As a beam search's does, all at once."""
     quicker = replace(PAIR, moments=replace(PAIR.moments, first_token=10.1), at_first_token=PAIR.at_end)
     assert [stage[:3] for stage in stages(quicker)[2:]] == [
@@ -120,7 +120,7 @@ def test_a_decode_node_that_brings_the_first_token() -> None:
     ]
 
 
-def test_attempts_that_failed_are_lost_time() -> None:
+def test_failed_attempts_are_lost_time() -> None:
     others = PAIR.at_end._replace(prompt=None, decode=StageTimings(1.0, intake_ms=2.0, decode_ms=45.0))
     again = replace(PAIR, moments=replace(PAIR.moments, placed_last=10.07), at_end=others, attempts=2)
     assert stages(again)[5:] == [
@@ -133,7 +133,7 @@ def test_attempts_that_failed_are_lost_time() -> None:
     assert [stage[:3] for stage in stages(before)[1:3]] == [("queue", "router", 1.0), ("lost", "router", 1.0)]
 
 
-def test_requests_that_did_not_get_that_far() -> None:
+def test_requests_that_ended_early_have_fewer_stages() -> None:
     nobody = replace(
         PAIR, moments=Moments(10.0, 10.001), at_first_token=AttemptTimings(), at_end=AttemptTimings(), state="failed"
     )
@@ -165,7 +165,7 @@ measured = st.builds(
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=7, max_size=7).map(sorted), measured, measured, st.booleans())
-def test_it_sums_up_whatever_is_said(
+def test_the_stages_add_up_whatever_nodes_report(
     moments: list[float], first: AttemptTimings, last: AttemptTimings, is_adopted: bool
 ) -> None:
     received, admitted, placed, for_first, first_token, placed_last, ended = moments
@@ -182,7 +182,7 @@ def test_it_sums_up_whatever_is_said(
     check(timeline(replace(request, moments=same), "router", ended))
 
 
-def test_the_latest_are_kept() -> None:
+def test_the_latest_timelines_are_kept() -> None:
     log = TimelineLog(kept=2)
     for name in ("a", "b", "a", "c"):
         log.add(replace(PAIR, request_id=name))
@@ -214,7 +214,7 @@ async def thousand() -> list[Timeline]:
     return found
 
 
-def test_a_thousand_requests() -> None:
+def test_the_timelines_of_a_thousand_requests_add_up() -> None:
     found = run_virtually(thousand())
     assert len(found) == NUM_REQUESTS
     for one in found:
@@ -226,7 +226,7 @@ def test_a_thousand_requests() -> None:
     assert relayed < 0.15 * sum(one.total_ns for one in found)
 
 
-def test_a_stage_that_nobody_measured_is_not_invented() -> None:
+def test_a_stage_without_measurements_is_left_out() -> None:
     found = timeline(
         replace(PAIR, at_first_token=AttemptTimings("p", None, "d"), at_end=AttemptTimings("p", None, "d")),
         "router",

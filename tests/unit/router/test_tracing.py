@@ -38,11 +38,11 @@ T = EngineCoreEventType
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, False),
     ],
 )
-def test_when_traces_are_asked_for(environ: dict[str, str], asked: bool) -> None:
+def test_tracing_is_enabled_by_the_standard_variables(environ: dict[str, str], asked: bool) -> None:
     assert is_asked_for(environ) is asked
 
 
-def test_what_cant_be_had_is_said_and_the_process_goes_on(
+def test_an_unavailable_exporter_is_logged_and_the_process_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert start_tracing({"OTEL_TRACES_EXPORTER": "carrier-pigeon"}, "router", "r0", "r0.a") is None
@@ -82,7 +82,7 @@ PULLED = ((T.REMOTE_KV_REQUESTED, 2.0), (T.REMOTE_KV_ARRIVED, 4.0))
         (Leg.WHOLE, (), ["queue 1-9"]),
     ],
 )
-def test_stages_of_an_attempt(
+def test_an_attempt_has_a_span_for_each_stage(
     leg: Leg, events: tuple[tuple[EngineCoreEventType, float], ...], names: list[str]
 ) -> None:
     found = list(stages(clock_of(*events), leg, 9.0))
@@ -90,7 +90,7 @@ def test_stages_of_an_attempt(
     assert all(isinstance(stage, Stage) for stage in found)
 
 
-def test_a_node_tells_of_attempts_that_are_traced_once() -> None:
+def test_a_node_reports_the_spans_of_traced_attempts_once() -> None:
     tracer = FakeTracer()
     spans = AttemptSpans(tracer)
     params = SamplingParams(temperature=0.0, seed=1, max_tokens=4)
@@ -107,7 +107,7 @@ def test_a_node_tells_of_attempts_that_are_traced_once() -> None:
     assert tracer.spans[0].attributes == {"baton.request_id": "r", "baton.attempt": 1}
 
 
-async def test_a_router_gives_its_span_to_every_attempt() -> None:
+async def test_every_attempt_gets_the_routers_span_as_parent() -> None:
     tracer = FakeTracer()
     async with router_rig(prefill("p1"), prefill("p2"), decode("d1"), spans=RequestSpans(tracer)) as rig:
         reader = rig.ask(max_tokens=1, request_id="r", traceparent=PARENT)
@@ -136,7 +136,7 @@ async def test_a_router_gives_its_span_to_every_attempt() -> None:
     assert traced.trace_id == root.trace_id
 
 
-async def test_what_another_router_goes_on_with_is_part_of_the_same_trace() -> None:
+async def test_a_request_continued_by_another_router_stays_in_its_trace() -> None:
     tracer, card = FakeTracer(), ModelCard(MODEL, 64, 300)
     async with router_rig(prefill("p1"), decode("d1"), spans=RequestSpans(tracer)) as rig:
         reader = rig.ask(request_id="r", traceparent=PARENT)
@@ -161,7 +161,7 @@ async def test_what_another_router_goes_on_with_is_part_of_the_same_trace() -> N
     assert (again.name, again.parent) == ("generate", noted.traceparent)
 
 
-async def test_a_cancelled_request_is_an_error_and_an_untraced_one_tells_nobody() -> None:
+async def test_a_cancelled_request_has_an_error_span_and_an_untraced_one_has_none() -> None:
     tracer = FakeTracer()
     async with router_rig(prefill("p1"), decode("d1"), spans=RequestSpans(tracer)) as rig:
         reader = rig.ask(request_id="r")

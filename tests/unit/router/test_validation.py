@@ -24,7 +24,7 @@ def check(prompt: Any = (1, 2, 3), **fields: Any) -> ValidRequest:
     return validate(GenerateRequest(prompt, **fields), CARD, encode, Random(3))
 
 
-def test_defaults() -> None:
+def test_fields_that_are_not_set_have_their_defaults() -> None:
     valid = check()
     sampling = valid.sampling_params
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, -1, 0.0)
@@ -36,12 +36,12 @@ def test_defaults() -> None:
     assert check() == valid, "chance comes from the rng alone"
 
 
-def test_default_length_is_cut_to_what_is_left() -> None:
+def test_the_default_length_is_reduced_to_the_remaining_context() -> None:
     assert check(tuple(range(30))).sampling_params.max_tokens == 2
     assert check(tuple(range(31))).sampling_params.max_tokens == 1
 
 
-def test_everything_at_its_bound_passes() -> None:
+def test_every_value_at_its_bound_is_accepted() -> None:
     valid = check(
         "text",
         request_id="a" * 64,
@@ -73,7 +73,7 @@ def test_everything_at_its_bound_passes() -> None:
     assert check(temperature=0.0).sampling_params.is_greedy
 
 
-def test_beam_search() -> None:
+def test_parameters_of_beam_search_are_validated() -> None:
     params = check(beam_width=8, n=3, temperature=0.0, length_penalty=-10.0, early_stopping=True).sampling_params
     assert (params.beam_width, params.n, params.length_penalty, params.early_stopping) == (8, 3, -10.0, True)
     plain = check(beam_width=2)
@@ -81,7 +81,7 @@ def test_beam_search() -> None:
     assert (plain.sampling_params.is_greedy, plain.num_returned) == (True, 1)
 
 
-def test_json_schema() -> None:
+def test_a_json_schema_is_validated() -> None:
     assert check().sampling_params.json_schema == ""
     assert check(json_schema="").sampling_params.has_grammar is False
     valid = check(json_schema="{}", ignore_eos=False, min_tokens=0, n=2, stop=["}"], logit_bias={1: 1.0})
@@ -92,7 +92,7 @@ def test_json_schema() -> None:
         validate(GenerateRequest([1], json_schema="{}"), endless, encode, Random(1))
 
 
-def test_several_sequences() -> None:
+def test_n_and_best_of_are_validated() -> None:
     assert (check().sampling_params.n, check().num_returned) == (1, 1)
     plain = check(n=8)
     assert (plain.sampling_params.n, plain.num_returned, plain.sampling_params.logprobs) == (8, 8, None)
@@ -104,7 +104,7 @@ def test_several_sequences() -> None:
     assert (asked.sampling_params.logprobs, asked.wants_logprobs) == (5, True)
 
 
-def test_what_a_model_wrote_can_be_sent_back() -> None:
+def test_the_output_of_a_model_can_be_sent_as_a_prompt() -> None:
     """A byte-level vocabulary has a token for NUL, and a model may draw it."""
     assert len(check(prompt="a\0b").prompt_token_ids) == 3
 
@@ -172,7 +172,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("field", "fields"), BAD, ids=[f"{n}-{f}" for n, (f, _) in enumerate(BAD)])
-def test_out_of_bounds_names_the_field(field: str, fields: dict[str, Any]) -> None:
+def test_a_value_out_of_bounds_is_refused_with_its_field(field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check(**fields)
     assert caught.value.field == field
@@ -180,13 +180,13 @@ def test_out_of_bounds_names_the_field(field: str, fields: dict[str, Any]) -> No
     assert isinstance(caught.value, UnknownModel) == (field == "model")
 
 
-def test_too_many_biases() -> None:
+def test_too_many_logit_biases_are_refused() -> None:
     card = ModelCard("demo", 32, 1000)
     with pytest.raises(InvalidRequest, match="logit_bias: has 301 entries"):
         validate(GenerateRequest([1], logit_bias=dict.fromkeys(range(301), 0.0)), card, encode, Random(1))
 
 
-def test_without_a_tokenizer_only_ids_are_taken() -> None:
+def test_without_a_tokenizer_only_token_ids_are_accepted() -> None:
     assert validate(GenerateRequest([1]), CARD, None, Random(1)).prompt_token_ids == (1,)
     bad: dict[str, dict[str, Any]] = {
         "prompt": {"prompt": "text"},
@@ -198,7 +198,7 @@ def test_without_a_tokenizer_only_ids_are_taken() -> None:
             validate(GenerateRequest(**fields), CARD, None, Random(1))
 
 
-def test_an_operator_bounds_how_far_ahead_a_client_may_push() -> None:
+def test_an_operator_limits_the_priority_of_clients() -> None:
     least = validate(GenerateRequest((1,), priority=-2), CARD, encode, Random(0), min_priority=-2)
     assert least.priority == -2
     with pytest.raises(InvalidRequest, match="priority: must be at least -2 here, not -3"):

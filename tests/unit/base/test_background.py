@@ -44,7 +44,9 @@ def watch(ended: list[BackgroundFault]) -> BackgroundWatch:
     return BackgroundWatch(ended.append)
 
 
-def test_a_fault_ends_the_process_once_and_says_where(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_fault_ends_the_process_once_and_names_its_place(
+    watch: BackgroundWatch, ended: list[BackgroundFault]
+) -> None:
     work = Work(1.0)
 
     async def main() -> None:
@@ -56,7 +58,7 @@ def test_a_fault_ends_the_process_once_and_says_where(watch: BackgroundWatch, en
     assert (work.begun_at, watch.faults) == ([0.0], {"heartbeat": 1})
 
 
-def test_a_task_is_started_again_later_and_later(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_failing_task_is_restarted_with_growing_delays(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
     work = Work(*[0.0] * 9)
 
     async def main() -> None:
@@ -68,7 +70,7 @@ def test_a_task_is_started_again_later_and_later(watch: BackgroundWatch, ended: 
     assert (watch.faults["follower"], ended) == (9, [])
 
 
-def test_a_task_that_ran_for_long_is_started_again_soon(watch: BackgroundWatch) -> None:
+def test_a_task_that_ran_for_long_is_restarted_soon(watch: BackgroundWatch) -> None:
     work = Work(0.0, 0.0, 0.0, STEADY_AFTER_S + 1, 0.0)
 
     async def main() -> None:
@@ -80,7 +82,9 @@ def test_a_task_that_ran_for_long_is_started_again_soon(watch: BackgroundWatch) 
     assert work.begun_at[5] - work.begun_at[4] == pytest.approx(0.1)
 
 
-def test_work_for_one_peer_is_lost_and_nothing_else(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_fault_in_work_for_one_peer_ends_that_work_alone(
+    watch: BackgroundWatch, ended: list[BackgroundFault]
+) -> None:
     work = Work(0.0)
 
     async def main() -> None:
@@ -90,7 +94,9 @@ def test_work_for_one_peer_is_lost_and_nothing_else(watch: BackgroundWatch, ende
     assert (work.begun_at, watch.faults, ended) == ([0.0], {"set-role": 1}, [])
 
 
-def test_work_that_ends_unasked_is_a_fault_too(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_task_that_ends_without_being_stopped_is_a_fault(
+    watch: BackgroundWatch, ended: list[BackgroundFault]
+) -> None:
     async def main() -> None:
         await watch.start(Work(), "heartbeat", on_fault=OnFault.END_PROCESS)
         await watch.start(Work(), "link", on_fault=OnFault.END_PROCESS, may_end=True)
@@ -113,7 +119,9 @@ def test_a_cancelled_task_is_no_fault(watch: BackgroundWatch, ended: list[Backgr
     assert (watch.faults, ended) == ({}, [])
 
 
-def test_a_callback_from_another_thread(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_fault_in_a_callback_from_another_thread_is_reported(
+    watch: BackgroundWatch, ended: list[BackgroundFault]
+) -> None:
     def broken() -> None:
         raise ValueError(threading.current_thread().name)
 
@@ -124,14 +132,14 @@ def test_a_callback_from_another_thread(watch: BackgroundWatch, ended: list[Back
     assert watch.faults == {"digests": 1}
 
 
-def test_a_fault_that_lasts_fills_no_log(watch: BackgroundWatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_repeated_fault_does_not_fill_the_log(watch: BackgroundWatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         for _ in range(1000):
             watch.failed("any", ValueError("again"))
     assert [record.args[1] for record in caplog.records] == [2**power for power in range(10)]  # type: ignore[index]
 
 
-async def test_tasks_inherit_the_watch_of_whoever_starts_them(
+async def test_tasks_inherit_the_watch_of_the_task_that_starts_them(
     watch: BackgroundWatch, ended: list[BackgroundFault]
 ) -> None:
     async def inner() -> None:

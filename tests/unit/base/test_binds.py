@@ -9,13 +9,13 @@ from baton.security.binds import Protection, check_bind, is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "LOCALHOST"])
-def test_loopback_needs_nothing(host: str) -> None:
+def test_loopback_addresses_need_no_protection(host: str) -> None:
     assert is_loopback(host)
     check_bind(host, Protection(False, False, False), needs_keys=True)
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "192.0.2.1", "gpu-1", "localhost.example", "127.0.0.1.example"])
-def test_what_others_reach_needs_tls_and_keys(host: str) -> None:
+def test_other_addresses_need_tls_and_keys(host: str) -> None:
     def story(tls: bool, keys: bool, needs_keys: bool = True) -> str:
         with pytest.raises(ConfigError) as caught:
             check_bind(host, Protection(tls, keys, insecure=False), needs_keys=needs_keys)

@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_defaults() -> None:
+def test_settings_without_a_source_have_their_defaults() -> None:
     config = load(NodeConfig, NODE, {}).config
     assert (config.block_size, config.kv_cache_memory, config.max_num_batched_tokens) == (16, 256 << 20, 512)
     assert (config.host, config.port, config.dtype, config.runner) == ("127.0.0.1", 0, "auto", "torch")
@@ -35,7 +35,7 @@ def test_defaults() -> None:
     assert load(UpConfig, {}, {}).config.grpc_port == 50051
 
 
-def test_flag_over_environment_over_file_over_default(file: Path) -> None:
+def test_flags_override_the_environment_which_overrides_the_file_and_the_defaults(file: Path) -> None:
     environ = {"BATON_CLUSTER": "from-env", "BATON_MAX_NUM_SEQS": "4", "HOME": "/x"}
     loaded = load(NodeConfig, NODE | {"max_num_seqs": 9, "threads": None}, environ, file)
     assert loaded.config.max_num_seqs == 9
@@ -50,7 +50,7 @@ def test_flag_over_environment_over_file_over_default(file: Path) -> None:
     }
 
 
-def test_a_table_is_its_commands_alone_and_the_top_is_everybodys(file: Path) -> None:
+def test_a_table_applies_to_its_command_and_top_level_keys_to_all(file: Path) -> None:
     router = load(RouterConfig, {"router_id": "r", "registry": "redis://r"}, {}, file).config
     assert (router.operator_port, router.cluster) == (5, "from-file")
     assert load(UpConfig, {}, {}, file).config.block_size == 32
@@ -67,7 +67,7 @@ def test_a_table_is_its_commands_alone_and_the_top_is_everybodys(file: Path) -> 
         ("node = [", "baton.toml"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+def test_errors_in_a_file_are_named(tmp_path: Path, content: str, complaint: str) -> None:
     path = tmp_path / "baton.toml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=re.escape(complaint)):
@@ -90,26 +90,28 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, compla
         ({"registry": None}, "--registry is required"),
     ],
 )
-def test_what_is_wrong_with_a_value_is_named_with_its_origin(flags: dict[str, object], complaint: str) -> None:
+def test_an_invalid_value_is_named_with_its_origin(flags: dict[str, object], complaint: str) -> None:
     with pytest.raises((ConfigError, UsageError), match=re.escape(complaint)):
         load(NodeConfig, NODE | flags, {})
 
 
-def test_a_bad_flag_is_bad_usage_and_a_bad_variable_bad_configuration() -> None:
+def test_an_invalid_flag_is_a_usage_error_and_an_invalid_variable_a_configuration_error() -> None:
     with pytest.raises(UsageError):
         load(NodeConfig, NODE | {"block_size": "x"}, {})
     with pytest.raises(ConfigError):
         load(NodeConfig, NODE | {"block_size": "x"}, {"BATON_DTYPE": "int4"})
 
 
-def test_a_misspelt_variable_is_an_error_and_a_strangers_is_not() -> None:
+def test_a_misspelt_variable_is_an_error_and_an_unrelated_one_is_not() -> None:
     with pytest.raises(ConfigError, match=r"BATON_BLOCKSIZE \(did you mean BATON_BLOCK_SIZE\?\)"):
         load(NodeConfig, NODE, {"BATON_BLOCKSIZE": "8"})
     environ = {"BATON_SERVICE_HOST": "10.0.0.1", "BATON_PORT": "tcp://10.0.0.1:50051", "BATON_RUN_DIR": "/x"}
     assert load(NodeConfig, NODE, environ).config.port == 0
 
 
-def test_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def test_the_configuration_file_is_found_in_its_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert config_file(None, {}) == Path("baton.toml")
     assert config_file(None, {"BATON_CONFIG": str(file)}) == file

@@ -14,7 +14,7 @@ def taken(found: Place | Refusal) -> Place:
     return found
 
 
-def test_each_limit_is_kept_and_said() -> None:
+def test_each_limit_is_enforced_and_counted() -> None:
     limit = ConnectionLimit(Limits(process=5, listener=4, peer=2))
     a = [taken(limit.take("http", "a")) for _ in range(2)]
     assert limit.take("http", "a") is Refusal.PEER
@@ -56,7 +56,7 @@ def test_the_longest_silent_connection_makes_room_for_a_new_one() -> None:
     assert limit.num_open == 5
 
 
-def test_whoever_has_asked_for_something_or_has_left_is_not_silent() -> None:
+def test_connections_with_a_request_or_closed_ones_are_not_silent() -> None:
     limit, closed = ConnectionLimit(Limits(process=9, listener=9, peer=9, silent=1)), list[str]()
     asked, left, gone, new = (taken(limit.take("http", "a")) for _ in range(4))
     asked.waits_for_peer(partial(closed.append, "asked"))
@@ -71,7 +71,7 @@ def test_whoever_has_asked_for_something_or_has_left_is_not_silent() -> None:
     assert limit.num_silent == 1
 
 
-def test_addresses_that_have_left_are_forgotten() -> None:
+def test_addresses_without_connections_are_forgotten() -> None:
     limit = ConnectionLimit(Limits(process=2, listener=2, peer=1))
     for number in range(1000):
         taken(limit.take("http", str(number))).release()
@@ -80,7 +80,7 @@ def test_addresses_that_have_left_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("descriptors", [64, 256, 1024, 20_000, 1 << 20])
-def test_most_descriptors_are_kept_for_the_process_itself_and_some_connections_for_others(descriptors: int) -> None:
+def test_limits_leave_descriptors_for_the_process_and_connections_for_other_peers(descriptors: int) -> None:
     limits = Limits.of_descriptors(descriptors)
     assert limits.peer < limits.listener < limits.process <= min(descriptors // 2, MAX_CONNECTIONS)
     assert 0 < limits.silent <= min(MAX_SILENT, limits.process // 4)

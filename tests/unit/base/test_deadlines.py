@@ -9,7 +9,7 @@ import pytest
 from baton.deadlines import Deadlines
 
 
-def test_the_first_is_known_and_the_due_come_in_order() -> None:
+def test_the_first_deadline_is_known_and_due_ones_come_in_order() -> None:
     deadlines: Deadlines[tuple[str]] = Deadlines()
     assert deadlines.first() is None
     for name, until in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("late", 9.0)):
@@ -25,7 +25,7 @@ def test_the_first_is_known_and_the_due_come_in_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_they_are_what_a_plain_table_says(seed: int) -> None:
+def test_deadlines_agree_with_a_plain_table(seed: int) -> None:
     rng = Random(seed)
     deadlines: Deadlines[tuple[int]] = Deadlines()
     plain: dict[tuple[int], float] = {}
@@ -47,7 +47,7 @@ def test_they_are_what_a_plain_table_says(seed: int) -> None:
         assert len(deadlines) == len(plain)
 
 
-def test_those_that_are_renewed_for_ever_take_no_more_room() -> None:
+def test_deadlines_that_are_renewed_repeatedly_need_no_more_memory() -> None:
     deadlines: Deadlines[tuple[int]] = Deadlines()
     for now in range(10_000):
         deadlines.set((now % 10,), now + 1e6)

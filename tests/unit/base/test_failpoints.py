@@ -21,7 +21,7 @@ def asked(tmp_path: Path) -> Iterator[Path]:
     configure_failpoints(None)
 
 
-def test_a_fault_strikes_once_and_leaves_its_proof(asked: Path) -> None:
+def test_a_fault_strikes_once_and_leaves_a_proof(asked: Path) -> None:
     failpoint("Offer", "r")
     assert list(asked.iterdir()) == []
     (asked / "Offer").write_text("sleep 0")
@@ -35,7 +35,7 @@ def test_a_fault_strikes_once_and_leaves_its_proof(asked: Path) -> None:
     assert list(asked.iterdir()) == []
 
 
-def test_another_request_passes_by(asked: Path) -> None:
+def test_a_fault_for_one_request_does_not_strike_another(asked: Path) -> None:
     (asked / "Offer").write_text("sleep 0 meant")
     failpoint("Offer", "another")
     failpoint("Offer")
@@ -44,14 +44,14 @@ def test_another_request_passes_by(asked: Path) -> None:
     assert (asked / "Offer.struck").exists()
 
 
-def test_nothing_is_looked_for_unless_it_is_asked_for(asked: Path) -> None:
+def test_failpoints_are_not_checked_unless_enabled(asked: Path) -> None:
     (asked / "Offer").write_text("kill")
     configure_failpoints(None)
     failpoint("Offer", "r")
     assert (asked / "Offer").exists()
 
 
-def test_kill_kills(tmp_path: Path) -> None:
+def test_the_action_kill_kills_the_process(tmp_path: Path) -> None:
     (tmp_path / "Offer").write_text("kill r")
     code = (
         "import sys, pathlib; from baton.failpoints import *; "

@@ -50,7 +50,7 @@ def jobs() -> Iterator[Jobs]:
     jobs.executor.close()
 
 
-def test_one_tenants_jobs_leave_threads_to_others(jobs: Jobs) -> None:
+def test_the_jobs_of_one_tenant_leave_threads_to_others(jobs: Jobs) -> None:
     jobs.ask("a", "a1", "a2", "a3", "a4")
     assert {jobs.next(), jobs.next()} == {"a1", "a2"}
     jobs.ask("b", "b1")
@@ -83,7 +83,7 @@ def test_all_threads_are_there_from_the_first_job_on(jobs: Jobs) -> None:
     assert count() == 4
 
 
-def test_where_nobody_has_a_name_all_threads_are_taken(jobs: Jobs) -> None:
+def test_jobs_without_a_tenant_may_use_all_threads(jobs: Jobs) -> None:
     jobs.ask("", "1", "2", "3", "4")
     assert {jobs.next() for _ in range(4)} == {"1", "2", "3", "4"}
     jobs.ask("", *(f"w{number}" for number in range(16)))
@@ -91,7 +91,7 @@ def test_where_nobody_has_a_name_all_threads_are_taken(jobs: Jobs) -> None:
         jobs.ask("", "no")
 
 
-def test_a_flood_of_one_tenant_leaves_room_for_others(jobs: Jobs) -> None:
+def test_a_flood_by_one_tenant_leaves_room_for_others(jobs: Jobs) -> None:
     jobs.ask("a", "a1", "a2")
     assert {jobs.next(), jobs.next()} == {"a1", "a2"}
     jobs.ask("a", "a3", "a4", "a5", "a6")
@@ -101,7 +101,7 @@ def test_a_flood_of_one_tenant_leaves_room_for_others(jobs: Jobs) -> None:
     assert jobs.next() == "b1"
 
 
-def test_whoever_no_longer_wants_it_leaves_room() -> None:
+def test_a_cancelled_job_frees_its_place() -> None:
     jobs = Jobs(num_threads=1, max_waiting=4)
     jobs.ask("", "1")
     jobs.next()
@@ -116,7 +116,7 @@ def test_whoever_no_longer_wants_it_leaves_room() -> None:
     assert jobs.begun.empty()
 
 
-def test_whatever_a_job_raises_is_its_own_and_the_thread_goes_on() -> None:
+def test_an_error_in_a_job_is_its_result_and_the_thread_continues() -> None:
     def end() -> None:
         raise SystemExit(3)
 
@@ -127,7 +127,7 @@ def test_whatever_a_job_raises_is_its_own_and_the_thread_goes_on() -> None:
     executor.close()
 
 
-async def test_a_loop_awaits_results_and_errors() -> None:
+async def test_an_event_loop_can_await_results_and_errors() -> None:
     executor, loop = FairExecutor("jobs", 1, 4), asyncio.get_running_loop()
     assert await loop.run_in_executor(executor.of("a"), len, "abc") == 3
     with pytest.raises(TypeError):
@@ -135,7 +135,7 @@ async def test_a_loop_awaits_results_and_errors() -> None:
     executor.close()
 
 
-def test_closing_cancels_what_waits_and_awaits_what_runs() -> None:
+def test_closing_cancels_waiting_jobs_and_awaits_running_ones() -> None:
     jobs = Jobs(num_threads=1, max_waiting=4)
     jobs.ask("", "1")
     jobs.next()

@@ -10,7 +10,7 @@ from baton.messages.ids import AttemptKey
 @pytest.mark.parametrize(
     "key", [AttemptKey("r", 1), AttemptKey("a.b:c-d_e", 12, 2**64 - 1), AttemptKey("x#1@2", 3, 0x10), AttemptKey("", 0)]
 )
-def test_an_attempt_key_survives_its_text(key: AttemptKey) -> None:
+def test_an_attempt_key_is_parsed_from_its_text(key: AttemptKey) -> None:
     assert AttemptKey.parse(str(key)) == key
 
 
@@ -20,6 +20,6 @@ def test_attempts_of_two_flights_of_one_request_id_differ() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "r", "r#", "r#x", "r#1@", "r#1@g", "r#-1", "r#1@2 "])
-def test_other_text_is_no_attempt_key(text: str) -> None:
+def test_other_text_is_not_parsed_as_an_attempt_key(text: str) -> None:
     with pytest.raises(ValueError, match="attempt key"):
         AttemptKey.parse(text)

@@ -26,7 +26,7 @@ def add(file: Path, tenant: str = "acme", role: CallerRole = CallerRole.CLIENT, 
     return key
 
 
-def test_the_file_has_hashes_and_is_its_owners_alone(file: Path) -> None:
+def test_the_file_has_hashes_only_and_is_readable_by_its_owner_only(file: Path) -> None:
     key = add(file)
     assert key not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -35,7 +35,7 @@ def test_the_file_has_hashes_and_is_its_owners_alone(file: Path) -> None:
     assert key != add(file)
 
 
-def test_a_key_is_its_tenant_and_its_role(file: Path) -> None:
+def test_a_key_identifies_its_tenant_and_role(file: Path) -> None:
     client, operator = add(file, "acme", most=3), add(file, "ops", CallerRole.OPERATOR)
     ring = KeyRing(file)
     found = ring.caller(client, 0.0)
@@ -47,7 +47,7 @@ def test_a_key_is_its_tenant_and_its_role(file: Path) -> None:
             ring.caller(wrong, 0.0)
 
 
-def test_a_key_that_is_too_long_for_one_is_not_even_hashed(file: Path) -> None:
+def test_a_key_that_is_too_long_is_not_hashed(file: Path) -> None:
     key = add(file)
     ring = KeyRing(file)
     assert len(key) <= MAX_KEY_CHARS
@@ -71,7 +71,7 @@ def test_a_change_of_the_file_is_seen_within_a_second(file: Path) -> None:
     assert ring.caller(second, 12.0).tenant == "other"
 
 
-def test_a_file_that_cannot_be_read_any_more_shuts_nobody_out(file: Path) -> None:
+def test_an_unreadable_file_leaves_the_known_keys_valid(file: Path) -> None:
     key = add(file)
     ring = KeyRing(file)
     file.write_text("{")
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_read_any_more_shuts_nobody_out(file: Path) -> Non
         ({"extra": 1}, "has the fields"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused_with_its_name(file: Path, change: dict[str, object], said: str) -> None:
+def test_an_invalid_file_is_refused_with_its_name(file: Path, change: dict[str, object], said: str) -> None:
     add(file)
     content = json.loads(file.read_text())
     (content if {"version", "keys"} & set(change) else content["keys"][0]).update(change)
@@ -105,12 +105,12 @@ def test_a_file_that_is_wrong_is_refused_with_its_name(file: Path, change: dict[
         KeyRing(file)
 
 
-def test_no_file(file: Path) -> None:
+def test_a_missing_file_is_an_error(file: Path) -> None:
     with pytest.raises(ConfigError, match="baton keys add"):
         KeyRing(file)
 
 
-def test_how_a_key_is_sent() -> None:
+def test_a_key_is_read_from_bearer_and_basic_headers() -> None:
     assert bearer_key("Bearer k") == bearer_key("bearer  k ") == "k"
     assert bearer_key("Basic k") == bearer_key("k") == bearer_key("") == ""
     assert key_from_authorization("Basic eDpr") == "k"

@@ -22,7 +22,7 @@ def limited(clock: FakeClock) -> LimitedLog:
     return LimitedLog(_log, logging.WARNING, 60.0, clock.monotonic)
 
 
-def test_the_first_time_is_written_at_once_and_the_next_ones_are_counted(
+def test_the_first_occurrence_is_logged_at_once_and_later_ones_are_counted(
     limited: LimitedLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert limited.happened("%s is cut off", "a")
@@ -34,7 +34,7 @@ def test_the_first_time_is_written_at_once_and_the_next_ones_are_counted(
     assert caplog.messages[1:] == ["c is cut off (and 100000 more times in the last 60 s)"]
 
 
-def test_what_happens_seldom_is_written_each_time_without_a_count(
+def test_rare_events_are_logged_each_time_without_a_count(
     limited: LimitedLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for peer in "ab":
@@ -43,7 +43,7 @@ def test_what_happens_seldom_is_written_each_time_without_a_count(
     assert caplog.messages == ["a is cut off", "b is cut off"]
 
 
-def test_the_end_of_a_condition_is_one_line_and_the_next_one_is_news_again(
+def test_the_end_of_a_condition_is_logged_once_and_the_next_one_at_once(
     limited: LimitedLog, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     limited.is_over("there are descriptors again")

@@ -52,7 +52,7 @@ def said(probe: LoopProbe) -> dict[str, float]:
     return samples(render(probe.figures(), {}))
 
 
-def test_a_turn_is_what_lies_between_two_looks_at_the_sockets() -> None:
+def test_a_turn_lasts_from_one_poll_of_the_sockets_to_the_next() -> None:
     probe, clocks = probed()
     turn(probe, clocks, 0.120, 0.120)
     turn(probe, clocks, 0.030, 0.030)
@@ -62,7 +62,7 @@ def test_a_turn_is_what_lies_between_two_looks_at_the_sockets() -> None:
     assert (found[f"{held}_max"], found[f"{held}_sum"]) == pytest.approx((0.120, 0.150))
 
 
-def test_a_turn_in_which_the_system_ran_others_is_long_on_the_wall_alone() -> None:
+def test_a_turn_in_which_other_processes_ran_is_long_in_wall_time_only() -> None:
     probe, clocks = probed()
     turn(probe, clocks, 0.400, 0.020)
     found = said(probe)
@@ -71,7 +71,7 @@ def test_a_turn_in_which_the_system_ran_others_is_long_on_the_wall_alone() -> No
     assert (found["event_loop_held_seconds_bucket0.3"], found["event_loop_held_cpu_seconds_bucket0.025"]) == (0, 1)
 
 
-def test_short_turns_are_counted_and_are_no_part_of_a_long_one() -> None:
+def test_short_turns_are_counted_and_not_added_to_a_long_one() -> None:
     probe, clocks = probed()
     for _ in range(1000):
         probe.begin_turn()
@@ -86,7 +86,7 @@ def test_short_turns_are_counted_and_are_no_part_of_a_long_one() -> None:
     assert said(probe)["event_loop_held_seconds_count"] == 1001
 
 
-def test_the_longest_is_forgotten_after_two_windows() -> None:
+def test_the_longest_turn_is_forgotten_after_two_windows() -> None:
     longest = Longest(10.0)
     longest.observe(5.0, 3.0)
     longest.observe(12.0, 1.0)
@@ -95,7 +95,7 @@ def test_the_longest_is_forgotten_after_two_windows() -> None:
     assert longest.value(501.0) == 2.0
 
 
-def test_the_gauge_outlives_a_scrape() -> None:
+def test_the_longest_turn_survives_a_scrape() -> None:
     probe, clocks = probed()
     turn(probe, clocks, 0.2, 0.2)
     assert said(probe)["event_loop_held_seconds_max"] == said(probe)["event_loop_held_seconds_max"] > 0
@@ -103,7 +103,7 @@ def test_the_gauge_outlives_a_scrape() -> None:
     assert said(probe)["event_loop_held_seconds_max"] == 0
 
 
-def test_a_loop_measures_each_of_its_turns() -> None:
+def test_a_probed_loop_measures_each_turn() -> None:
     class Counting(ProbedEventLoop):
         """Each turn takes a second of the wall's clock, and none of the processor's."""
 
@@ -129,7 +129,9 @@ def test_a_loop_measures_each_of_its_turns() -> None:
 
 
 @pytest.mark.parametrize("loop_factory", [ProbedEventLoop, asyncio.SelectorEventLoop])
-def test_a_process_says_what_it_holds(loop_factory: type[asyncio.SelectorEventLoop]) -> None:
+def test_a_process_reports_its_descriptors_threads_tasks_and_memory(
+    loop_factory: type[asyncio.SelectorEventLoop],
+) -> None:
     async def run() -> None:
         before = samples(render(process_figures(), {}))
         waiting = [asyncio.create_task(asyncio.Event().wait()) for _ in range(3)]
@@ -150,7 +152,7 @@ def test_a_process_says_what_it_holds(loop_factory: type[asyncio.SelectorEventLo
         runner.run(run())
 
 
-def test_a_crowd_that_says_something_at_one_moment_is_heard_some_in_each_turn() -> None:
+def test_simultaneously_ready_sockets_are_handled_over_several_turns() -> None:
     loop, heard = ProbedEventLoop(), list[int]()
     read, write = os.pipe()
     readers = [os.dup(read) for _ in range(2 * READY_AT_ONCE + 10)]

@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_machines_get_one_json_object_a_line() -> None:
+def test_json_logs_have_one_object_per_line() -> None:
     out = io.StringIO()
     configure_logging("info", environ={}, stream=out, process="prefill-0")
     log = structlog.get_logger("baton.node")
@@ -55,7 +55,7 @@ def test_machines_get_one_json_object_a_line() -> None:
 
 
 @pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_people_get_words(environ: dict[str, str], coloured: bool) -> None:
+def test_text_logs_are_readable_lines(environ: dict[str, str], coloured: bool) -> None:
     out = Terminal()
     configure_logging("debug", environ=environ, stream=out)
     structlog.get_logger("router").debug("placed", node="d0")
@@ -63,7 +63,7 @@ def test_people_get_words(environ: dict[str, str], coloured: bool) -> None:
     assert ("\x1b[" in out.getvalue()) is coloured
 
 
-def test_the_form_is_as_asked() -> None:
+def test_the_log_format_can_be_chosen() -> None:
     out = io.StringIO()
     configure_logging("info", environ={}, stream=out, form="text")
     structlog.get_logger("router").info("placed", node="d0")
@@ -80,7 +80,7 @@ def test_the_form_is_as_asked() -> None:
         log_format("xml", {})
 
 
-def test_the_level() -> None:
+def test_the_log_level_can_be_chosen() -> None:
     assert log_level(0, {}, "warning") == "warning"
     assert log_level(0, {"BATON_LOG": "DEBUG"}, "warning") == "debug"
     assert log_level(1, {"BATON_LOG": "error"}, "warning") == "info"
@@ -90,7 +90,7 @@ def test_the_level() -> None:
 
 
 @pytest.mark.parametrize("news", [Ready("n.1", "h:1", "h:2"), Failed("no model", 78)])
-def test_an_announcement_arrives_in_pieces(news: Ready | Failed) -> None:
+def test_an_announcement_may_arrive_in_pieces(news: Ready | Failed) -> None:
     read_end, write_end = os.pipe()
     announce(write_end, news)
     with os.fdopen(read_end, "rb") as pipe:
@@ -101,7 +101,7 @@ def test_an_announcement_arrives_in_pieces(news: Ready | Failed) -> None:
 
 
 @pytest.mark.parametrize("place", ["{}/notify", "@{}"])
-def test_systemd_hears_that_a_process_serves(place: str, tmp_path: Path) -> None:
+def test_systemd_is_notified_that_a_process_serves(place: str, tmp_path: Path) -> None:
     address = place.format(tmp_path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(address.replace("@", "\0"))
@@ -111,7 +111,7 @@ def test_systemd_hears_that_a_process_serves(place: str, tmp_path: Path) -> None
     announce(None, Ready("n.1", "h:1"), {"NOTIFY_SOCKET": address})
 
 
-def test_an_announcement_that_nobody_wants_or_hears_is_no_error() -> None:
+def test_an_announcement_without_a_receiver_is_no_error() -> None:
     announce(None, Ready("n", "h:1"))
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -237,7 +237,7 @@ def test_the_models_maximum_length_ends_a_beam_search() -> None:
     ("field", "params"),
     [("beam_width", {"beam_width": 1}), ("beam_width", {"beam_width": 9}), ("n", {"beam_width": 3, "n": 4})],
 )
-def test_bounds(field: str, params: dict[str, Any]) -> None:
+def test_beam_parameters_out_of_bounds_are_refused(field: str, params: dict[str, Any]) -> None:
     rig = EngineRig()
     with pytest.raises(InvalidRequest, match=field):
         rig.add("r", 4, **params)

@@ -227,7 +227,7 @@ def test_an_abort_ends_a_request_once_in_any_state(steps: int) -> None:
     assert rig.scheduler.schedule().finished_req_ids == {"r"}
 
 
-def test_an_abort_of_a_preempted_request() -> None:
+def test_a_preempted_request_can_be_aborted() -> None:
     rig = EngineRig(num_blocks=6)
     rig.add("old", 8, max_tokens=12)
     rig.add("new", 7, max_tokens=12)

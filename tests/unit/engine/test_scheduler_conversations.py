@@ -131,7 +131,7 @@ def replay(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", CONVERSATIONS, ids=lambda path: path.stem)
-def test_conversation(path: Path) -> None:
+def test_the_scheduler_follows_the_golden_conversation(path: Path) -> None:
     assert replay(path.read_text()) == path.read_text()
 
 

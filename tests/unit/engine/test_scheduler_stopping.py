@@ -48,7 +48,7 @@ def test_the_scripted_tokens_do_not_repeat() -> None:
         ({"max_tokens": 4}, TOKENS[3:4], Outcome.STOP, None, 4),
     ],
 )
-def test_stops(
+def test_each_stop_condition_ends_a_request(
     params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
 ) -> None:
     rig = EngineRig()

@@ -32,7 +32,7 @@ def step(rig: EngineRig) -> SchedulerOutput:
     return output
 
 
-def test_ids_and_seeds() -> None:
+def test_each_sequence_has_its_own_id_and_seed() -> None:
     assert names(3, "a#1@f") == ["a#1@f", "a#1@f~1", "a#1@f~2"]
     assert [split_sequence_id(name) for name in names(2, "a#1")] == [("a#1", 0), ("a#1", 1)]
     assert split_sequence_id(lone_sequence_id("a#1", 0)) == ("a#1", 0)
@@ -99,7 +99,7 @@ def test_nothing_to_copy_when_the_fork_begins_a_block() -> None:
     assert_all_right(rig, 2, 6)
 
 
-def test_more_sequences_than_seats() -> None:
+def test_more_sequences_than_seats_run_one_after_the_other() -> None:
     rig = EngineRig(max_num_seqs=2, enable_prefix_caching=False)
     rig.add("r", 6, n=8, max_tokens=5)
     rig.add("later", 6, max_tokens=5)
@@ -158,7 +158,7 @@ def test_the_request_id_ends_all_sequences_and_a_lone_id_one() -> None:
     rig.add("r", 6, max_tokens=2)
 
 
-def test_an_abort_while_sequences_wait() -> None:
+def test_an_abort_ends_waiting_sequences() -> None:
     rig = EngineRig(max_num_seqs=1)
     rig.add("r", 6, n=3, max_tokens=50)
     rig.step()
@@ -233,7 +233,7 @@ def test_a_transfer_that_fails_ends_the_request_once() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 9])
-def test_bounds(n: int) -> None:
+def test_n_and_best_of_out_of_bounds_are_refused(n: int) -> None:
     rig = EngineRig()
     with pytest.raises(InvalidRequest, match="n: must be 1 to 8"):
         rig.add("r", 4, n=n)

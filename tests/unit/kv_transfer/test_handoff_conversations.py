@@ -253,10 +253,10 @@ def replay(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", CONVERSATIONS, ids=lambda path: path.stem)
-def test_conversation(path: Path) -> None:
+def test_the_hand_off_follows_the_golden_conversation(path: Path) -> None:
     text = path.read_text()
     assert replay(text) == text
 
 
-def test_there_are_some() -> None:
+def test_conversation_files_are_found() -> None:
     assert len(CONVERSATIONS) >= 10

@@ -73,7 +73,7 @@ def request(request_id: str, client_index: int = 0, **fields: object) -> Request
     return Request(request_id, prompt_of(6), params, client_index=client_index, **fields)  # type: ignore[arg-type]
 
 
-def test_it_runs_what_is_submitted_and_sleeps_in_between(rig: DriverRig) -> None:
+def test_the_driver_runs_submitted_requests_and_sleeps_in_between(rig: DriverRig) -> None:
     for number in range(3):
         rig.driver.submit(request(f"r{number}"))
         outputs = rig.until_end(f"r{number}")
@@ -116,7 +116,7 @@ def test_released_blocks_wake_a_request_that_waits_for_blocks(rig: DriverRig) ->
     assert rig.until_end("waits")[-1].outcome is Outcome.LENGTH
 
 
-def test_news_carry_events_and_the_load_after_the_turn(rig: DriverRig) -> None:
+def test_news_have_events_and_the_load_after_the_turn(rig: DriverRig) -> None:
     rig.driver.submit(request("r"))
     events: list[EngineCoreEvent] = []
     stats = None
@@ -158,7 +158,7 @@ def test_a_scheduler_that_raises_is_reported_once_and_ends_the_thread(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_stop_does_not_wait_for_work_that_is_left(ahead: bool) -> None:
+def test_stop_does_not_wait_for_remaining_work(ahead: bool) -> None:
     rig = DriverRig(ahead)
     rig.driver.start()
     rig.driver.submit(request("r", leg=Leg.DECODE, kv_source=SOURCE))
@@ -167,7 +167,7 @@ def test_stop_does_not_wait_for_work_that_is_left(ahead: bool) -> None:
     rig.driver.submit(request("late"))
 
 
-def test_what_a_step_kept_back_is_posted_after_its_news() -> None:
+def test_deferred_actions_of_a_step_are_posted_after_its_news() -> None:
     """An offer wakes another node: the step's first token must not wait for that, nor the offer for other work."""
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
     outbox = Outbox(lambda action: action())
@@ -264,7 +264,7 @@ def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_end_that_needs_no_step_waits_for_none(ahead: bool) -> None:
+def test_an_end_that_needs_no_step_is_reported_at_once(ahead: bool) -> None:
     rig = GatedRig(allowed=1, ahead=ahead)
     rig.driver.submit(request("runs"))
     assert rig.outputs.get(timeout=LONG_S).request_id == "runs"

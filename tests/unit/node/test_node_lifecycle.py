@@ -26,7 +26,7 @@ _LEGAL = {
 
 
 @every_pair(S, E)
-def test_every_pair(state: NodeState, event: NodeEvent) -> None:
+def test_every_pair_of_state_and_event_moves_as_listed(state: NodeState, event: NodeEvent) -> None:
     life = node_lifecycle("n")
     for step in _WAY_TO[state]:
         life.feed(step)
@@ -71,7 +71,7 @@ async def test_after_a_signal_no_new_role_follows() -> None:
     assert stop.pop_next_role() is None
 
 
-async def test_force_needs_no_signal() -> None:
+async def test_force_ends_a_node_without_a_signal() -> None:
     stop = NodeStop()
     stop.force()
     assert stop.requested.is_set()

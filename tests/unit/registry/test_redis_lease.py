@@ -37,7 +37,7 @@ class SlowRegistry:
         pass
 
 
-async def test_an_update_during_a_renewal_is_what_the_registry_has_afterwards() -> None:
+async def test_an_update_during_a_renewal_is_not_overwritten() -> None:
     registry = SlowRegistry()
     lease = RedisLease(cast(Registry, registry), RECORD)
     renewal = asyncio.create_task(lease.start())

@@ -37,7 +37,7 @@ NODE = replace(
 
 
 @pytest.mark.parametrize("record", [ROUTER, NODE])
-def test_a_record_survives_the_trip(record: NodeRecord) -> None:
+def test_a_record_is_read_as_it_was_written(record: NodeRecord) -> None:
     assert NodeRecord.from_json(record.to_json()) == record
 
 
@@ -66,7 +66,7 @@ def test_keys_of_a_later_version_are_ignored() -> None:
         ({"eos_token_ids": ["4"]}, "eos_token_ids"),
     ],
 )
-def test_a_bad_value_is_named(change: dict[str, object], complaint: str) -> None:
+def test_an_invalid_value_is_named(change: dict[str, object], complaint: str) -> None:
     with pytest.raises(BadRecord, match=complaint):
         NodeRecord.from_json(json.dumps(json.loads(NODE.to_json()) | change).encode())
 
@@ -79,7 +79,7 @@ def test_a_missing_key_is_named() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_whatever_bytes_lie_there_only_bad_record_is_raised(data: bytes) -> None:
+def test_any_bytes_are_read_or_raise_bad_record(data: bytes) -> None:
     assert set(read_records([("k", data)]).bad) == {"k"}
 
 
@@ -91,20 +91,20 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(sorted(json.loads(NODE.to_json()))), json_values)
-def test_whatever_a_field_holds_the_record_is_read_or_refused(key: str, value: object) -> None:
+def test_any_value_of_a_field_is_read_or_refused(key: str, value: object) -> None:
     data = json.dumps(json.loads(NODE.to_json()) | {key: value}).encode()
     reading = read_records([("n.y", data)])
     assert len(reading.snapshot) + len(reading.bad) == 1
 
 
-def test_a_record_that_is_missing_in_the_same_epoch_is_gone() -> None:
+def test_a_record_missing_in_the_same_epoch_is_gone() -> None:
     grace = OutageGrace()
     assert set(grace.merge("e1", {"n": NODE}, 0.0)) == {"n"}
     assert set(grace.merge("e1", {}, 1.0)) == set()
 
 
 @pytest.mark.parametrize("epochs", [["e2", "e2"], [None, "e2"], [None, None]])
-def test_after_a_loss_records_stand_for_one_lease(epochs: list[str | None]) -> None:
+def test_after_a_loss_of_the_registry_records_stay_valid_for_one_lease(epochs: list[str | None]) -> None:
     grace = OutageGrace()
     grace.merge("e1", {"n": NODE, "router-0": ROUTER}, 0.0)
     assert set(grace.merge(epochs[0], {}, 10.0)) == {"n", "router-0"}

@@ -154,7 +154,7 @@ def test_attention_equals_softmax_attention_in_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2), (71, 1), (5, 5)])
-def test_attention_of_every_head_shape(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
+def test_attention_supports_every_head_shape(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
     paged = Paged.make(
         dtype, lengths=[70, 33], query_lens=[9, 1], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=5
     )
@@ -298,7 +298,7 @@ def test_requests_may_have_no_rows() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (24, 16), (16, 24), (40, 8), (256, 64), (8, 256)])
-def test_keys_and_values_of_different_widths(isa: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+def test_keys_and_values_may_have_different_widths(isa: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1], head_dim=key_dim, value_dim=value_dim, block_size=7)
     out = paged.attend()

@@ -126,7 +126,7 @@ def test_the_fingerprint_differs_between_orders_of_summation() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (3, 0, 7), (3, 5, 0), (0, 0, 0)])
-def test_empty_products(dtype: torch.dtype, m: int, n: int, k: int) -> None:
+def test_products_of_empty_inputs_are_empty(dtype: torch.dtype, m: int, n: int, k: int) -> None:
     bias = _randn(n, dtype=dtype)
     out = linear(_randn(m, k, dtype=dtype), kernels.pack(_randn(n, k, dtype=dtype)), bias)
     assert torch.equal(out, bias.expand(m, n))

@@ -59,7 +59,7 @@ def assert_drawn_like(params: SamplingParams, exact: npt.NDArray[np.float64]) ->
         ),
     ],
 )
-def test_philox_known_answers(
+def test_philox_gives_the_known_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, int, int, int]
 ) -> None:
     assert philox4x32(counter, key) == answer
@@ -81,7 +81,7 @@ def test_draws_follow_the_softmax() -> None:
     assert_drawn_like(SamplingParams(), softmax(LOGITS))
 
 
-def test_temperature() -> None:
+def test_the_temperature_scales_the_probabilities() -> None:
     assert_drawn_like(SamplingParams(temperature=0.5), softmax(LOGITS / np.float32(0.5)))
 
 
@@ -108,7 +108,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert distribution(LOGITS, SamplingParams(top_p=1e-9))[0].tolist() == [0]
 
 
-def test_top_p_beyond_the_first_candidates() -> None:
+def test_top_p_may_reach_beyond_the_first_candidates() -> None:
     flat = np.zeros(5000, dtype=np.float32)
     kept, weights = distribution(flat, SamplingParams(top_p=0.5))
     assert kept.tolist() == list(range(2500))
@@ -150,7 +150,7 @@ def test_top_n_sigma_keeps_all_of_equal_logits(row: list[float]) -> None:
     assert (weights > 0).tolist() == (logits > -np.inf).tolist()
 
 
-def test_penalties_by_hand() -> None:
+def test_penalties_equal_a_calculation_by_hand() -> None:
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     row = process(LOGITS, state(params, output=(0, 0, 4), prompt=(1, 6, 6)))
     # Token 0: 2.0 / 2 - 2 * 0.5 - 0.25; 1: prompt only; 4: -1.0 * 2 - 0.5 - 0.25; 6: prompt only, negative.
@@ -163,7 +163,7 @@ def test_frequency_and_presence_look_at_the_output_only() -> None:
     assert process(LOGITS, state(params, prompt=(0, 1, 2))).tolist() == LOGITS.tolist()
 
 
-def test_logit_bias() -> None:
+def test_a_logit_bias_is_added_to_its_token() -> None:
     params = SamplingParams(temperature=0.0, logit_bias={6: 10.0, 0: -100.0})
     assert process(LOGITS, state(params)).tolist() == [-98.0, 1.0, 0.5, 0.0, -1.0, 1.0, 7.0, 0.25]
     assert sample_row(LOGITS, state(params)).token_id == 6
@@ -179,7 +179,7 @@ def test_a_bias_beyond_float32_means_always_or_never(temperature: float) -> None
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_bias_lets_a_barred_stop_through() -> None:
+def test_a_bias_does_not_allow_a_barred_stop_token() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=frozenset({0}), logit_bias={0: 1e39, 4: 1e39, 5: 50.0})
     row = process(LOGITS, state(params, output=(1,)))
     assert np.flatnonzero(row == -np.inf).tolist() == [0, 4]

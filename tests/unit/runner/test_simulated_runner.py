@@ -143,7 +143,7 @@ def test_kv_moved_as_raw_memory_is_the_same_kv() -> None:
     assert taken.output == expected_tokens(prompt, GREEDY, SPEC)
 
 
-def test_cached_prefix_and_copied_block() -> None:
+def test_a_cached_prefix_and_a_copied_block_give_the_same_tokens() -> None:
     driver = driven()
     first = driver.add("c", PROMPTS["c"], GREEDY)
     driver.finish()
@@ -169,7 +169,7 @@ def test_a_resumed_request_has_new_blocks_and_its_old_tokens() -> None:
     assert [*request.output, *out.sampled_token_ids["c"]] == expected_tokens(PROMPTS["c"], GREEDY, SPEC)[:4]
 
 
-def test_stop_ids_and_min_tokens() -> None:
+def test_stop_ids_end_a_request_only_after_min_tokens() -> None:
     free = expected_tokens([1], GREEDY, SPEC)
     stopping = replace(GREEDY, stop_token_ids=frozenset({free[3]}))
     assert expected_tokens([1], stopping, SPEC) == free[:4]

@@ -145,7 +145,7 @@ def test_a_head_width_that_the_kernels_lack_is_refused(tmp_path: Path) -> None:
     assert "kernels can't compute" in refuse(tmp_path / "broken-model")
 
 
-def test_model_info_layout_and_memory(pristine: Path) -> None:
+def test_a_loaded_model_has_its_info_layout_and_memory(pristine: Path) -> None:
     runner = load(TorchSpec(pristine, dtype="bfloat16", num_blocks=9, name="served"))
     assert (runner.model.name, runner.model.architecture) == ("served", "Qwen2ForCausalLM")
     assert (runner.model.vocab_size, runner.model.max_model_len) == (256, 512)
@@ -190,7 +190,7 @@ def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> No
         resolve_dtype("float16")
 
 
-def test_cache_size() -> None:
+def test_the_size_of_the_cache_follows_from_the_settings() -> None:
     assert CacheSize(num_blocks=5).blocks(100) == 5
     assert CacheSize(cache_bytes=599).blocks(100) == 5
     for wrong in (CacheSize(), CacheSize(5, 500), CacheSize(num_blocks=1), CacheSize(cache_bytes=199)):

@@ -38,7 +38,7 @@ LLAMA = """{%- for message in messages %}
 {% endif %}"""
 
 
-def test_the_bundled_model_s_template_gives_transformers_tokens() -> None:
+def test_the_template_of_the_bundled_model_gives_the_same_tokens_as_transformers() -> None:
     ours = Tokenizer.load(bundled_model_dir()).encode_rendered(ChatTemplate.load(bundled_model_dir()).render(CHAT, NOW))
     theirs = AutoTokenizer.from_pretrained(bundled_model_dir()).apply_chat_template(CHAT, add_generation_prompt=True)
     assert ours == list(theirs["input_ids"])
@@ -46,7 +46,9 @@ def test_the_bundled_model_s_template_gives_transformers_tokens() -> None:
 
 @pytest.mark.parametrize("generation", [True, False])
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
-def test_what_templates_are_made_of_is_as_in_transformers(generation: bool, variables: dict[str, object]) -> None:
+def test_the_functions_and_filters_of_templates_behave_as_in_transformers(
+    generation: bool, variables: dict[str, object]
+) -> None:
     ours = ChatTemplate(LLAMA, {"bos_token": "<s>"})
     text = ours.render(CHAT, NOW, variables, add_generation_prompt=generation)
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_dir())
@@ -57,7 +59,7 @@ def test_what_templates_are_made_of_is_as_in_transformers(generation: bool, vari
     assert "<b>brief</b>" in text
 
 
-def test_the_date_is_given() -> None:
+def test_the_date_is_available_to_templates() -> None:
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render(CHAT, NOW) == "02 Jan 2026"
 
 
@@ -73,30 +75,30 @@ def test_the_date_is_given() -> None:
         ("{{ range(10 ** 9) | list }}", "Range too big"),
     ],
 )
-def test_what_a_template_refuses_or_may_not_do_is_the_client_s_400(source: str, says: str) -> None:
+def test_errors_and_forbidden_operations_of_a_template_are_invalid_requests(source: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
         ChatTemplate(source, {}).render(CHAT, NOW)
     assert caught.value.field == "messages"
 
 
-def test_a_developer_speaks_as_the_system_where_nobody_has_heard_of_one() -> None:
+def test_the_role_developer_becomes_system_in_templates_that_do_not_know_it() -> None:
     chat = [{"role": "developer", "content": "x"}]
     assert ChatTemplate("{{ messages[0].role }}", {}).render(chat, NOW) == "system"
     assert ChatTemplate("{{ messages[0].role }}{# developer #}", {}).render(chat, NOW) == "developer"
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token"])
-def test_variables_that_are_not_the_client_s(name: str) -> None:
+def test_reserved_variables_can_not_be_set_by_clients(name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         ChatTemplate("", {}).render(CHAT, NOW, {name: "x"})
 
 
-def test_a_broken_template_keeps_the_process_from_starting() -> None:
+def test_a_template_with_a_syntax_error_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="chat template is broken"):
         ChatTemplate("{% if %}", {})
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_the_template_is_found_in_its_places(tmp_path: Path) -> None:
     def rendered() -> str:
         return ChatTemplate.load(tmp_path).render([{"role": "user", "content": "x"}], NOW)
 

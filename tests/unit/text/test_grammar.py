@@ -49,7 +49,7 @@ def walk(matcher: JsonMatcher, rng: Random, tokens: list[int] | None = None) -> 
 
 
 @pytest.mark.parametrize("text", [JSON_OBJECT, "{}", '{"minLength": 3}', *map(schema_text, SCHEMAS)])
-def test_these_can_be_served(text: str) -> None:
+def test_supported_schemas_are_compiled(text: str) -> None:
     check_json_schema(text)
 
 
@@ -87,7 +87,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_these_can_not_and_are_told_why(name: str) -> None:
+def test_unsupported_schemas_are_refused_with_the_reason(name: str) -> None:
     text, reason = BAD[name]
     with pytest.raises(InvalidRequest) as caught:
         check_json_schema(text)
@@ -97,12 +97,12 @@ def test_these_can_not_and_are_told_why(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_deepest_schema_is_served() -> None:
+def test_a_schema_of_the_maximum_depth_is_compiled() -> None:
     check_json_schema(nested(32))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_whatever_is_drawn_fits_the_schema(name: str, grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_any_allowed_output_fits_the_schema(name: str, grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
     rng, texts = Random(7), set()
     for _ in range(10):
         tokens = walk(grammars.matcher(schema_text(name)), rng)
@@ -112,7 +112,7 @@ def test_whatever_is_drawn_fits_the_schema(name: str, grammars: JsonGrammars, to
     assert len(texts) > 1 or name == "constant"
 
 
-def test_what_fits_can_be_drawn(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_any_fitting_output_is_allowed(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
     for text in ('{"a": [1, -2.5e3, "\u00fc\\n"], "b": {}}', '{\n  "a": null,\n  "b": [\n    true\n  ]\n}', "{}"):
         grammars.matcher(JSON_OBJECT).advance(body(tokenizer, text))
 
@@ -123,7 +123,7 @@ def body(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer.encode(text)[around:], EOS]
 
 
-def test_blanks_do_not_go_on_for_ever(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_the_number_of_consecutive_blanks_is_limited(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
     blank = body(tokenizer, " ")[0]
     matcher = grammars.matcher(JSON_OBJECT)
     matcher.advance(body(tokenizer, "{")[:1])
@@ -132,7 +132,7 @@ def test_blanks_do_not_go_on_for_ever(grammars: JsonGrammars, tokenizer: Tokeniz
         matcher.advance([blank] * 40)
 
 
-def test_a_matcher_is_a_function_of_the_tokens_it_was_given(grammars: JsonGrammars) -> None:
+def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars: JsonGrammars) -> None:
     """However they came: one at a time, all at once, with masks in between or without."""
     text = schema_text("object")
     tokens = walk(grammars.matcher(text), Random(3))
@@ -146,7 +146,7 @@ def test_a_matcher_is_a_function_of_the_tokens_it_was_given(grammars: JsonGramma
         assert allowed(at_once) == allowed(one_by_one) == allowed(at_once)
 
 
-def test_one_request_is_not_held_to_what_another_one_cost(grammars: JsonGrammars) -> None:
+def test_the_budget_of_one_request_does_not_depend_on_another(grammars: JsonGrammars) -> None:
     """What the library builds while it matches is shared by copies, and with it its limits."""
     costly = json.dumps({"type": "string", "pattern": "^(.*a){12}.{300}b$"})
     first, second, third = (grammars.matcher(costly) for _ in range(3))
@@ -160,7 +160,7 @@ def test_one_request_is_not_held_to_what_another_one_cost(grammars: JsonGrammars
     assert allowed(third)
 
 
-def test_a_token_that_may_not_come_is_a_fault(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_a_token_that_is_not_allowed_is_an_error(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.matcher(JSON_OBJECT)
     with pytest.raises(EngineFault, match="json_schema"):
         matcher.advance(body(tokenizer, "x"))
@@ -168,7 +168,7 @@ def test_a_token_that_may_not_come_is_a_fault(grammars: JsonGrammars, tokenizer:
         matcher.fill(np.zeros(num_mask_words(VOCAB), dtype=np.int32))
 
 
-def test_several_end_tokens_one_of_which_has_a_text(tokenizer: Tokenizer) -> None:
+def test_all_end_tokens_are_allowed_at_the_end_even_one_with_text(tokenizer: Tokenizer) -> None:
     letter = body(tokenizer, "b")[0]
     grammars = JsonGrammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter})
     matcher = grammars.matcher('{"enum": ["abba"]}')
@@ -179,7 +179,7 @@ def test_several_end_tokens_one_of_which_has_a_text(tokenizer: Tokenizer) -> Non
     assert allowed(end) == sorted({EOS, letter})
 
 
-def test_a_model_may_be_wider_than_its_vocabulary(tokenizer: Tokenizer) -> None:
+def test_a_model_may_have_more_logits_than_its_tokenizer_has_tokens(tokenizer: Tokenizer) -> None:
     wide = JsonGrammars.load(DEMO_MODEL, VOCAB + 100, {EOS}).matcher(JSON_OBJECT)
     mask = np.full(num_mask_words(VOCAB + 100), -1, dtype=np.int32)
     wide.fill(mask)
@@ -190,7 +190,9 @@ def test_a_model_may_be_wider_than_its_vocabulary(tokenizer: Tokenizer) -> None:
     ("vocab_size", "eos", "reason"),
     [(VOCAB, set(), "no end-of-sequence token"), (10, {EOS}, "vocab size too small"), (VOCAB, {VOCAB}, "out of range")],
 )
-def test_some_models_can_have_no_grammar(vocab_size: int, eos: set[int], reason: str, tmp_path: Path) -> None:
+def test_models_with_an_unusable_vocabulary_have_no_grammars(
+    vocab_size: int, eos: set[int], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         JsonGrammars.load(DEMO_MODEL, vocab_size, eos)
     with pytest.raises(ConfigError, match="can't be read"):

@@ -44,7 +44,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_good_ones_pass_and_bad_ones_are_told_why(sandbox: SchemaSandbox) -> None:
+def test_valid_schemas_pass_and_invalid_ones_are_refused_with_the_reason(sandbox: SchemaSandbox) -> None:
     sandbox.check(GOOD)
     assert "must be a JSON object" in refusal(sandbox, "true")
     assert "at most 65536 are taken" in refusal(sandbox, json.dumps({"description": "x" * 65536}))
@@ -52,7 +52,7 @@ def test_good_ones_pass_and_bad_ones_are_told_why(sandbox: SchemaSandbox) -> Non
     assert len(sandbox.pids) == 1
 
 
-def test_one_that_takes_the_memory_ends_its_child_alone(sandbox: SchemaSandbox) -> None:
+def test_a_schema_that_exhausts_the_memory_ends_its_child_process_alone(sandbox: SchemaSandbox) -> None:
     sandbox.check(GOOD)
     (first,) = sandbox.pids
     assert refusal(sandbox, schema_bomb()) == "needs more than 64 MiB to compile: join fewer patterns"
@@ -61,7 +61,7 @@ def test_one_that_takes_the_memory_ends_its_child_alone(sandbox: SchemaSandbox) 
     assert first not in sandbox.pids
 
 
-def test_one_that_takes_the_time_ends_its_child_alone() -> None:
+def test_a_schema_that_exhausts_the_time_ends_its_child_process_alone() -> None:
     sandbox = SchemaSandbox(CompileLimits(cpu_s=0.05, wall_s=FAR_AWAY_S, memory_bytes=4 << 30))
     assert refusal(sandbox, schema_bomb()) == "takes more than 0.05 s to compile: join fewer patterns"
     assert not sandbox.pids
@@ -69,7 +69,7 @@ def test_one_that_takes_the_time_ends_its_child_alone() -> None:
     sandbox.close()
 
 
-def test_one_whose_child_gets_no_core_is_refused_and_may_come_again() -> None:
+def test_a_schema_whose_child_gets_no_core_is_refused_and_may_be_retried() -> None:
     hasty = SchemaSandbox(CompileLimits(cpu_s=FAR_AWAY_S, wall_s=0.05, memory_bytes=16 << 30))
     assert "within 0.05 s" in refusal(hasty, schema_bomb())
     assert not hasty.pids
@@ -77,7 +77,7 @@ def test_one_whose_child_gets_no_core_is_refused_and_may_come_again() -> None:
     hasty.close()
 
 
-def test_what_is_known_asks_no_child(sandbox: SchemaSandbox) -> None:
+def test_a_known_schema_needs_no_child_process(sandbox: SchemaSandbox) -> None:
     assert not sandbox.check_known(GOOD)
     sandbox.check(GOOD)
     reason = refusal(sandbox, schema_bomb())
@@ -90,7 +90,7 @@ def test_what_is_known_asks_no_child(sandbox: SchemaSandbox) -> None:
     assert not sandbox.pids
 
 
-def test_a_schema_that_was_killed_by_hand_is_refused_but_not_for_ever(sandbox: SchemaSandbox) -> None:
+def test_a_schema_whose_child_was_killed_is_refused_only_for_a_while(sandbox: SchemaSandbox) -> None:
     sandbox.check(GOOD)
     (child,) = sandbox.pids
     os.kill(child, signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_a_schema_that_was_killed_by_hand_is_refused_but_not_for_ever(sandbox: S
     sandbox.check('{"type": "array"}')
 
 
-def test_closing_ends_what_is_compiled(sandbox: SchemaSandbox) -> None:
+def test_closing_ends_running_compilations(sandbox: SchemaSandbox) -> None:
     roomy = SchemaSandbox(CompileLimits(cpu_s=FAR_AWAY_S, wall_s=FAR_AWAY_S, memory_bytes=16 << 30))
     roomy.check(GOOD)
     (child,) = roomy.pids
@@ -134,7 +134,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("schema", [GOOD, schema_bomb(19)], ids=["idle", "at work"])
-def test_children_end_with_their_parent_however_it_ends(schema: str) -> None:
+def test_child_processes_end_with_their_parent_however_it_ends(schema: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, schema], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -149,7 +149,7 @@ def test_children_end_with_their_parent_however_it_ends(schema: str) -> None:
     assert ended
 
 
-def test_children_are_told_no_secrets(sandbox: SchemaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_get_no_secrets(sandbox: SchemaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_API_KEY", "a secret")
     sandbox.check(GOOD)
     (child,) = sandbox.pids

@@ -78,7 +78,7 @@ TOKENIZERS = {name: Tokenizer(make()) for name, make in MAKERS.items()}
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
 @settings(max_examples=400)
 @given(data=st.data())
-def test_pieces_are_the_whole_and_no_piece_is_taken_back(kind: str, data: st.DataObject) -> None:
+def test_the_pieces_add_up_to_the_whole_text_and_none_is_revised(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24))
     detokenizer = tokenizer.detokenizer()
@@ -94,7 +94,7 @@ def test_pieces_are_the_whole_and_no_piece_is_taken_back(kind: str, data: st.Dat
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_text_does_not_depend_on_how_tokens_were_grouped(data: st.DataObject) -> None:
+def test_the_text_does_not_depend_on_how_tokens_are_grouped(data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[data.draw(st.sampled_from(sorted(TOKENIZERS)))]
     ids = tuple(data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24)))
     stop = data.draw(st.sampled_from([(), ("the",), ("n", "ab")]))
@@ -122,7 +122,7 @@ def library_decode(kind: str, ids: list[int]) -> str:
     return text
 
 
-def test_a_character_over_several_tokens_comes_with_its_last() -> None:
+def test_a_character_of_several_tokens_comes_with_the_last_one() -> None:
     tokenizer = TOKENIZERS["byte_fallback"]
     detokenizer = tokenizer.detokenizer()
     ids = [3 + value for value in "😀".encode()]
@@ -163,7 +163,7 @@ def test_a_text_that_keeps_ending_in_a_replacement_character_is_not_held_back(re
     )
 
 
-def test_text_flows_token_by_token() -> None:
+def test_text_is_returned_with_each_token() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode("def fibonacci")
@@ -172,20 +172,20 @@ def test_text_flows_token_by_token() -> None:
     assert all(pieces[1:])
 
 
-def test_encode_adds_what_the_post_processor_says() -> None:
+def test_encode_adds_the_tokens_of_the_post_processor() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     assert tokenizer.encode("a")[0] == 0
     assert tokenizer.decode(tokenizer.encode("naïve 中文 😀")) == "naïve 中文 😀"
 
 
-def test_truncation_in_the_file_is_ignored() -> None:
+def test_a_truncation_in_the_tokenizer_file_is_ignored() -> None:
     backend = byte_level()
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
     assert len(Tokenizer(backend).encode("fibonacci fibonacci fibonacci")) not in (4, 64)
 
 
-def test_load_round_trip_and_typed_errors(tmp_path: Path) -> None:
+def test_a_tokenizer_is_loaded_or_a_typed_error_raised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         Tokenizer.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="is missing"):
@@ -197,7 +197,7 @@ def test_load_round_trip_and_typed_errors(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).encode("def") == TOKENIZERS["byte_level"].encode("def")
 
 
-def test_model_files(tmp_path: Path) -> None:
+def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json can't be read"):
         read_model_files(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 64, "eos_token_id": 2}))
@@ -226,7 +226,7 @@ def reference_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 20), max_size=6),
 )
-def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_are_found_however_the_text_is_split(text: str, stops: list[str], cuts: list[int]) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     search = StopStrings(stops)
     given_out = "".join(search.push(text[a:b]) for a, b in itertools.pairwise(borders))
@@ -234,7 +234,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], c
     assert (given_out, search.found) == reference_cut(text, stops)
 
 
-def test_only_a_possible_beginning_is_held_back() -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     search = StopStrings(["END"])
     assert search.push("a E") == "a "
     assert search.push("N") == ""

@@ -69,11 +69,11 @@ PARAMS = SamplingParams(
 LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
 
 
-def test_sampling_params_keep_every_field() -> None:
+def test_sampling_params_are_decoded_with_every_field() -> None:
     assert codec_sampling.SAMPLING_PARAMS.from_pb(codec_sampling.SAMPLING_PARAMS.to_pb(PARAMS)) == PARAMS
 
 
-def test_absent_logprobs_stay_absent() -> None:
+def test_absent_log_probabilities_stay_absent() -> None:
     params = SamplingParams(logprobs=None)
     assert codec_sampling.SAMPLING_PARAMS.from_pb(codec_sampling.SAMPLING_PARAMS.to_pb(params)).logprobs is None
 
@@ -93,7 +93,7 @@ def test_absent_logprobs_stay_absent() -> None:
         Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     ],
 )
-def test_router_messages_keep_every_field(message: RouterMessage) -> None:
+def test_router_messages_are_decoded_with_every_field(message: RouterMessage) -> None:
     assert codec_node.router_message_from_pb(codec_node.router_message_to_pb(message)) == message
 
 
@@ -104,7 +104,7 @@ def test_an_unknown_router_message_is_refused_by_name() -> None:
         codec_node.router_message_from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit()))
 
 
-def test_reports_keep_every_field() -> None:
+def test_reports_are_decoded_with_every_field() -> None:
     deltas = [
         RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6, 7, 8)),
         RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
@@ -129,7 +129,7 @@ def test_reports_keep_every_field() -> None:
     assert again.deltas[3].stop_token_id is None
 
 
-def test_kv_cache_updates_keep_everything_but_tokens() -> None:
+def test_kv_cache_updates_are_decoded_with_everything_but_tokens() -> None:
     stored = BlockStored((b"a" * 32, b"b" * 32), b"p" * 32, (1, 2, 3), group=2)
     others: list[KVCacheEvent] = [
         BlockStored((b"c" * 32,), tier="host"),
@@ -145,7 +145,7 @@ def test_kv_cache_updates_keep_everything_but_tokens() -> None:
     assert codec_node.report_from_pb(codec_node.report_to_pb(StepReport((), LoadReport()))).kv_cache is None
 
 
-def test_kv_cache_events_of_a_newer_version_are_left_out() -> None:
+def test_unknown_kv_cache_events_of_a_newer_version_are_skipped() -> None:
     unknown = [
         node_pb2.KVCacheEvent(),
         node_pb2.KVCacheEvent(block_stored=node_pb2.BlockStored(block_hashes=[b"x"])),
@@ -155,12 +155,12 @@ def test_kv_cache_events_of_a_newer_version_are_left_out() -> None:
     assert codec_node.report_from_pb(pb).kv_cache == KVCacheUpdate(1, 4, [])
 
 
-def test_an_outcome_of_a_newer_version_is_an_error_not_progress() -> None:
+def test_an_unknown_outcome_of_a_newer_version_is_an_error() -> None:
     pb = node_pb2.StepReport(deltas=[node_pb2.RequestDelta(outcome=99)])  # type: ignore[arg-type]
     assert codec_node.report_from_pb(pb).deltas[0].outcome is Outcome.ERROR
 
 
-def test_descriptions_and_traces_keep_every_field() -> None:
+def test_descriptions_and_traces_are_decoded_with_every_field() -> None:
     description = NodeDescription(
         *("p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})),
         *("fail", "kv", 2**40, 64, 512, 4, 4096),
@@ -170,7 +170,7 @@ def test_descriptions_and_traces_keep_every_field() -> None:
     assert codec_node.TRACE_EVENT.from_pb(codec_node.TRACE_EVENT.to_pb(event)) == event
 
 
-def test_what_a_node_says_of_itself_keeps_every_field() -> None:
+def test_node_reports_are_decoded_with_every_field() -> None:
     description = NodeDescription(
         "p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})
     )
@@ -194,12 +194,12 @@ def test_what_a_node_says_of_itself_keeps_every_field() -> None:
 
 
 @pytest.mark.parametrize("notice", [None, "", "p2 [a], d0 [b]"])
-def test_an_empty_notice_is_not_an_absent_one(notice: str | None) -> None:
+def test_an_empty_notice_differs_from_an_absent_one(notice: str | None) -> None:
     report = StepReport([], LoadReport(), notice=notice)
     assert codec_node.report_from_pb(codec_node.report_to_pb(report)) == report
 
 
-def test_requests_keep_what_is_present_and_nothing_else() -> None:
+def test_requests_are_decoded_with_present_fields_only() -> None:
     bare = GenerateRequest(prompt="hello")
     assert codec_generation.request_from_pb(codec_generation.request_to_pb(bare)) == bare
     full = GenerateRequest(
@@ -228,19 +228,19 @@ def test_requests_keep_what_is_present_and_nothing_else() -> None:
     assert codec_generation.request_from_pb(codec_generation.request_to_pb(full)) == full
 
 
-def test_an_empty_list_of_token_ids_is_not_an_absent_prompt() -> None:
+def test_an_empty_list_of_token_ids_differs_from_an_absent_prompt() -> None:
     assert codec_generation.request_from_pb(codec_generation.request_to_pb(GenerateRequest(prompt=[]))).prompt == []
     assert codec_generation.request_from_pb(generation_pb2.GenerateRequest()).prompt is None
 
 
 @pytest.mark.parametrize("stop_reason", [None, 0, "END"])
-def test_the_terminal_event_keeps_every_field(stop_reason: int | str | None) -> None:
+def test_the_final_event_is_decoded_with_every_field(stop_reason: int | str | None) -> None:
     finished = Finished("stop", stop_reason, 1, 2, 3, 4, 5, 6, 7, 8, 9, Path("p0", "d0", 2, "least loaded"))
     pb = codec_generation.event_to_pb(finished, "r")
     assert codec_generation.finished_from_pb(pb.finished, codec_generation.path_to_metadata(finished)) == finished
 
 
-def test_events_keep_every_field() -> None:
+def test_events_are_decoded_with_every_field() -> None:
     events: list[GenerateEvent] = [
         Accepted("r", 5, 6),
         Chunk(3, [1, 2], "ab", [LOGPROBS]),

@@ -75,7 +75,7 @@ class Server:
 
 @settings(max_examples=400)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 3), num_routers=st.integers(1, 3))
-def test_whatever_breaks_the_caller_gets_each_thing_once(seed: int, n: int, num_routers: int) -> None:
+def test_the_caller_gets_each_event_once_whatever_breaks(seed: int, n: int, num_routers: int) -> None:
     rng = Random(seed)
     server, answer = Server(rng, n), continuation(num_routers)
     tokens: list[list[int]] = [[] for _ in range(n)]
@@ -114,7 +114,7 @@ def test_whatever_breaks_the_caller_gets_each_thing_once(seed: int, n: int, num_
     assert len(seen) == 2 + (n if n > 1 else 0)
 
 
-def test_before_it_is_accepted_each_router_is_asked_once() -> None:
+def test_each_router_is_tried_once_before_the_request_is_accepted() -> None:
     answer = continuation(3)
     places = set()
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_before_it_is_accepted_each_router_is_asked_once() -> None:
         answer.call_failed(LOST, 0.0)
 
 
-def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
+def test_a_request_refused_by_a_full_or_closing_router_goes_to_another() -> None:
     for error in (NoCapacity("no node is up"), Draining("closing")):
         answer = continuation(2)
         first = answer.next_call().endpoint
@@ -139,7 +139,7 @@ def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
 
 
 @pytest.mark.parametrize("refused_first", [True, False])
-def test_a_refusal_says_more_than_a_router_that_can_not_be_reached(refused_first: bool) -> None:
+def test_a_refusal_is_reported_rather_than_an_unreachable_router(refused_first: bool) -> None:
     endpoints = EndpointRotation(["a", "b"], Random(0))
     endpoints.has_answered = True  # it would be asked again for a while, were both lost
     c, quota = Continuation(endpoints, Random(0), 0.0, 5.0), QuotaExceeded("enough for this minute", 12.0)
@@ -151,7 +151,7 @@ def test_a_refusal_says_more_than_a_router_that_can_not_be_reached(refused_first
     assert caught.value is quota
 
 
-def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_come_back() -> None:
+def test_a_client_of_a_known_cluster_waits_for_connections_to_return() -> None:
     rng = Random(1)
     endpoints = EndpointRotation(["a", "b"], rng)
     Continuation(endpoints, rng, 0.0, 60.0).receive(ACCEPTED, 0.0)
@@ -169,7 +169,7 @@ def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_
         full.call_failed(NoCapacity("no node is up"), 20.0)
 
 
-def test_afterwards_it_is_resumed_for_as_long_as_the_budget_lasts() -> None:
+def test_an_accepted_request_is_resumed_as_long_as_the_budget_lasts() -> None:
     answer = continuation(2)
     answer.next_call()
     answer.receive(ACCEPTED, 10.0)
@@ -187,7 +187,7 @@ def test_afterwards_it_is_resumed_for_as_long_as_the_budget_lasts() -> None:
         answer.call_failed(LOST, 70.1)
 
 
-def test_a_healthy_wait_costs_nothing_of_the_budget() -> None:
+def test_waiting_on_a_live_connection_does_not_use_the_budget() -> None:
     c = continuation()
     c.next_call()
     c.receive(ACCEPTED, 0.1)
@@ -200,7 +200,7 @@ def test_a_healthy_wait_costs_nothing_of_the_budget() -> None:
         c.call_failed(LOST, 9031.0)
 
 
-def test_a_router_that_keeps_a_request_waiting_and_then_turns_it_away_spends_the_budget() -> None:
+def test_a_router_that_delays_and_then_refuses_a_request_uses_the_budget() -> None:
     c = continuation()
     c.next_call()
     c.receive(ACCEPTED, 0.1)
@@ -208,7 +208,7 @@ def test_a_router_that_keeps_a_request_waiting_and_then_turns_it_away_spends_the
         c.call_failed(NoCapacity("no node came back"), 120.0)
 
 
-def test_routers_that_take_a_request_and_are_lost_at_once_spend_the_budget() -> None:
+def test_routers_that_accept_a_request_and_die_at_once_use_the_budget() -> None:
     c, now = continuation(), 0.0
     while now < 60.0:
         c.next_call()
@@ -220,7 +220,7 @@ def test_routers_that_take_a_request_and_are_lost_at_once_spend_the_budget() -> 
         c.call_failed(LOST, now + 1.0)
 
 
-def test_a_router_that_lets_go_of_it_is_left_for_the_next_one_which_hears_that_the_call_is_later() -> None:
+def test_a_request_that_its_router_released_goes_to_the_next_one_as_a_later_call() -> None:
     answer = continuation(2)
     first = answer.next_call()
     answer.receive(ACCEPTED, 0.0)
@@ -230,7 +230,7 @@ def test_a_router_that_lets_go_of_it_is_left_for_the_next_one_which_hears_that_t
     assert (first.number, second.number) == (1, 2)
 
 
-def test_what_nobody_knows_is_generated_again_and_compared() -> None:
+def test_a_request_that_no_router_knows_is_generated_again_and_compared() -> None:
     answer = continuation(1)
     answer.next_call()
     answer.receive(ACCEPTED, 0.0)
@@ -252,7 +252,7 @@ def test_what_nobody_knows_is_generated_again_and_compared() -> None:
         answer.receive(Chunk(3, (9,), "x"), 0.0)
 
 
-def test_what_a_router_says_of_the_request_is_final() -> None:
+def test_an_error_about_the_request_itself_is_final() -> None:
     for error in (InvalidRequest("top_p", "is bad"), EngineFault("NaN"), StreamDiverged("other tokens")):
         answer = continuation()
         answer.next_call()
@@ -261,7 +261,7 @@ def test_what_a_router_says_of_the_request_is_final() -> None:
             answer.call_failed(error, 0.0)
 
 
-def test_an_id_that_somebody_else_may_have_chosen_is_not_resumed() -> None:
+def test_a_request_id_that_another_client_may_use_is_not_resumed() -> None:
     answer = continuation(owns_id=False)
     answer.next_call()
     with pytest.raises(DuplicateRequest):
@@ -272,7 +272,7 @@ def test_an_id_that_somebody_else_may_have_chosen_is_not_resumed() -> None:
     assert drawn.next_call().kind is CallKind.RESUME
 
 
-def test_a_request_is_made_repeatable() -> None:
+def test_a_request_gets_an_id_and_a_seed_to_be_repeatable() -> None:
     made = with_id_and_seed(GenerateRequest("x"), Random(1))
     assert made.request_id
     assert made.seed is not None
@@ -280,7 +280,7 @@ def test_a_request_is_made_repeatable() -> None:
     assert with_id_and_seed(chosen, Random(1)) == chosen
 
 
-def test_routers_share_the_load_and_the_dead_are_left_alone_for_a_while() -> None:
+def test_clients_spread_over_routers_and_skip_dead_ones_for_a_while() -> None:
     endpoints = EndpointRotation(["a", "b", "c"], Random(1))
     assert {endpoints.pick_first(0.0) for _ in range(50)} == {0, 1, 2}
     endpoints.note_failure(1, 0.0)

@@ -88,7 +88,7 @@ def test_an_exception_for_a_field_that_is_not_there_is_refused() -> None:
         Codec(Pattern, generation_pb2.RepetitionDetection, FieldConversion("size"))
 
 
-def test_a_field_that_the_class_lacks_may_stay_unread() -> None:
+def test_a_field_that_the_class_lacks_may_be_left_unread() -> None:
     codec = Codec(Smaller, generation_pb2.RepetitionDetection, message_only=("min_count",))
     assert codec.from_pb(generation_pb2.RepetitionDetection(max_pattern_size=3, min_count=9)) == Smaller(3, 0)
 
@@ -127,14 +127,14 @@ def test_an_enum_of_a_newer_version_is_refused_by_name() -> None:
         (StepReport, node_pb2.StepReport, {"next_places", "next_token_ids"}),
     ],
 )
-def test_what_is_written_by_hand_has_all_fields_too(
+def test_hand_written_codecs_have_all_fields_too(
     kind: type[Any], message: type[Message], of_the_stream: set[str]
 ) -> None:
     """`of_the_stream`: fields in which `report_stream` puts tokens that need no delta of their own."""
     assert {field.name for field in fields(kind)} | of_the_stream == set(message.DESCRIPTOR.fields_by_name)
 
 
-def test_a_oneof_is_read_as_the_class_that_its_field_has() -> None:
+def test_a_oneof_is_decoded_as_the_class_of_its_field() -> None:
     codec: OneOfCodec[Any, Any] = OneOfCodec(
         node_pb2.AttachRequest, Codec(Abort, node_pb2.Abort), Codec(WatchKVCache, node_pb2.WatchKVCache)
     )

@@ -32,12 +32,12 @@ _run_process("n", run, None, 0, None, None)
 """
 
 
-def test_what_hangs_is_ended_and_what_ends_is_left_alone() -> None:
+def test_a_process_that_hangs_at_its_end_is_ended_and_another_is_not() -> None:
     assert subprocess.run([sys.executable, "-c", _HANGS], timeout=60, check=False).returncode == 1
     assert subprocess.run([sys.executable, "-c", _ENDS], timeout=60, check=False).returncode == 0
 
 
-def test_nobody_looks_through_what_is_left_at_the_end() -> None:
+def test_the_garbage_collector_does_not_run_at_the_end() -> None:
     """Of a model that is seconds, in which no signal is heard."""
     done = subprocess.run([sys.executable, "-c", _LEAVES_CYCLES], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, b"")

@@ -77,7 +77,7 @@ async def echo(request: bytes, context: Any) -> bytes:
 ECHO = grpc.unary_unary_rpc_method_handler(echo)
 
 
-async def test_what_is_compressed_takes_no_more_than_it_is_before_it_is_read() -> None:
+async def test_a_compressed_message_is_not_decompressed_before_it_is_read() -> None:
     """Else a megabyte that was sent would be a gigabyte that is kept."""
     link = FakeLink()
     small = message(gzip.compress(bytes(LIMIT)), is_compressed=True)
@@ -92,7 +92,7 @@ async def test_what_is_compressed_takes_no_more_than_it_is_before_it_is_read() -
     assert link.sent == message(bytes(LIMIT))
 
 
-async def test_what_would_be_too_large_is_never_made() -> None:
+async def test_a_message_that_would_be_too_large_is_not_decompressed() -> None:
     link = FakeLink()
     call = squeezed(link)
     call.receive(message(gzip.compress(bytes(100 * LIMIT)), is_compressed=True), is_ended=True)
@@ -105,7 +105,7 @@ async def test_what_would_be_too_large_is_never_made() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 10, -1])
-async def test_a_compressed_message_that_is_cut_off_is_none(keep: int) -> None:
+async def test_a_truncated_compressed_message_is_an_error(keep: int) -> None:
     link = FakeLink()
     call = squeezed(link)
     call.receive(message(gzip.compress(b"a whole message")[:keep], is_compressed=True), is_ended=True)
@@ -113,14 +113,14 @@ async def test_a_compressed_message_that_is_cut_off_is_none(keep: int) -> None:
     assert link.last["grpc-status"] == str(grpc.StatusCode.INTERNAL.value[0])
 
 
-async def test_what_nobody_reads_is_not_kept_beyond_its_bound() -> None:
+async def test_unread_messages_are_bounded() -> None:
     call = called(FakeLink())
     for _ in range(8):
         call.receive(message(bytes(LIMIT // 2)), is_ended=False)
     assert call.num_unread <= 3 * LIMIT
 
 
-async def test_a_message_that_comes_byte_by_byte_is_put_together_once() -> None:
+async def test_a_message_that_arrives_byte_by_byte_is_joined_once() -> None:
     link, data = FakeLink(), bytes(range(256)) * 16
     call = called(link)
     for byte in message(data):
@@ -130,7 +130,7 @@ async def test_a_message_that_comes_byte_by_byte_is_put_together_once() -> None:
     assert link.sent == message(data)
 
 
-async def test_a_call_whose_time_is_up_before_its_turn_is_answered_and_does_not_begin() -> None:
+async def test_a_call_whose_deadline_passes_before_its_turn_is_answered_and_does_not_begin() -> None:
     link = FakeLink()
     call = called(link, ("grpc-timeout", "1n"))
     await link.ended.wait()
@@ -138,7 +138,7 @@ async def test_a_call_whose_time_is_up_before_its_turn_is_answered_and_does_not_
     assert link.last["grpc-status"] == str(grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
 
 
-async def test_a_fault_is_raised_behind_what_came_before_it() -> None:
+async def test_an_error_is_raised_after_the_messages_before_it() -> None:
     link = FakeLink()
     call = called(link)
     call.receive(message(b"first"), is_ended=False)

@@ -32,7 +32,7 @@ def call(name: str) -> Call:
     return cast("Call", Waiting(name))
 
 
-async def test_a_few_begin_in_a_turn_one_of_each_connection() -> None:
+async def test_a_few_calls_begin_per_turn_one_of_each_connection() -> None:
     log: list[str] = []
     queue = queued(log)
     for number in range(6):
@@ -46,7 +46,7 @@ async def test_a_few_begin_in_a_turn_one_of_each_connection() -> None:
     assert not queue
 
 
-async def test_large_requests_begin_one_in_a_turn() -> None:
+async def test_one_large_request_begins_per_turn() -> None:
     log: list[str] = []
     queue = queued(log)
     for number in range(3):
@@ -56,7 +56,7 @@ async def test_large_requests_begin_one_in_a_turn() -> None:
         assert log == [f"large {number}" for number in range(turn + 1)]
 
 
-async def test_calls_that_anyone_may_make_wait_for_the_others_all_but_one_of_a_turn() -> None:
+async def test_keyless_calls_wait_for_the_others_except_one_per_turn() -> None:
     log: list[str] = []
     queue = queued(log)
     for number in range(100):
@@ -71,7 +71,7 @@ async def test_calls_that_anyone_may_make_wait_for_the_others_all_but_one_of_a_t
     assert log == ["check"] * 4
 
 
-async def test_calls_of_a_lost_connection_end_some_in_a_turn_and_never_begin() -> None:
+async def test_calls_of_a_lost_connection_end_a_few_per_turn_and_never_begin() -> None:
     log: list[str] = []
     queue = queued(log)
     calls = [Waiting(str(number)) for number in range(3 * END_AT_ONCE)]

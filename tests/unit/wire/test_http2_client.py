@@ -109,7 +109,7 @@ def body_of(data: bytes, stream: int) -> bytes:
     return b"".join(payload for kind, _, number, payload in parse_frames(data) if kind == DATA and number == stream)
 
 
-def test_a_call_and_its_answer() -> None:
+def test_a_call_is_sent_and_its_answer_received() -> None:
     connection = ClientConnection(MAX_BYTES)
     greeting = connection.take()
     assert greeting.startswith(PREFACE)
@@ -128,7 +128,7 @@ def test_a_call_and_its_answer() -> None:
     assert (connection.num_open, connection.take()) == (0, b"")
 
 
-def test_who_is_answered_before_the_end_stops() -> None:
+def test_a_call_that_is_answered_early_stops_sending() -> None:
     connection = connected()
     stream, heard = asked(connection, b"one")
     connection.receive(headers(stream, OK, END_STREAM))
@@ -139,7 +139,7 @@ def test_who_is_answered_before_the_end_stops() -> None:
     assert connection.take() == b""
 
 
-def test_messages_are_whole_however_they_come() -> None:
+def test_messages_are_joined_however_they_are_split() -> None:
     connection = connected()
     stream, heard = asked(connection)
     body = packed(b"", b"x" * 500, b"yz")
@@ -148,7 +148,7 @@ def test_messages_are_whole_however_they_come() -> None:
     assert heard.messages == [b"", b"x" * 500, b"yz"]
 
 
-def test_what_does_not_fit_waits_in_order() -> None:
+def test_data_beyond_the_window_waits_in_order() -> None:
     connection = connected(first_window=10)
     stream, _ = asked(connection)
     connection.send(stream, b"a" * 20)
@@ -165,7 +165,7 @@ def test_what_does_not_fit_waits_in_order() -> None:
     assert rest == [(DATA, END_STREAM, stream, whole[22:])]
 
 
-def test_the_connections_window_bounds_all_calls() -> None:
+def test_all_calls_share_the_window_of_the_connection() -> None:
     connection = connected(first_window=1 << 20)
     stream, _ = asked(connection)
     other, _ = asked(connection)
@@ -178,7 +178,7 @@ def test_the_connections_window_bounds_all_calls() -> None:
     assert body_of(out, other) + body_of(connection.take(), other) == packed(b"b" * 2_000)
 
 
-def test_what_is_read_goes_back_to_the_windows() -> None:
+def test_read_bytes_are_returned_to_the_windows() -> None:
     connection = connected()
     stream, heard = asked(connection)
     for _ in range(2000):
@@ -198,7 +198,7 @@ def test_what_is_read_goes_back_to_the_windows() -> None:
         ("500", grpc.StatusCode.UNKNOWN),
     ],
 )
-def test_a_server_that_does_not_speak_grpc(status: str, code: grpc.StatusCode) -> None:
+def test_an_answer_that_is_not_grpc_is_an_error(status: str, code: grpc.StatusCode) -> None:
     connection = connected()
     heard = Heard()
     stream = connection.begin(ASK, heard)
@@ -217,7 +217,7 @@ def test_a_server_that_does_not_speak_grpc(status: str, code: grpc.StatusCode) -
         ([], grpc.StatusCode.UNKNOWN, "missing"),
     ],
 )
-def test_a_refusal_is_told_in_the_servers_words(last: list[Header], code: grpc.StatusCode, story: str) -> None:
+def test_an_error_has_the_message_of_the_server(last: list[Header], code: grpc.StatusCode, story: str) -> None:
     for begin in ([(":status", "200"), ("content-type", "application/grpc")], []):
         connection = connected()
         stream, heard = asked(connection)
@@ -230,14 +230,14 @@ def test_a_refusal_is_told_in_the_servers_words(last: list[Header], code: grpc.S
         assert story in heard.ended.detail
 
 
-def test_a_body_without_headers_is_no_answer() -> None:
+def test_a_body_without_headers_is_a_protocol_error() -> None:
     connection = connected()
     heard = Heard()
     connection.receive(frame(DATA, 0, connection.begin(ASK, heard), packed(b"x")))
     assert (heard.messages, heard.code) == ([], INTERNAL)
 
 
-def test_hints_do_not_begin_an_answer() -> None:
+def test_informational_headers_do_not_begin_an_answer() -> None:
     connection = connected()
     heard = Heard()
     stream = connection.begin(ASK, heard)
@@ -268,7 +268,7 @@ BROKEN_CALLS = [
 
 
 @pytest.mark.parametrize(("said", "code", "is_reset"), BROKEN_CALLS)
-def test_what_breaks_one_call_costs_no_other(said: bytes, code: grpc.StatusCode, *, is_reset: bool) -> None:
+def test_an_error_in_one_call_does_not_affect_others(said: bytes, code: grpc.StatusCode, *, is_reset: bool) -> None:
     connection = connected()
     stream, heard = asked(connection)
     other, well = asked(connection)
@@ -310,7 +310,7 @@ def test_what_breaks_one_call_costs_no_other(said: bytes, code: grpc.StatusCode,
         (struct.pack(">I", 20_000)[1:] + bytes(6), FRAME_SIZE_ERROR),
     ],
 )
-def test_a_fault_against_all_calls_ends_each_once(said: bytes, code: int) -> None:
+def test_a_connection_error_ends_each_call_once(said: bytes, code: int) -> None:
     connection = connected()
     calls = [asked(connection)[1], asked(connection)[1]]
     with pytest.raises(ConnectionFault) as caught:
@@ -322,13 +322,13 @@ def test_a_fault_against_all_calls_ends_each_once(said: bytes, code: int) -> Non
     connection.lose("and it is gone")
 
 
-def test_who_does_not_greet_is_no_server() -> None:
+def test_a_peer_that_sends_no_settings_is_no_server() -> None:
     connection = ClientConnection(MAX_BYTES)
     with pytest.raises(ConnectionFault):
         connection.receive(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-def test_a_server_that_leaves_answers_what_it_took() -> None:
+def test_a_server_that_sends_goaway_answers_the_calls_it_accepted() -> None:
     connection = connected()
     first, answered = asked(connection)
     _, refused = asked(connection)
@@ -339,7 +339,7 @@ def test_a_server_that_leaves_answers_what_it_took() -> None:
     assert answered.code is grpc.StatusCode.OK
 
 
-def test_a_connection_that_is_lost_ends_every_call_once() -> None:
+def test_a_lost_connection_ends_every_call_once() -> None:
     connection = connected()
     calls = [asked(connection)[1] for _ in range(3)]
     connection.lose("the wire is cut")
@@ -347,7 +347,7 @@ def test_a_connection_that_is_lost_ends_every_call_once() -> None:
     assert [heard.ended for heard in calls] == [CallEnd(UNAVAILABLE, "the wire is cut")] * 3
 
 
-def test_a_call_that_is_cancelled_hears_nothing_more() -> None:
+def test_a_cancelled_call_receives_nothing_more() -> None:
     connection = connected()
     stream, heard = asked(connection)
     connection.cancel(stream)
@@ -384,7 +384,7 @@ async def sockets() -> AsyncIterator[tuple[Http2Client, Peer]]:
             peer.writer.close()
 
 
-async def test_what_was_said_last_goes_out_before_the_end() -> None:
+async def test_pending_data_is_sent_before_the_connection_closes() -> None:
     async with sockets() as (client, peer):
         call = client.call(ASK, Heard())
         client.send(call, b"the last word")
@@ -408,7 +408,7 @@ class Persistent(Heard):
         self._client.call(ASK, self.again)
 
 
-async def test_who_calls_once_more_while_the_connection_is_lost_is_told_too() -> None:
+async def test_a_call_started_while_the_connection_is_being_lost_fails_too() -> None:
     async with sockets() as (client, peer):
         caller, late = Persistent(client), Heard()
         client.call(ASK, caller)
@@ -418,7 +418,7 @@ async def test_who_calls_once_more_while_the_connection_is_lost_is_told_too() ->
         assert [caller.code, caller.again.code, late.code] == [UNAVAILABLE] * 3
 
 
-async def test_the_last_call_of_a_connection_that_is_left_ends_it_also_when_it_is_cancelled() -> None:
+async def test_the_last_call_of_a_closing_connection_ends_it_even_when_cancelled() -> None:
     async with sockets() as (client, peer):
         call = client.call(ASK, Heard())
         peer.writer.write(frame(SETTINGS, 0, 0) + frame(GOAWAY, 0, 0, struct.pack(">II", call, 0)))
@@ -428,7 +428,7 @@ async def test_the_last_call_of_a_connection_that_is_left_ends_it_also_when_it_i
         assert (kind, number) == (RST_STREAM, call)
 
 
-async def test_what_the_kernel_does_not_take_at_once_goes_out_later() -> None:
+async def test_data_that_the_kernel_does_not_take_at_once_is_sent_later() -> None:
     async with sockets() as (client, peer):
         call, said = client.call(ASK, Heard()), b""
         windows = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 26)) + grow(0, 1 << 26)
@@ -503,7 +503,7 @@ CONVERSATION = (
 
 
 @given(st.lists(st.integers(0, len(CONVERSATION)), max_size=6))
-def test_where_bytes_are_cut_changes_nothing(cuts: Sequence[int]) -> None:
+def test_the_result_does_not_depend_on_how_bytes_are_split(cuts: Sequence[int]) -> None:
     connection, heard = ClientConnection(MAX_BYTES), [Heard(), Heard()]
     for one in heard:
         connection.begin(ASK, one)
@@ -523,7 +523,7 @@ FRAMES = st.builds(
 
 
 @given(st.lists(FRAMES, max_size=12), st.data())
-def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data: st.DataObject) -> None:
+def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], data: st.DataObject) -> None:
     connection = connected()
     calls = [asked(connection) for _ in range(2)]
     for one in frames:

@@ -83,7 +83,7 @@ def fault_of(connection: ServerConnection, data: bytes) -> int:
     return caught.value.code
 
 
-def test_a_request_and_its_answer() -> None:
+def test_a_request_is_received_and_answered() -> None:
     connection = connected()
     events = connection.receive(opened(1) + frame(DATA, 0, 1, b"ab") + frame(DATA, END_STREAM, 1, b"c"))
     assert events == [RequestReceived(1, REQUEST, False), DataReceived(1, b"ab", False), DataReceived(1, b"c", True)]
@@ -98,14 +98,14 @@ def test_a_request_and_its_answer() -> None:
     assert connection.num_open == 0
 
 
-def test_greetings_are_answered() -> None:
+def test_settings_and_pings_are_acknowledged() -> None:
     connection = ServerConnection(8192)
     assert [kind for kind, *_ in parse_frames(connection.take())] == [SETTINGS, WINDOW_UPDATE]
     connection.receive(PREFACE + frame(SETTINGS, 0, 0) + frame(PING, 0, 0, b"12345678"))
     assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
 
 
-def test_padding_priorities_and_continuations_are_taken_off() -> None:
+def test_padding_priorities_and_continuations_are_decoded() -> None:
     connection = connected()
     padded = frame(HEADERS, PADDED | HAS_PRIORITY, 1, b"\x02" + b"\0\0\0\0\x10" + BLOCK[:3] + b"\0\0")
     rest = frame(CONTINUATION, 0, 1, BLOCK[3:5]) + frame(CONTINUATION, END_HEADERS, 1, BLOCK[5:])
@@ -114,7 +114,7 @@ def test_padding_priorities_and_continuations_are_taken_off() -> None:
     assert connection.receive(frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)) == [DataReceived(1, b"", True)]
 
 
-def test_an_answer_before_the_requests_end_tells_the_peer_to_stop() -> None:
+def test_an_early_answer_asks_the_peer_to_stop_sending() -> None:
     connection = connected()
     connection.receive(opened(1))
     connection.finish(1, TRAILERS)
@@ -122,7 +122,7 @@ def test_an_answer_before_the_requests_end_tells_the_peer_to_stop() -> None:
     assert connection.receive(frame(DATA, 0, 1, b"was under way")) == []
 
 
-def test_what_does_not_fit_waits_in_order_with_the_trailers_behind_it() -> None:
+def test_data_beyond_the_window_waits_in_order_before_the_trailers() -> None:
     connection = connected(first_window=10)
     connection.receive(opened(1, END_STREAM))
     assert not connection.send(1, b"0123456789abcdef")
@@ -139,7 +139,7 @@ def test_what_does_not_fit_waits_in_order_with_the_trailers_behind_it() -> None:
     assert connection.num_open == 0
 
 
-def test_what_fits_counts_towards_the_window() -> None:
+def test_sent_data_counts_towards_the_window() -> None:
     connection = connected(first_window=10)
     connection.receive(opened(1))
     assert connection.send(1, b"012345")
@@ -147,7 +147,7 @@ def test_what_fits_counts_towards_the_window() -> None:
     assert body_of(connection.take(), 1) == b"0123456789"
 
 
-def test_who_waits_is_told_once_it_is_out() -> None:
+def test_a_waiting_writer_is_notified_once_its_data_is_sent() -> None:
     connection = connected(first_window=4)
     connection.receive(opened(1) + opened(3))
     assert not connection.send(1, b"abcdef")
@@ -168,7 +168,7 @@ def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
     assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (DATA, 0, 1, b"ef")]
 
 
-def test_the_connections_window_is_shared_by_who_waits_the_longest() -> None:
+def test_the_window_of_the_connection_goes_to_the_longest_waiting_stream() -> None:
     connection = connected(first_window=1 << 20)
     connection.receive(b"".join(opened(stream) for stream in (1, 3, 5)))
     assert not connection.send(1, b"x" * 65_536), "one byte more than the window"
@@ -181,7 +181,7 @@ def test_the_connections_window_is_shared_by_who_waits_the_longest() -> None:
     assert (body_of(data, 1), body_of(data, 3), body_of(data, 5)) == (b"x", b"y" * 10, b"z" * 10)
 
 
-def test_large_headers_leave_in_such_frames_too() -> None:
+def test_large_headers_are_split_into_frames_too() -> None:
     connection = connected()
     connection.receive(opened(1))
     connection.send_headers(1, b"h" * 16_384)
@@ -196,14 +196,14 @@ def test_large_headers_leave_in_such_frames_too() -> None:
     assert b"".join(payload for *_, payload in frames[1:-1]) == b"t" * 40_000
 
 
-def test_large_bodies_leave_in_frames_of_the_least_size() -> None:
+def test_large_bodies_are_sent_in_frames_of_the_minimum_size() -> None:
     connection = connected(first_window=1 << 20)
     connection.receive(opened(1) + grow(0, 1 << 20))
     assert connection.send(1, bytes(40_000))
     assert [len(payload) for *_, payload in parse_frames(connection.take())] == [16_384, 16_384, 7_232]
 
 
-def test_what_is_read_goes_back_to_the_windows() -> None:
+def test_read_bytes_are_returned_to_the_windows() -> None:
     connection = connected()
     connection.receive(opened(1))
     given = {0: 16 << 20, 1: 1 << 20}
@@ -228,7 +228,7 @@ def test_a_reset_ends_one_stream_alone() -> None:
     assert connection.num_open == 1
 
 
-def test_an_end_may_come_before_what_waits() -> None:
+def test_a_stream_may_be_reset_before_its_waiting_data() -> None:
     connection = connected(first_window=4)
     connection.receive(opened(1, END_STREAM))
     connection.send(1, b"abcdef")
@@ -240,7 +240,7 @@ def test_an_end_may_come_before_what_waits() -> None:
     assert connection.take() == b""
 
 
-def test_a_fault_of_one_stream_costs_no_other() -> None:
+def test_a_stream_error_does_not_affect_other_streams() -> None:
     connection = connected()
     connection.receive(opened(1, END_STREAM) + opened(3))
     assert connection.receive(frame(DATA, 0, 1, b"more")) == [StreamReset(1)]
@@ -252,14 +252,14 @@ def test_a_fault_of_one_stream_costs_no_other() -> None:
     assert connection.receive(opened(5)) == [RequestReceived(5, REQUEST, False)]
 
 
-def test_headers_that_are_too_large_are_told_and_cost_no_other() -> None:
+def test_too_large_headers_are_answered_and_affect_no_other_stream() -> None:
     connection = connected()
     large = write_headers([("x", "y" * 9000)])
     assert connection.receive(frame(HEADERS, END_HEADERS, 1, large)) == [RequestReceived(1, None, False)]
     assert connection.receive(opened(3)) == [RequestReceived(3, REQUEST, False)]
 
 
-def test_who_leaves_takes_nothing_new_and_ends_what_is_open() -> None:
+def test_a_closing_connection_takes_no_new_streams_and_ends_open_ones() -> None:
     connection = connected()
     connection.receive(opened(1))
     connection.leave()
@@ -292,16 +292,16 @@ def test_who_leaves_takes_nothing_new_and_ends_what_is_open() -> None:
         (b"\x00\x40\x01" + frame(DATA, 0, 1)[3:], 6),
     ],
 )
-def test_a_fault_against_all_streams_ends_the_connection(data: bytes, code: int) -> None:
+def test_a_connection_error_ends_the_connection(data: bytes, code: int) -> None:
     assert fault_of(connected(), data) == code
 
 
-def test_who_does_not_greet_is_no_client() -> None:
+def test_a_peer_that_sends_no_preface_is_no_client() -> None:
     assert fault_of(ServerConnection(8192), b"GET / HTTP/1.1\r\n") == PROTOCOL_ERROR
     assert fault_of(ServerConnection(8192), PREFACE + frame(PING, 0, 0, bytes(8))) == PROTOCOL_ERROR
 
 
-def test_who_only_asks_is_cut_whether_it_reads_the_answers_or_not() -> None:
+def test_a_peer_that_only_sends_pings_and_settings_is_disconnected() -> None:
     connection = connected()
     for _ in range(10):
         connection.receive(frame(PING, 0, 0, bytes(8)) * 100)
@@ -309,7 +309,7 @@ def test_who_only_asks_is_cut_whether_it_reads_the_answers_or_not() -> None:
     assert fault_of(connection, frame(PING, 0, 0, bytes(8))) == ENHANCE_YOUR_CALM
 
 
-def test_what_is_sent_and_time_pay_for_what_is_asked() -> None:
+def test_data_sent_and_time_replenish_the_flood_budget() -> None:
     """A client that measures its bandwidth pings, and one whose windows are small gives them back, all day long."""
     connection = connected()
     connection.receive(opened(1))
@@ -323,13 +323,13 @@ def test_what_is_sent_and_time_pay_for_what_is_asked() -> None:
         connection.guard.forgive()
 
 
-def test_who_only_gives_windows_back_is_cut() -> None:
+def test_a_peer_that_only_sends_window_updates_is_disconnected() -> None:
     connection = connected()
     connection.receive(opened(1))
     assert fault_of(connection, (grow(0, 1) + grow(1, 1)) * 501) == ENHANCE_YOUR_CALM
 
 
-def test_who_only_wants_to_be_refused_is_cut() -> None:
+def test_a_peer_that_only_causes_refused_streams_is_disconnected() -> None:
     connection = connected()
     for stream in range(1, 2_001, 2):
         connection.receive(opened(stream, END_STREAM))
@@ -342,14 +342,14 @@ def test_who_only_wants_to_be_refused_is_cut() -> None:
     assert parse_frames(connection.take())[-1][0] == GOAWAY
 
 
-def test_who_sends_a_request_byte_by_byte_is_cut() -> None:
+def test_a_peer_that_sends_a_request_byte_by_byte_is_disconnected() -> None:
     connection = connected()
     connection.receive(opened(1))
     connection.receive(frame(DATA, 0, 1, b"x") * 1_000)
     assert fault_of(connection, frame(DATA, 0, 1, b"x")) == ENHANCE_YOUR_CALM
 
 
-def test_what_comes_for_streams_that_are_over_is_no_more_free() -> None:
+def test_frames_for_ended_streams_are_charged_too() -> None:
     connection = connected()
     connection.receive(opened(1))
     connection.finish(1, TRAILERS)
@@ -373,13 +373,13 @@ def test_more_streams_are_allowed_later() -> None:
     assert connection.receive(opened(7)) == [RequestReceived(7, REQUEST, False)]
 
 
-def test_who_opens_streams_only_to_reset_them_is_cut() -> None:
+def test_a_peer_that_opens_streams_only_to_reset_them_is_disconnected() -> None:
     connection = connected()
     pairs = [opened(s, END_STREAM) + frame(RST_STREAM, 0, s, bytes(4)) for s in range(1, 6_001, 2)]
     assert fault_of(connection, b"".join(pairs)) == ENHANCE_YOUR_CALM
 
 
-def test_who_also_reads_answers_may_reset_many() -> None:
+def test_a_peer_that_reads_answers_may_reset_many_streams() -> None:
     connection = connected()
     for stream in range(1, 12_001, 2):
         connection.receive(opened(stream, END_STREAM))
@@ -407,7 +407,7 @@ CONVERSATION = (
 
 
 @given(st.lists(st.integers(0, len(CONVERSATION)), max_size=6))
-def test_where_bytes_are_cut_changes_nothing(cuts: Sequence[int]) -> None:
+def test_the_result_does_not_depend_on_how_bytes_are_split(cuts: Sequence[int]) -> None:
     whole, cut = ServerConnection(8192), ServerConnection(8192)
     events: list[Event] = []
     places = [0, *sorted(cuts), len(CONVERSATION)]
@@ -423,7 +423,7 @@ FRAMES = st.builds(
 
 
 @given(st.lists(FRAMES, max_size=12), st.data())
-def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data: st.DataObject) -> None:
+def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], data: st.DataObject) -> None:
     connection = connected()
     open_streams: set[int] = set()
     for one in frames:
@@ -458,7 +458,7 @@ def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data
     ],
     ids=["empty", "padding", "priority", "unknown", "answers", "farewells", "settings"],
 )
-def test_who_sends_nothing_but_frames_for_nothing_is_cut(useless: bytes) -> None:
+def test_a_peer_that_sends_only_useless_frames_is_disconnected(useless: bytes) -> None:
     connection = connected()
     connection.receive(opened(1))
     for _ in range(5):
@@ -468,7 +468,7 @@ def test_who_sends_nothing_but_frames_for_nothing_is_cut(useless: bytes) -> None
     assert fault_of(connection, useless * 1_001) == ENHANCE_YOUR_CALM
 
 
-def test_a_new_size_of_all_windows_costs_what_there_are_streams() -> None:
+def test_changing_the_initial_window_is_charged_by_the_number_of_streams() -> None:
     connection = connected()
     connection.receive(b"".join(opened(stream) for stream in range(1, 20_001, 2)))
     one_frame = frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", 4, size) for size in range(2_000)))
@@ -478,7 +478,7 @@ def test_a_new_size_of_all_windows_costs_what_there_are_streams() -> None:
     assert fault_of(connection, (smaller + larger) * 10) == ENHANCE_YOUR_CALM
 
 
-def test_who_makes_us_reset_its_streams_is_cut_as_well() -> None:
+def test_a_peer_that_makes_the_server_reset_its_streams_is_disconnected() -> None:
     """CVE-2025-8671: a stream that is broken on purpose costs as much as one that is reset."""
     connection = connected()
     pairs = [opened(stream, END_STREAM) + grow(stream, 0) for stream in range(1, 4_003, 2)]
@@ -491,7 +491,7 @@ def test_who_makes_us_reset_its_streams_is_cut_as_well() -> None:
 
 @pytest.mark.parametrize("value", [" v", "v ", "\tv", "v\t", "a\0b", "a\nb", "\r"])
 @pytest.mark.parametrize("name", ["x", ":path"])
-def test_a_value_with_blanks_around_it_or_controls_in_it_breaks_the_stream(name: str, value: str) -> None:
+def test_a_header_value_with_outer_blanks_or_controls_is_a_stream_error(name: str, value: str) -> None:
     """RFC 9113, 8.2.1."""
     fields = [*(one for one in REQUEST if one[0] != name), (name, value)]
     fields.sort(key=lambda one: not one[0].startswith(":"))
@@ -500,7 +500,7 @@ def test_a_value_with_blanks_around_it_or_controls_in_it_breaks_the_stream(name:
     assert parse_frames(connection.take()) == [(RST_STREAM, 0, 1, struct.pack(">I", PROTOCOL_ERROR))]
 
 
-def test_answers_that_are_not_taken_count_as_open_streams() -> None:
+def test_unread_answers_count_as_open_streams() -> None:
     connection = connected()
     for stream in range(1, 20_001, 2):
         connection.receive(opened(stream, END_STREAM))
@@ -510,7 +510,7 @@ def test_answers_that_are_not_taken_count_as_open_streams() -> None:
     assert connection.receive(opened(20_003)) == [RequestReceived(20_003, REQUEST, False)]
 
 
-def test_what_is_said_of_a_stream_that_was_left_counts_for_nothing() -> None:
+def test_frames_for_a_stream_that_was_reset_are_ignored() -> None:
     """The peer could not know yet: after an answer before its end, a refusal, a fault."""
     connection = connected()
     connection.receive(opened(1) + opened(3) + opened(5))
@@ -523,7 +523,7 @@ def test_what_is_said_of_a_stream_that_was_left_counts_for_nothing() -> None:
     assert connection.receive(b"".join(late)) == []
 
 
-def test_so_it_does_when_many_were_left_since() -> None:
+def test_frames_for_a_stream_that_was_reset_long_ago_are_ignored() -> None:
     connection = connected()
     for stream in range(1, 4_001, 2):
         connection.receive(opened(stream))
@@ -531,7 +531,7 @@ def test_so_it_does_when_many_were_left_since() -> None:
     assert connection.receive(frame(DATA, 0, 1, b"x") + frame(DATA, 0, 3_999, b"x")) == []
 
 
-def test_who_goes_on_with_what_it_ended_is_cut() -> None:
+def test_a_peer_that_sends_on_a_stream_it_ended_is_disconnected() -> None:
     connection = connected()
     connection.receive(opened(1, END_STREAM))
     connection.finish(1, TRAILERS)
@@ -539,13 +539,13 @@ def test_who_goes_on_with_what_it_ended_is_cut() -> None:
 
 
 @pytest.mark.parametrize("length", ["", "-1", "1e3", "1" * 19])
-def test_a_length_that_is_none_breaks_the_stream(length: str) -> None:
+def test_an_invalid_content_length_is_a_stream_error(length: str) -> None:
     connection = connected()
     block = write_headers([*REQUEST, ("content-length", length)])
     assert connection.receive(frame(HEADERS, END_HEADERS, 1, block)) == [StreamReset(1)]
 
 
-def test_a_body_is_as_long_as_it_was_announced() -> None:
+def test_a_body_must_have_its_announced_length() -> None:
     connection = connected()
     for stream, data in ((1, b"abc"), (3, b"ab"), (5, b"abcd")):
         block = write_headers([*REQUEST, ("content-length", "3")])

@@ -36,13 +36,13 @@ def reader(max_list_bytes: int = 8192) -> HeaderReader:
 
 
 @pytest.mark.parametrize("blocks", [PLAIN, HUFFMAN])
-def test_the_examples_of_the_rfc(blocks: tuple[str, ...]) -> None:
+def test_the_examples_of_rfc_7541_are_decoded(blocks: tuple[str, ...]) -> None:
     """Appendix C.3 and C.4: three requests on one connection."""
     ours = reader()
     assert [ours.read(bytes.fromhex(block)) for block in blocks] == [FIRST, SECOND, THIRD]
 
 
-def test_what_does_not_fit_into_the_table_leaves_it() -> None:
+def test_entries_that_exceed_the_table_are_evicted() -> None:
     ours = reader()
     for number in range(200):
         name = f"name-{number}".encode()
@@ -54,7 +54,7 @@ def test_what_does_not_fit_into_the_table_leaves_it() -> None:
         ours.read(b"\xff" + bytes([oldest + 1 - 127 | 0x80, 0]))
 
 
-def test_a_table_may_be_made_smaller_and_no_larger_than_it_was() -> None:
+def test_the_table_may_shrink_and_not_grow_beyond_its_bound() -> None:
     ours = reader()
     ours.read(bytes.fromhex(PLAIN[0]))
     assert ours.read(b"\x20") == []
@@ -64,7 +64,7 @@ def test_a_table_may_be_made_smaller_and_no_larger_than_it_was() -> None:
         ours.read(b"\x3f\xe2\x1f")
 
 
-def test_a_list_is_bounded_by_what_it_would_be_written_out() -> None:
+def test_a_header_list_is_bounded_by_its_uncompressed_size() -> None:
     ours = reader(max_list_bytes=4096)
     assert ours.read(b"\x40\x01a\x7f\xd1\x0e" + b"v" * 2000) == [("a", "v" * 2000)]
     assert ours.read(b"\xbe\xbe\xbe") is None, "three bytes that stand for six thousand"
@@ -82,7 +82,7 @@ def test_headers_beyond_the_bound_are_not_kept() -> None:
     assert most < 50_000
 
 
-def test_a_bomb_is_not_read_to_its_end() -> None:
+def test_a_compression_bomb_is_not_decoded_to_its_end() -> None:
     """One byte stands for four thousand: so does each of the next sixteen thousand."""
     ours = reader(max_list_bytes=8192)
     entry = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4_000
@@ -91,7 +91,7 @@ def test_a_bomb_is_not_read_to_its_end() -> None:
         ours.read(b"\xbe" * 12_000)
 
 
-def test_every_letter_is_read_in_its_code() -> None:
+def test_every_letter_is_decoded_from_its_huffman_code() -> None:
     """Appendix B. The code of each byte behind and before another one, ended by ones."""
     table = {0: (0x1FF8, 13), 48: (0x0, 5), 97: (0x3, 5), 32: (0x14, 6), 255: (0x3FFFFEE, 26), 249: (0xFFFFFFE, 28)}
     for letter, (code, length) in table.items():
@@ -115,7 +115,7 @@ def test_every_letter_is_read_in_its_code() -> None:
         "203fe11f20",  # a third size of the table
     ],
 )
-def test_what_is_no_header_breaks(block: str) -> None:
+def test_invalid_headers_are_errors(block: str) -> None:
     with pytest.raises(BrokenHeaders):
         reader().read(bytes.fromhex(block))
 
@@ -125,12 +125,12 @@ VALUES = st.text(st.characters(max_codepoint=255), max_size=300)
 
 
 @given(st.lists(st.tuples(NAMES, VALUES), max_size=8))
-def test_what_is_written_is_read(headers: list[tuple[str, str]]) -> None:
+def test_encoded_headers_are_decoded_unchanged(headers: list[tuple[str, str]]) -> None:
     assert reader(1 << 20).read(write_headers(headers)) == headers
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_headers_or_broken(block: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(block: bytes) -> None:
     try:
         found = reader().read(block)
     except BrokenHeaders:

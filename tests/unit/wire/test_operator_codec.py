@@ -31,7 +31,7 @@ TIMELINE = operator.TIMELINE.from_pb(pb.Timeline(request_id="r"))
 
 
 @pytest.mark.parametrize(("plain", "message"), PAIRS, ids=lambda kind: kind.__name__)
-def test_a_field_is_in_both_or_in_neither(plain: type[Any], message: type[Message]) -> None:
+def test_dataclasses_and_messages_have_the_same_fields(plain: type[Any], message: type[Message]) -> None:
     assert {field.name for field in fields(plain)} == set(message.DESCRIPTOR.fields_by_name)
 
 
@@ -48,9 +48,9 @@ def test_a_field_is_in_both_or_in_neither(plain: type[Any], message: type[Messag
     ],
     ids=["row without times", "row with times of zero", "timeline without a token", "timeline with its token at once"],
 )
-def test_absent_is_none_and_zero_is_zero(told: Any, again: Callable[[Any], Any]) -> None:
+def test_zero_differs_from_an_absent_value(told: Any, again: Callable[[Any], Any]) -> None:
     assert again(told) == told
 
 
-def test_what_is_absent_is_none() -> None:
+def test_absent_fields_are_none() -> None:
     assert (ROW.ttft_ms, ROW.total_ms, TIMELINE.ttft_ns) == (None, None, None)

@@ -66,7 +66,7 @@ async def answers(channel: grpc.aio.Channel) -> None:
     await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30.0)
 
 
-async def test_who_connects_sees_the_certificates_of_now(certs: Path, tmp_path: Path, ports: list[int]) -> None:
+async def test_new_connections_get_the_current_certificates(certs: Path, tmp_path: Path, ports: list[int]) -> None:
     dialer = Dialer.to_role(CallerRole.ROUTER, "default", certificate_files(certs, "node").live())
     async with dialer.channel(f"127.0.0.1:{ports[0]}") as before:
         await answers(before)
@@ -85,7 +85,7 @@ async def test_who_connects_sees_the_certificates_of_now(certs: Path, tmp_path: 
         await answers(before)
 
 
-def test_they_are_read_again_only_when_they_have_changed(certs: Path) -> None:
+def test_certificates_are_read_again_only_when_they_have_changed(certs: Path) -> None:
     live = LiveTls(certificate_files(certs, "node"))
     first = live.now()
     assert live.now() is first

@@ -51,7 +51,7 @@ def _sent(writer: ReportWriter, report: StepReport) -> node_pb2.StepReport:
     return node_pb2.StepReport.FromString(writer.write(report).SerializeToString())
 
 
-def test_a_token_of_a_sequence_that_goes_on_is_all_that_is_said() -> None:
+def test_a_continuing_sequence_sends_only_its_token() -> None:
     writer, reader = ReportWriter(), ReportReader()
     a, b, c = _KEYS[:3]
     first = _sent(writer, _report(_delta(a, 0, 5), _delta(b, 7, 6, 7)))
@@ -71,7 +71,7 @@ def test_a_token_of_a_sequence_that_goes_on_is_all_that_is_said() -> None:
     assert _in_order(reader.read(back).deltas) == [_delta(a, 2, 3)]
 
 
-def test_who_pauses_is_told_in_full_again() -> None:
+def test_a_sequence_that_paused_is_sent_in_full_again() -> None:
     writer, reader = ReportWriter(), ReportReader()
     a, b, c = _KEYS[:3]
     reader.read(_sent(writer, _report(_delta(a, 0, 1), _delta(b, 0, 1), _delta(c, 0, 1))))
@@ -84,7 +84,7 @@ def test_who_pauses_is_told_in_full_again() -> None:
     assert _in_order(reader.read(back).deltas) == [_delta(a, 1, 5), _delta(c, 3, 6)]
 
 
-def test_signs_of_life_change_nothing_between_two_tokens() -> None:
+def test_reports_without_tokens_change_nothing_between_two_tokens() -> None:
     writer, reader, a = ReportWriter(), ReportReader(), _KEYS[0]
     for report in (_report(_delta(a, 0, 5)), _report(), _report(RequestDelta(_KEYS[1])), _report(_delta(a, 1, 6))):
         last = _sent(writer, report)
@@ -101,7 +101,7 @@ def test_signs_of_life_change_nothing_between_two_tokens() -> None:
         node_pb2.StepReport(next_token_ids=[1, 2], next_places=[0]),
     ],
 )
-def test_tokens_of_nobody_end_the_stream(pb: node_pb2.StepReport) -> None:
+def test_tokens_of_unknown_sequences_end_the_stream(pb: node_pb2.StepReport) -> None:
     with pytest.raises(NodeLost, match="belong to no known sequence"):
         ReportReader().read(pb)
 
@@ -121,7 +121,7 @@ _deltas = st.builds(
 
 
 @given(st.lists(st.tuples(st.lists(_deltas, max_size=4), st.sets(st.integers(0, 11), max_size=3)), max_size=12))
-def test_whatever_is_written_is_read(steps: list[tuple[list[RequestDelta], set[int]]]) -> None:
+def test_any_reports_are_read_as_they_were_written(steps: list[tuple[list[RequestDelta], set[int]]]) -> None:
     writer, reader = ReportWriter(), ReportReader()
     indices = [0] * 12
     for others, going in steps:

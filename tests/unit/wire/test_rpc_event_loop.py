@@ -41,7 +41,7 @@ class Poller:
         return "cygrpc.Poller"
 
 
-def test_many_wake_ups_are_one_turn() -> None:
+def test_many_wake_ups_cause_one_turn() -> None:
     async def run() -> None:
         poller = Poller(300)
         poller.reads.setblocking(False)
@@ -64,7 +64,7 @@ def test_many_wake_ups_are_one_turn() -> None:
 
 
 @pytest.mark.parametrize("loop_factory", [RpcEventLoop, asyncio.SelectorEventLoop])
-def test_this_version_of_grpc_is_recognised_and_one_that_is_not_is_told_of(
+def test_the_installed_version_of_grpc_is_recognised_and_another_is_logged(
     loop_factory: type[asyncio.SelectorEventLoop], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -107,7 +107,7 @@ class EndsWhenAllIsSent(asyncio.Protocol):
 
 
 @pytest.mark.parametrize("fault", [None, AttributeError("ours")])
-def test_a_connection_that_ends_when_all_is_sent_is_no_fault_unless_ours(fault: Exception | None) -> None:
+def test_errors_of_connections_that_have_ended_are_no_faults_except_our_own(fault: Exception | None) -> None:
     told: list[dict[str, Any]] = []
 
     async def run() -> None:

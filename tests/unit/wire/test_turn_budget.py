@@ -21,7 +21,7 @@ class Source:
         return self._steps > 0
 
 
-async def test_however_many_sources_there_are_a_turn_does_no_more_than_its_time() -> None:
+async def test_a_turn_takes_no_more_than_its_budget_however_many_sources_wait() -> None:
     clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
     for place in range(80):
@@ -36,7 +36,7 @@ async def test_however_many_sources_there_are_a_turn_does_no_more_than_its_time(
     assert max(in_each_turn) == 5
 
 
-async def test_sources_take_turns_and_who_comes_alone_does_not_wait() -> None:
+async def test_sources_take_turns_and_a_lone_one_does_not_wait() -> None:
     clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 1.0, clock.monotonic)
     budget.step(Source("alone", 1, clock, done))
@@ -48,7 +48,7 @@ async def test_sources_take_turns_and_who_comes_alone_does_not_wait() -> None:
     assert done == ["alone", "a", "b", "a", "b"]
 
 
-async def test_time_that_a_turn_did_not_use_is_not_saved() -> None:
+async def test_unused_time_of_a_turn_is_not_saved() -> None:
     clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0015, clock.monotonic)
     budget.step(Source("a", 1, clock, done))
@@ -58,7 +58,7 @@ async def test_time_that_a_turn_did_not_use_is_not_saved() -> None:
     assert done == ["a", "b", "b"]
 
 
-async def test_who_sends_a_little_comes_before_those_who_flood() -> None:
+async def test_sources_with_little_input_go_before_flooding_ones() -> None:
     clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
     for place in range(80):
@@ -71,7 +71,7 @@ async def test_who_sends_a_little_comes_before_those_who_flood() -> None:
     assert "victim" in done, "in the next turn, though eighty wait for theirs"
 
 
-async def test_newcomers_without_an_end_keep_nobody_from_having_a_step() -> None:
+async def test_a_stream_of_new_sources_does_not_starve_older_ones() -> None:
     clock, done = FakeClock(), list[str]()
     budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
     budget.step(Source("busy", 50, clock, done))

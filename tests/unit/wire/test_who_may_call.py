@@ -70,17 +70,17 @@ def keys(tmp_path: Path) -> tuple[KeyRing, dict[CallerRole, str]]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_rpc_has_its_callers(method: str) -> None:
+def test_every_rpc_is_in_the_table(method: str) -> None:
     assert {role.value for role in callers_of_rpc(method)} == expected(method)
 
 
-def test_what_is_not_in_the_table_nobody_may_call() -> None:
+def test_calls_that_are_not_in_the_table_are_refused() -> None:
     for method in ("/baton.v1.Node/Reboot", "/other.Service/Do", "", "/", "baton.v1.Node", "/baton.v1.Node/*"):
         assert callers_of_rpc(method) == frozenset()
 
 
 @pytest.mark.parametrize(("method", "role"), list(itertools.product(METHODS, CERTIFICATE_ROLES)))
-def test_a_certificate_opens_what_its_role_may_call(method: str, role: CallerRole) -> None:
+def test_a_certificate_allows_the_calls_of_its_role(method: str, role: CallerRole) -> None:
     authenticator = Authenticator(cluster="c")
     caller = context("some.host", certificate_name(role, "c"))
     if role.value in expected(method):
@@ -90,7 +90,7 @@ def test_a_certificate_opens_what_its_role_may_call(method: str, role: CallerRol
             authenticator.check_certificate(method, caller)
 
 
-def test_certificates_of_other_clusters_and_of_nobody() -> None:
+def test_certificates_of_other_clusters_or_without_a_role_are_refused() -> None:
     authenticator = Authenticator(cluster="c")
     for names in ((), ("router.d.baton",), ("router.c.baton.evil",), ("*.c.baton",), ("client.c.baton",), ("router",)):
         assert certificate_role(list(names), "c") is None
@@ -100,7 +100,7 @@ def test_certificates_of_other_clusters_and_of_nobody() -> None:
 
 
 @pytest.mark.parametrize(("method", "role"), list(itertools.product(METHODS, KEY_ROLES)))
-def test_a_key_opens_what_its_role_may_call(
+def test_a_key_allows_the_calls_of_its_role(
     keys: tuple[KeyRing, dict[CallerRole, str]], method: str, role: CallerRole
 ) -> None:
     ring, by_role = keys
@@ -122,7 +122,7 @@ def test_a_key_opens_what_its_role_may_call(
 
 
 @pytest.mark.parametrize(("path", "role"), list(itertools.product(PAGES, KEY_ROLES)))
-def test_a_key_opens_the_pages_of_its_role(
+def test_a_key_allows_the_pages_of_its_role(
     keys: tuple[KeyRing, dict[CallerRole, str]], path: str, role: CallerRole
 ) -> None:
     ring, by_role = keys

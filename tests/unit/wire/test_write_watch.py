@@ -13,7 +13,7 @@ from tests.support.virtual_time import VirtualTimeLoop, run_virtually
 STALL_S = 10.0
 
 
-def test_a_write_that_does_not_end_is_given_up() -> None:
+def test_a_write_that_does_not_end_is_abandoned() -> None:
     async def write() -> float:
         loop = asyncio.get_running_loop()
         watch, begun = WriteWatch(STALL_S), loop.time()
@@ -28,7 +28,7 @@ def test_a_write_that_does_not_end_is_given_up() -> None:
     assert STALL_S <= run_virtually(write()) < 2 * STALL_S
 
 
-def test_a_loop_that_was_held_up_takes_nobody_for_slow() -> None:
+def test_a_reader_is_not_taken_for_slow_while_the_loop_was_blocked() -> None:
     async def write() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)

@@ -105,10 +105,10 @@ def _dropped(_record: logging.LogRecord) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def left() -> Iterator[Callable[[], Counter[str]]]:
+def count_uncollected() -> Iterator[Callable[[], Counter[str]]]:
     """Counts the calls that have not been freed."""
-    with garbage_collector_off(Call) as left:
-        yield left
+    with garbage_collector_off(Call) as count_uncollected:
+        yield count_uncollected
 
 
 def message(data: bytes) -> bytes:
@@ -178,7 +178,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 async def test_a_finished_call_is_freed_without_the_garbage_collector(
-    way: Way, left: Callable[[], Counter[str]]
+    way: Way, count_uncollected: Callable[[], Counter[str]]
 ) -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -207,4 +207,4 @@ async def test_a_finished_call_is_freed_without_the_garbage_collector(
         writer.close()
         for _ in range(10):
             await asyncio.sleep(0)  # what the loop itself still holds
-        assert left() == Counter()
+        assert count_uncollected() == Counter()

@@ -55,10 +55,10 @@ def log_levels(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture(autouse=True)
-def left() -> Iterator[Callable[[], Counter[str]]]:
+def count_uncollected() -> Iterator[Callable[[], Counter[str]]]:
     """Counts the connections of servers that have not been freed."""
-    with garbage_collector_off(*_KINDS, counts=lambda one: getattr(one, "_server_side", True)) as left:
-        yield left
+    with garbage_collector_off(*_KINDS, counts=lambda one: getattr(one, "_server_side", True)) as count_uncollected:
+        yield count_uncollected
 
 
 @asynccontextmanager
@@ -108,7 +108,7 @@ WAYS = {
 @pytest.mark.parametrize("has_tls", [False, True], ids=["clear", "tls"])
 @pytest.mark.parametrize(("way", "kind"), [(way, kind) for way, kinds in WAYS.items() for kind in kinds])
 async def test_a_closed_connection_is_freed_without_the_garbage_collector(
-    way: str, kind: str, has_tls: bool, tls: TlsFiles, left: Callable[[], Counter[str]]
+    way: str, kind: str, has_tls: bool, tls: TlsFiles, count_uncollected: Callable[[], Counter[str]]
 ) -> None:
     limit, is_foreign = ConnectionLimit(), "not spoken" in way
     async with serving(kind, tls if has_tls else None, limit) as (port, rig):
@@ -138,4 +138,4 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(
         del reader, writer
         for _ in range(10):
             await asyncio.sleep(0)  # what the loop itself still holds
-        assert left() == Counter()
+        assert count_uncollected() == Counter()

@@ -105,5 +105,5 @@ async def test_a_page_is_served_under_equivalent_paths_only(port: int, keys: dic
 
 async def test_a_path_with_a_control_character_is_refused() -> None:
     for path in ("/metrics\n", "/metrics\0", "/livez\n", "/v1/models\x7f", "/nothing\x85"):
-        exchange = await HttpRig().ask("GET", path, b"", {}).end()
+        exchange = await HttpRig().request("GET", path, b"", {}).end()
         assert (exchange.status, exchange.error["param"]) == (400, "path")

@@ -70,7 +70,7 @@ async def rig() -> AsyncIterator[HandoffRig]:
 
 async def test_bytes_and_first_token_arrive_and_the_lease_ends(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     assert rig.sender.finish(prefill, THEIRS) is BlockFate.LEASED
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     assert rig.receiver.recorder.arrived[KEY] == (7,)
@@ -86,7 +86,7 @@ async def test_bytes_and_first_token_arrive_and_the_lease_ends(rig: HandoffRig) 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17, 20])
 async def test_prompts_of_any_length_arrive_whole(rig: HandoffRig, num_tokens: int) -> None:
     num_blocks = -(-num_tokens // 4)
-    rig.receiver.take(KEY, num_tokens, rig.sender.source, OURS[:num_blocks])
+    rig.receiver.reserve(KEY, num_tokens, rig.sender.source, OURS[:num_blocks])
     rig.sender.finish(rig.sender.request(KEY, num_tokens), THEIRS[:num_blocks])
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS[:num_blocks])
@@ -94,7 +94,7 @@ async def test_prompts_of_any_length_arrive_whole(rig: HandoffRig, num_tokens: i
 
 async def test_full_blocks_are_read_while_the_prompt_is_computed(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 6)
     await rig.sender.recorder.wait_until(lambda: ("read_progress", KEY, 1, "") in rig.sender.recorder.events)
     rig.sender.compute(prefill, THEIRS, 13)
@@ -108,7 +108,7 @@ async def test_full_blocks_are_read_while_the_prompt_is_computed(rig: HandoffRig
 
 
 async def test_blocks_cached_at_the_receiver_are_not_read(rig: HandoffRig) -> None:
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local=8)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS, num_local=8)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS, first=2)
@@ -118,7 +118,7 @@ async def test_an_offer_waits_for_its_subscription(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.sender.recorder.wait_for_event("closing_offered", KEY)
     assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.GRANTED
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
 
@@ -127,7 +127,7 @@ async def test_a_hand_off_over_nixl_arrives_whole() -> None:
     # Incarnations name NIXL agents, so a test with two rigs would need other names.
     async with HandoffRig(make_backend=lambda incarnation, memory, recorder: NixlBackend(incarnation, memory)) as rig:
         prefill = rig.sender.request(KEY, 18)
-        decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
         rig.sender.compute(prefill, THEIRS, 9)
         await rig.sender.recorder.wait_for_event("read_progress", KEY)
         rig.sender.finish(prefill, THEIRS)
@@ -141,7 +141,7 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     prefill = rig.sender.request(KEY, 18)
     rig.sender.finish(prefill, THEIRS)
     write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.recorder.failed[KEY].detail
     assert KEY not in rig.receiver.recorder.arrived
@@ -170,7 +170,7 @@ async def test_blocks_before_the_first_wrong_one_are_valid(
         prefill = rig.sender.request(KEY, 18)
         rig.sender.finish(prefill, THEIRS)
         write_block(rig.sender.memory, THEIRS[damaged], b"\x01" * BLOCK_BYTES)
-        rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local)
+        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS, num_local)
         await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
         lost = rig.receiver.recorder.failed[KEY]
         assert lost.num_valid_blocks == lost_by_fake_connector(num_local, damaged).num_valid_blocks == damaged
@@ -183,7 +183,7 @@ async def test_blocks_that_were_confirmed_before_the_sender_was_lost_are_valid(
 ) -> None:
     async with HandoffRig(make_backend=make_backend, keeps_valid_blocks=True) as rig:
         prefill = rig.sender.request(KEY, 18)
-        decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
         rig.sender.compute(prefill, THEIRS, 6)
         await rig.receiver.recorder.wait_for_event("prefix_verified", KEY)
         rig.sender.compute(prefill, THEIRS, 13)
@@ -201,7 +201,7 @@ async def test_blocks_that_were_confirmed_before_the_sender_was_lost_are_valid(
 async def test_blocks_of_a_read_in_flight_at_the_failure_are_not_valid() -> None:
     async with HandoffRig(keeps_valid_blocks=True) as rig:
         prefill = rig.sender.request(KEY, 18)
-        decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
         rig.sender.compute(prefill, THEIRS, 9)
         await rig.receiver.recorder.wait_for_event("prefix_verified", KEY)
         rig.freeze_reads()
@@ -223,7 +223,7 @@ async def test_a_sample_of_one_in_two_compares_every_second_block(make_memory: C
             ours, theirs = ([5 * number + start + i for i in range(5)] for start in (1, 101))
             rig.sender.finish(rig.sender.request(key, 18), theirs)
             write_block(rig.sender.memory, theirs[index], b"\x01" * BLOCK_BYTES)
-            rig.receiver.take(key, 18, rig.sender.source, ours)
+            rig.receiver.reserve(key, 18, rig.sender.source, ours)
         recorder = rig.receiver.recorder
         await recorder.wait_until(lambda: len(recorder.arrived) + len(recorder.failed) == len(damaged))
         assert set(recorder.arrived) == {"a#1", "c#1@1"}
@@ -233,7 +233,7 @@ async def test_a_sample_of_one_in_two_compares_every_second_block(make_memory: C
 async def test_a_prompt_arrives_only_once_its_digests_are_computed(rig: HandoffRig) -> None:
     gate = rig.receiver.digests.gate
     gate.clear()
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.has_confirm_read)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
@@ -251,7 +251,7 @@ async def test_a_bit_flipped_by_a_read_is_detected() -> None:
         return FaultyTransferBackend(AnnouncingBackend(fabric, incarnation, memory, recorder), Faults(corrupt=1.0))
 
     async with HandoffRig(make_backend=make_backend) as rig:
-        rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
         await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
         assert "is not what p0 computed" in rig.receiver.recorder.failed[KEY].detail
@@ -270,7 +270,7 @@ async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
     theirs = {key: [1 + 5 * i + j for j in range(5)] for i, key in enumerate(keys)}
     ours = {key: [NUM_BLOCKS - 1 - 5 * i - j for j in range(5)] for i, key in enumerate(keys)}
     for key in keys:
-        rig.receiver.take(key, 18, rig.sender.source, ours[key])
+        rig.receiver.reserve(key, 18, rig.sender.source, ours[key])
         prefill = rig.sender.request(key, 18)
         rig.sender.compute(prefill, theirs[key], 9)
         rig.sender.finish(prefill, theirs[key])
@@ -282,7 +282,7 @@ async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
 
 async def test_a_request_that_ended_with_its_first_token_still_brings_valid_blocks(rig: HandoffRig) -> None:
     # The engine puts arrived blocks into its prefix cache: unread ones would poison it.
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS, RequestStatus.STOPPED)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
@@ -292,14 +292,14 @@ async def test_a_request_that_ended_with_its_first_token_still_brings_valid_bloc
 
 
 async def test_an_abort_by_the_receiver_while_the_link_opens_frees_its_blocks(rig: HandoffRig) -> None:
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
     await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
     assert rig.receiver.intake.book.state(ATTEMPT) is None
 
 
 async def test_an_abort_by_the_receiver_before_any_offer_frees_both_sides(rig: HandoffRig) -> None:
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
     await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.released == [KEY])
@@ -312,7 +312,7 @@ async def test_an_abort_by_the_receiver_before_any_offer_frees_both_sides(rig: H
 async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> None:
     rig.freeze_reads()
     prefill = rig.sender.request(KEY, 18)
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(prefill, THEIRS)
     await rig.wait_for_read()
     (lease,), (transfer,) = rig.sender.handoff.report().open, rig.receiver.intake.report().open
@@ -330,7 +330,7 @@ async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> 
 
 async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_until_it_ends(rig: HandoffRig) -> None:
     rig.freeze_reads()
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.wait_for_read()
     assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
@@ -348,7 +348,7 @@ async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_un
 
 
 async def test_an_abort_by_the_sender_before_computing_fails_the_transfer(rig: HandoffRig) -> None:
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     await _wait_until_settled(rig)
     assert rig.sender.finish(rig.sender.request(KEY, 18), [], RequestStatus.ABORTED) is BlockFate.FREE
@@ -361,14 +361,14 @@ async def test_an_abort_by_the_sender_without_a_reader_releases_its_blocks(rig: 
     rig.sender.compute(prefill, THEIRS, 9)
     assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
 
 
 async def test_an_abort_by_the_sender_during_a_read_keeps_its_blocks_until_it_ends(rig: HandoffRig) -> None:
     rig.freeze_reads()
     prefill = rig.sender.request(KEY, 18)
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 9)
     await rig.wait_for_read()
     assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
@@ -397,7 +397,7 @@ async def test_blocks_of_an_expired_lease_are_not_read(rig: HandoffRig) -> None:
     rig.clock.advance(LeaseTimes().unclaimed_s + 1)
     rig.sender.handoff.tick()
     assert rig.sender.recorder.released == [KEY]
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert KEY not in rig.receiver.recorder.arrived
     assert rig.receiver.recorder.names(KEY).count("read_started") == 0
@@ -406,7 +406,7 @@ async def test_blocks_of_an_expired_lease_are_not_read(rig: HandoffRig) -> None:
 async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -> None:
     # The sender's engine took the blocks back (preemption) while they were read, and finished from others.
     prefill = rig.sender.request(KEY, 18)
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.compute(prefill, THEIRS, 9)
     await rig.sender.recorder.wait_for_event("read_progress", KEY)
     prefill.num_preemptions += 1
@@ -418,7 +418,7 @@ async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -
 
 async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> None:
     rig.freeze_reads()
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.wait_for_read()
     rig.clock.advance(9)
@@ -438,7 +438,7 @@ async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> N
 
 
 async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRig) -> None:
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     prefill = rig.sender.request(KEY, 18)
     rig.sender.compute(prefill, THEIRS, 9)
     await rig.sender.recorder.wait_for_event("read_progress", KEY)
@@ -458,7 +458,7 @@ async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRi
 
 async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig) -> None:
     rig.freeze_reads()
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.wait_for_read()
     await rig.sender.server.stop(None)
@@ -472,13 +472,13 @@ async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig)
 
 
 async def test_after_a_cut_the_next_request_opens_a_new_link_to_memory_that_stayed_connected(rig: HandoffRig) -> None:
-    rig.receiver.take("a#1", 18, rig.sender.source, OURS)
+    rig.receiver.reserve("a#1", 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_for_event("subscribed", "a#1")
     # The reader may have its welcome before the sender has the link.
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > 0)
     rig.sender.handoff._links.cut(1, "test")
     await rig.receiver.recorder.wait_until(lambda: "a#1" in rig.receiver.recorder.failed)
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
     rig.assert_blocks(KEY, OURS)
@@ -486,7 +486,7 @@ async def test_after_a_cut_the_next_request_opens_a_new_link_to_memory_that_stay
 
 
 async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig) -> None:
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.recorder.wait_for_event("subscribed", KEY)
     await rig.sender.stop()
     await rig.receiver.recorder.wait_until(lambda: rig.receiver.recorder.dropped_peers == ["p0.first"])
@@ -495,14 +495,14 @@ async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig)
 
 async def test_a_restarted_sender_replaces_its_predecessor() -> None:
     async with HandoffRig() as rig:
-        rig.receiver.take("a#1", 18, rig.sender.source, OURS)
+        rig.receiver.reserve("a#1", 18, rig.sender.source, OURS)
         await rig.receiver.recorder.wait_for_event("subscribed", "a#1")
         # It still listens, so that nothing but its successor tells that it is no more.
         rig.sender.handoff._links.close()
         await rig.receiver.recorder.wait_until(lambda: "a#1" in rig.receiver.recorder.failed)
         successor = SenderHalf(rig.make_backend, LinkIdentity("c", "p0", "p0.second", LAYOUT), rig.clock)
         await successor.start()
-        rig.receiver.take(KEY, 18, successor.source, OURS)
+        rig.receiver.reserve(KEY, 18, successor.source, OURS)
         successor.finish(successor.request(KEY, 18), THEIRS)
         await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.arrived)
         assert rig.receiver.recorder.dropped_peers == ["p0.first"]
@@ -511,7 +511,7 @@ async def test_a_restarted_sender_replaces_its_predecessor() -> None:
 
 async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:
     # However long no offer comes: a request that is queued on a living sender is not lost.
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.heartbeats > 3 * MISSED_HEARTBEATS)
     assert not rig.receiver.recorder.failed
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
@@ -520,7 +520,7 @@ async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:
 
 async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None:
     rig.freeze_reads()
-    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.wait_for_read()
     rig.fabric.kill(rig.sender.identity.incarnation)
@@ -540,7 +540,7 @@ async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> No
         rig.freeze_reads()
         reader = ReceiverHalf(rig.make_backend, LinkIdentity("c", "d1", "d1.first", LAYOUT, address))
         await reader.start()
-        reader.take(KEY, 18, rig.sender.source, OURS)
+        reader.reserve(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
         await reader.recorder.wait_until(lambda: reader.recorder.reads_posted > 0)
         await reader.stop()
@@ -555,20 +555,20 @@ async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> No
 
 
 async def test_a_transfer_from_an_address_where_nobody_listens_fails(rig: HandoffRig) -> None:
-    rig.receiver.take(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
+    rig.receiver.reserve(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
 
 
 async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
     rig.freeze_reads()
-    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.wait_for_read()
     identity = LinkIdentity("c", "d0", "d0.second", LAYOUT)
     successor = ReceiverHalf(rig.make_backend, identity)
     await successor.start()
-    successor.take("other#1", 18, rig.sender.source, OURS)
+    successor.reserve("other#1", 18, rig.sender.source, OURS)
     await rig.sender.recorder.wait_until(lambda: rig.sender.recorder.released == [KEY])
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     await successor.stop()
@@ -579,7 +579,7 @@ async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
 
 
 async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
-    rig.receiver.take(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
+    rig.receiver.reserve(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
     assert "p0.first, not p0.old" in rig.receiver.recorder.failed[KEY].detail
@@ -588,7 +588,7 @@ async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
 async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
     other = replace(LAYOUT, numerics="cuda-7", block_size=8)
     async with HandoffRig(receiver_layout=other) as rig:
-        rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
         await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
         story = rig.receiver.recorder.failed[KEY].detail
         assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LAYOUT_MISMATCH
@@ -605,7 +605,7 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
 
 async def test_another_cluster_is_refused() -> None:
     async with HandoffRig(cluster="elsewhere") as rig:
-        rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
         await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
         assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
 
@@ -658,7 +658,7 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
 
     rig.receiver.recorder.is_peer_running = True
     source, server = await _misbehaving_source(rig, answers)
-    rig.receiver.take(KEY, 18, source, OURS)
+    rig.receiver.reserve(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.REFUSED
     assert "read_started" not in rig.receiver.recorder.names(KEY)
@@ -667,7 +667,7 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
 
 async def test_a_silent_sender_is_declared_lost(rig: HandoffRig) -> None:
     source, server = await _misbehaving_source(rig, lambda request: [])
-    rig.receiver.take(KEY, 18, source, OURS)
+    rig.receiver.reserve(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert "no heartbeat" in rig.receiver.recorder.failed[KEY].detail
     await server.stop(None)
@@ -676,7 +676,7 @@ async def test_a_silent_sender_is_declared_lost(rig: HandoffRig) -> None:
 async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: HandoffRig) -> None:
     source, server = await _misbehaving_source(rig, lambda request: [])
     rig.receiver.recorder.is_peer_running = True
-    rig.receiver.take(KEY, 18, source, OURS)
+    rig.receiver.reserve(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.probed_addresses == [source.address] * (MAX_SPARED + 1)
     await server.stop(None)
@@ -712,7 +712,7 @@ async def test_kv_is_not_used_when_the_sender_denies_the_lease_although_all_byte
 
     rig.receiver.recorder.is_peer_running = True
     source, server = await _misbehaving_source(rig, answers)
-    rig.receiver.take(KEY, 18, source, OURS)
+    rig.receiver.reserve(KEY, 18, source, OURS)
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.failed[KEY].cause is TransferCause.LEASE_LOST
     assert "read_done" in rig.receiver.recorder.names(KEY)
@@ -770,7 +770,7 @@ async def _read_until(call: Any, seen: list[str | None], last: str = "the end") 
 async def _wait_until_settled(rig: HandoffRig) -> None:
     """Return once each side has processed everything that the other has sent so far."""
     marker = f"marker{len(rig.sender.recorder.events)}#1"
-    request = rig.receiver.take(marker, 4, rig.sender.source, [0])
+    request = rig.receiver.reserve(marker, 4, rig.sender.source, [0])
     # The sender may have welcomed the receiver and not have its link yet: its answer says that it has.
     rig.sender.handoff.withdraw(AttemptKey.parse(marker), "marker")
     await rig.receiver.recorder.wait_until(lambda: marker in rig.receiver.recorder.failed)

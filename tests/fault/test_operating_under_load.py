@@ -25,7 +25,7 @@ from baton.errors import ExitCode
 from baton.messages.generation import GenerateRequest
 from baton.registry.embedded import embedded_redis
 from baton.registry.registry import Registry
-from tests.support.kill_drill import DrillResult, Load, ask, requests
+from tests.support.kill_drill import DrillResult, Load, observe_answer, requests
 from tests.support.process_cluster import BOUND_S, ProcessCluster, is_pending, process_cluster, wait_until_ended
 
 AWAY_S = float(os.environ.get("BATON_DRILL_AWAY_S", "0"))
@@ -87,7 +87,7 @@ async def under_load(cluster: ProcessCluster) -> AsyncIterator[Load]:
     addresses = [process.address for process in cluster.state.processes if process.role == "router"]
     asked = requests(rng, NUM_REQUESTS, VOCAB_SIZE, longest_prompt=400)
     async with AsyncGenerationClient(*addresses, rng=rng) as client:
-        undisturbed = [await ask(client, request) for request in asked]
+        undisturbed = [await observe_answer(client, request) for request in asked]
     load = Load(addresses, asked, undisturbed)
     clients = [asyncio.create_task(load.client(Random(rng.getrandbits(32)))) for _ in range(NUM_CLIENTS)]
     try:
@@ -165,9 +165,9 @@ async def a_second_signal_ends_a_draining_process(cluster: ProcessCluster, opera
     """Restart a node and a router in the middle of an answer, which continues elsewhere."""
     addresses = [process.address for process in cluster.state.processes if process.role == "router"]
     async with AsyncGenerationClient(*addresses, rng=Random(2)) as client:
-        right = await ask(client, LONG)
+        right = await observe_answer(client, LONG)
         for role in ("decode", "router"):
-            answering = asyncio.create_task(ask(client, replace(LONG, request_id=f"long-{role}")))
+            answering = asyncio.create_task(observe_answer(client, replace(LONG, request_id=f"long-{role}")))
             row = await operator.running(f"long-{role}")
             before = cluster.process(row["decode_node"] if role == "decode" else row["router"])
             operator.took[f"second SIGTERM of a {role}"] = await asyncio.to_thread(_end_with_two_signals, before.pid)

@@ -15,7 +15,7 @@ import pytest
 
 from baton.client import AsyncGenerationClient
 from baton.config import bundled_model_dir
-from tests.support.kill_drill import ROLES, Killer, Load, ask, quantile, requests
+from tests.support.kill_drill import ROLES, Killer, Load, observe_answer, quantile, requests
 from tests.support.process_cluster import ProcessCluster, process_cluster
 
 NUM_KILLS = int(os.environ.get("BATON_KILLS", "2"))
@@ -40,7 +40,7 @@ async def test_random_kills_lose_no_request_and_change_no_token(
     addresses = [process.address for process in doomed.state.processes if process.role == "router"]
     asked = requests(rng, NUM_REQUESTS, VOCAB_SIZE, longest_prompt=400)
     async with AsyncGenerationClient(*addresses, rng=rng) as client:
-        undisturbed = [await ask(client, request) for request in asked]
+        undisturbed = [await observe_answer(client, request) for request in asked]
     assert all(seen.check(seen) == "" for seen in undisturbed)
     load = Load(addresses, asked, undisturbed)
     killer = Killer(doomed, rng, NUM_KILLS, pause_s=(0.5, 3.0))

@@ -70,7 +70,7 @@ class Shell:
         settings.setdefault("stdin", subprocess.DEVNULL)
         return subprocess.Popen([str(BATON), *map(str, words)], env=self.environment, cwd=self.home, **settings)
 
-    def left(self) -> dict[int, str]:
+    def remaining_processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started here and still run, by process id."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
@@ -85,12 +85,14 @@ class Shell:
 
     def assert_nothing_left(self) -> None:
         """Fail unless every process that was started here has ended or is about to; kill those that stay."""
-        left = {pid: command for pid, command in self.left().items() if not wait_until_ended(pid, _END_S)}
+        left = {
+            pid: command for pid, command in self.remaining_processes().items() if not wait_until_ended(pid, _END_S)
+        }
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert not left, f"left behind: {left}"
-        assert not self.left()
+        assert not self.remaining_processes()
 
 
 def wait_until_ended(pid: int, bound_s: float = BOUND_S) -> bool:

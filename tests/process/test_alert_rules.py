@@ -22,19 +22,19 @@ def promtool() -> str:
 
 @pytest.mark.timeout(150)  # It may have to be fetched.
 def test_prometheus_reads_the_rules_and_alerts_as_specified(promtool: str, tmp_path: Path) -> None:
-    def says(*words: str) -> tuple[int, str]:
+    def run_promtool(*words: str) -> tuple[int, str]:
         done = subprocess.run([promtool, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
     for name in ("rules.yml", "rules_test.yml"):
         shutil.copy(MONITORING / name, tmp_path)
-    code, said = says("check", "rules", "--lint=all", "--lint-fatal", "rules.yml")
-    assert code == 0, said
-    assert "29 rules found" in said
-    code, said = says("test", "rules", "rules_test.yml")
-    assert code == 0, said
+    code, output = run_promtool("check", "rules", "--lint=all", "--lint-fatal", "rules.yml")
+    assert code == 0, output
+    assert "29 rules found" in output
+    code, output = run_promtool("test", "rules", "rules_test.yml")
+    assert code == 0, output
     rules = tmp_path / "rules.yml"
     rules.write_text(rules.read_text().replace("ratio5m > 0.01", "ratio5m > 0.1"))
-    code, said = says("test", "rules", "rules_test.yml")
+    code, output = run_promtool("test", "rules", "rules_test.yml")
     assert code == 1
-    assert "BatonRequestsFail" in said
+    assert "BatonRequestsFail" in output

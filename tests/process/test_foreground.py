@@ -34,7 +34,7 @@ def test_the_printed_commands_and_addresses_work_when_pasted(shell: Shell, model
         assert lines[1].split() == ["NAME", "ROLE", "STATUS", "PID", "ADDRESS"]
         shown = [line.split() for line in lines[2:6]]
         assert shown == [[p.name, p.role, "Ready", str(p.pid), p.address or "-"] for p in state.processes]
-        assert {int(row[3]) for row in shown} < set(shell.left())
+        assert {int(row[3]) for row in shown} < set(shell.remaining_processes())
         served = f"{state.grpc_address} (gRPC) and http://{state.http_address}/v1 (OpenAI)"
         assert f"tiny is served on {served}; operators: {state.operator_address}" in lines
 
@@ -50,7 +50,7 @@ def test_the_printed_commands_and_addresses_work_when_pasted(shell: Shell, model
         terminal.ctrl_c()
         assert terminal.end() == 0
         assert terminal.screen.endswith("Stopping: running requests may end first. Ctrl-C again ends them at once.\n")
-    assert not shell.left()
+    assert not shell.remaining_processes()
     assert sorted(path.name for path in run_dir.iterdir()) == ["lock", "logs"]
     assert f"no cluster is running in {run_dir}" in refusal(shell.baton("status", "--run-dir", run_dir), 5)
 
@@ -111,7 +111,7 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
         assert isinstance(event, Finished)
         assert terminal.end() == 0
     assert tokens == expected_tokens_of(request)
-    assert not shell.left()
+    assert not shell.remaining_processes()
 
 
 def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> N
     assert answer == b""
     assert complaint.startswith(b"baton: ")
     assert complaint.count(b"\n") == 1
-    assert not shell.left()
+    assert not shell.remaining_processes()
 
 
 def test_ctrl_c_of_a_client_prints_nothing_and_frees_its_blocks(shell: Shell, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_up_detach_serves_and_down_stops_everything_and_may_be_repeated(shell: S
         ("redis", "prefill-0", "decode-0", "router-0"), "Ready"
     )
     pids = {state["pid"], *(p["pid"] for p in state["processes"])}
-    assert pids == set(shell.left())
+    assert pids == set(shell.remaining_processes())
     assert {p.stat().st_mode & 0o077 for p in (place, *place.iterdir())} == {0}
     answer = json.loads(shell.baton(*ASK).stdout)
     assert answer["usage"]["completion_tokens"] == 4
@@ -101,7 +101,9 @@ def test_a_run_directory_whose_path_is_too_long_for_a_socket_works(shell: Shell,
     place = tmp_path / ("long" * 40)
     started = shell.baton("up", "-d", *QUICK, "--run-dir", place)
     assert started.returncode == 0, started.stderr
-    elsewhere = [word for p in shell.left().values() for word in p.split() if word.endswith("redis.sock")]
+    elsewhere = [
+        word for p in shell.remaining_processes().values() for word in p.split() if word.endswith("redis.sock")
+    ]
     assert elsewhere
     assert shell.baton(*ASK, "--run-dir", place).returncode == 0
     assert shell.baton("down", "--run-dir", place).returncode == 0

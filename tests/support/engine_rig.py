@@ -131,10 +131,10 @@ class EngineRig:
         )
         return self._note(self.core.update_from_kv_transfer(report))
 
-    def lose(self, request_id: str, num_valid_blocks: int) -> list[EngineCoreOutput]:
+    def fail_transfer(self, request_id: str, num_valid_blocks: int) -> list[EngineCoreOutput]:
         """Fail a transfer of which the first `num_valid_blocks` blocks are verified; the others hold garbage."""
         load, size, groups = self.connector.loads[request_id], self.config.block_size, len(self.config.windows)
-        self.fill(request_id)
+        self.write_kv(request_id)
         for entry in range(num_valid_blocks, len(load.block_ids)):
             stripe, group = divmod(entry, groups)
             if stripe * size >= load.num_local_tokens:
@@ -142,7 +142,7 @@ class EngineRig:
         lost = self.connector.lose(request_id, TransferCause.PEER_GONE, "peer gone", num_valid_blocks)
         return self._note(self.core.update_from_kv_transfer(KVTransferOutput(failed={request_id: lost})))
 
-    def fill(self, request_id: str) -> None:
+    def write_kv(self, request_id: str) -> None:
         """Write the right KV into the blocks that the request's load waits for, and nowhere else."""
         load = self.connector.loads[request_id]
         start = load.num_local_tokens
@@ -160,9 +160,9 @@ class EngineRig:
             slots = self.runner.read_slots(block_ids, num_tokens, group)
             assert slots[first_seen:] == prompt_slots(prompt, group)[first_seen:num_tokens]
 
-    def deliver(self, request_id: str) -> list[EngineCoreOutput]:
+    def complete_transfer(self, request_id: str) -> list[EngineCoreOutput]:
         """Complete a transfer: write the KV, and report it with the token that the prefill node sampled."""
-        self.fill(request_id)
+        self.write_kv(request_id)
         return self.transfer(arrived={request_id: self.next_expected(request_id)})
 
     def submitted(self, request_id: str) -> list[int]:

@@ -280,7 +280,7 @@ class ReceiverHalf:
     async def stop(self) -> None:
         await self.intake.stop()
 
-    def take(self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0) -> Request:
+    def reserve(self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0) -> Request:
         """Reserve blocks for a decode leg whose first `num_local` tokens are cached here, as an engine does."""
         request = decode_leg(key, num_tokens, source)
         self.connector.update_state_after_alloc(request, block_ids, num_tokens - num_local)

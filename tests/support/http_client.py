@@ -158,12 +158,12 @@ class AsgiClient:
     def post(self, path: str, body: Mapping[str, object] | bytes, headers: Mapping[str, str] | None = None) -> Exchange:
         """Start an exchange with a JSON body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.ask("POST", path, data, {"content-type": "application/json", **(headers or {})})
+        return self.request("POST", path, data, {"content-type": "application/json", **(headers or {})})
 
     def get(self, path: str) -> Exchange:
-        return self.ask("GET", path, b"", {})
+        return self.request("GET", path, b"", {})
 
-    def ask(
+    def request(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, is_whole: bool = True
     ) -> Exchange:
         """Start an exchange; `is_whole`: no more of the body follows."""

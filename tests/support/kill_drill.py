@@ -51,7 +51,7 @@ class ObservedAnswer:
         return ""
 
 
-async def ask(client: AsyncGenerationClient, request: GenerateRequest) -> ObservedAnswer:
+async def observe_answer(client: AsyncGenerationClient, request: GenerateRequest) -> ObservedAnswer:
     """Run one request to its end. Raises BatonError."""
     loop, seen = asyncio.get_running_loop(), ObservedAnswer()
     seen.began = last = loop.time()
@@ -177,7 +177,7 @@ class Load:
             while not self._over:
                 place = rng.randrange(len(self._asked))
                 try:
-                    seen = await ask(client, self._asked[place])
+                    seen = await observe_answer(client, self._asked[place])
                 except Exception as error:
                     self.result.lost.append(f"request {place}: {type(error).__name__}: {error}")
                     continue

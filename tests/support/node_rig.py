@@ -47,7 +47,7 @@ DESCRIPTION = NodeDescription(
 
 
 class NodeRig:
-    """A node service. Requests are submitted by `ask`; the reports for a router are in its port."""
+    """A node service. Requests are submitted by `submit`; the reports for a router are in its port."""
 
     def __init__(self, role: Role = Role.DECODE, clock: Clock | None = None, **service: Any) -> None:
         self.runner = runner = FakeRunner(33, 4, vocab_size=VOCAB)
@@ -66,14 +66,14 @@ class NodeRig:
         description = replace(DESCRIPTION, role=role, embedding_size=runner.model.embedding_size)
         self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain, **service)
 
-    def fill(self, block_ids: Sequence[int], prompt: Sequence[int]) -> None:
+    def write_kv(self, block_ids: Sequence[int], prompt: Sequence[int]) -> None:
         """Write the right KV of a prompt into these blocks."""
         self.runner.write_slots(block_ids, prompt_slots(prompt))
 
     def _drain(self) -> None:
         self.drained += 1
 
-    def ask(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
+    def submit(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
         port.receive(submit(key, **fields))
 
 

@@ -32,10 +32,10 @@ class RequestedFault:
             return
         except FileNotFoundError:
             # A process took the file: the fault strikes or has struck.
-            if not _until(self.has_struck):
+            if not _wait_until(self.has_struck):
                 return
         self.struck = self.pid
-        if self._stops and _until(lambda: _is_stopped(self.pid)):
+        if self._stops and _wait_until(lambda: _is_stopped(self.pid)):
             os.kill(self.pid, signal.SIGCONT)
         self._proof.unlink()
 
@@ -55,7 +55,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _until(condition: Callable[[], bool]) -> bool:
+def _wait_until(condition: Callable[[], bool]) -> bool:
     """Wait until the condition holds and return whether it does. A process that takes the file acts at once."""
     deadline = time.monotonic() + _BOUND_S
     while not condition() and time.monotonic() < deadline:

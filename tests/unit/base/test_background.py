@@ -1,4 +1,4 @@
-"""What follows when work in the background raises: another start, the end of the process, never silence."""
+"""What happens when a background task raises: it is restarted or the process ends, never silence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.virtual_time import run_virtually
 
 
 class Work:
-    """Raises each time it is begun, at these moments; when there are no more of them it returns."""
+    """A task that raises after each start at these times; after the last one it returns."""
 
     def __init__(self, *runs_for_s: float) -> None:
         self.runs_for_s = list(runs_for_s)
@@ -35,17 +35,17 @@ class Work:
 
 
 @pytest.fixture
-def ended() -> list[BackgroundFault]:
+def process_faults() -> list[BackgroundFault]:
     return []
 
 
 @pytest.fixture
-def watch(ended: list[BackgroundFault]) -> BackgroundWatch:
-    return BackgroundWatch(ended.append)
+def watch(process_faults: list[BackgroundFault]) -> BackgroundWatch:
+    return BackgroundWatch(process_faults.append)
 
 
 def test_a_fault_ends_the_process_once_and_names_its_place(
-    watch: BackgroundWatch, ended: list[BackgroundFault]
+    watch: BackgroundWatch, process_faults: list[BackgroundFault]
 ) -> None:
     work = Work(1.0)
 
@@ -53,12 +53,14 @@ def test_a_fault_ends_the_process_once_and_names_its_place(
         await watch.start(work, "heartbeat", "d0", on_fault=OnFault.END_PROCESS)
 
     run_virtually(main())
-    assert [str(fault) for fault in ended] == ["background task heartbeat failed: ValueError('of the work')"]
-    assert isinstance(ended[0].__cause__, ValueError)
+    assert [str(fault) for fault in process_faults] == ["background task heartbeat failed: ValueError('of the work')"]
+    assert isinstance(process_faults[0].__cause__, ValueError)
     assert (work.begun_at, watch.faults) == ([0.0], {"heartbeat": 1})
 
 
-def test_a_failing_task_is_restarted_with_growing_delays(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_failing_task_is_restarted_with_growing_delays(
+    watch: BackgroundWatch, process_faults: list[BackgroundFault]
+) -> None:
     work = Work(*[0.0] * 9)
 
     async def main() -> None:
@@ -67,7 +69,7 @@ def test_a_failing_task_is_restarted_with_growing_delays(watch: BackgroundWatch,
     run_virtually(main())
     pauses = [after - before for before, after in zip(work.begun_at, work.begun_at[1:], strict=False)]
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LAST_RESTART_S, LAST_RESTART_S])
-    assert (watch.faults["follower"], ended) == (9, [])
+    assert (watch.faults["follower"], process_faults) == (9, [])
 
 
 def test_a_task_that_ran_for_long_is_restarted_soon(watch: BackgroundWatch) -> None:
@@ -83,7 +85,7 @@ def test_a_task_that_ran_for_long_is_restarted_soon(watch: BackgroundWatch) -> N
 
 
 def test_a_fault_in_work_for_one_peer_ends_that_work_alone(
-    watch: BackgroundWatch, ended: list[BackgroundFault]
+    watch: BackgroundWatch, process_faults: list[BackgroundFault]
 ) -> None:
     work = Work(0.0)
 
@@ -91,11 +93,11 @@ def test_a_fault_in_work_for_one_peer_ends_that_work_alone(
         await watch.start(work, "set-role", on_fault=OnFault.GO_ON, may_end=True)
 
     run_virtually(main())
-    assert (work.begun_at, watch.faults, ended) == ([0.0], {"set-role": 1}, [])
+    assert (work.begun_at, watch.faults, process_faults) == ([0.0], {"set-role": 1}, [])
 
 
 def test_a_task_that_ends_without_being_stopped_is_a_fault(
-    watch: BackgroundWatch, ended: list[BackgroundFault]
+    watch: BackgroundWatch, process_faults: list[BackgroundFault]
 ) -> None:
     async def main() -> None:
         await watch.start(Work(), "heartbeat", on_fault=OnFault.END_PROCESS)
@@ -103,10 +105,10 @@ def test_a_task_that_ends_without_being_stopped_is_a_fault(
 
     run_virtually(main())
     assert watch.faults == {"heartbeat": 1}
-    assert "it returned" in str(ended[0])
+    assert "it returned" in str(process_faults[0])
 
 
-def test_a_cancelled_task_is_no_fault(watch: BackgroundWatch, ended: list[BackgroundFault]) -> None:
+def test_a_cancelled_task_is_no_fault(watch: BackgroundWatch, process_faults: list[BackgroundFault]) -> None:
     async def main() -> None:
         tasks = [watch.start(Work(1e9), "any", on_fault=follows) for follows in OnFault]
         await asyncio.sleep(1.0)
@@ -116,11 +118,11 @@ def test_a_cancelled_task_is_no_fault(watch: BackgroundWatch, ended: list[Backgr
         assert all(task.cancelled() for task in tasks)
 
     run_virtually(main())
-    assert (watch.faults, ended) == ({}, [])
+    assert (watch.faults, process_faults) == ({}, [])
 
 
 def test_a_fault_in_a_callback_from_another_thread_is_reported(
-    watch: BackgroundWatch, ended: list[BackgroundFault]
+    watch: BackgroundWatch, process_faults: list[BackgroundFault]
 ) -> None:
     def broken() -> None:
         raise ValueError(threading.current_thread().name)
@@ -128,7 +130,7 @@ def test_a_fault_in_a_callback_from_another_thread_is_reported(
     thread = threading.Thread(target=watch.guarded(broken, "digests"), name="baton-digests")
     thread.start()
     thread.join()
-    assert "baton-digests" in str(ended[0])
+    assert "baton-digests" in str(process_faults[0])
     assert watch.faults == {"digests": 1}
 
 
@@ -140,7 +142,7 @@ def test_a_repeated_fault_does_not_fill_the_log(watch: BackgroundWatch, caplog: 
 
 
 async def test_tasks_inherit_the_watch_of_the_task_that_starts_them(
-    watch: BackgroundWatch, ended: list[BackgroundFault]
+    watch: BackgroundWatch, process_faults: list[BackgroundFault]
 ) -> None:
     async def inner() -> None:
         await start_background(Work(0.0), "inner", on_fault=OnFault.END_PROCESS)
@@ -149,4 +151,4 @@ async def test_tasks_inherit_the_watch_of_the_task_that_starts_them(
     started = asyncio.create_task(inner())
     current_watch.reset(before)
     await started
-    assert [fault.__cause__.args for fault in ended if fault.__cause__] == [("of the work",)]
+    assert [fault.__cause__.args for fault in process_faults if fault.__cause__] == [("of the work",)]

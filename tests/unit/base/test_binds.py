@@ -1,4 +1,4 @@
-"""Loopback needs nothing; any other address needs protection, or a word that it does not."""
+"""Loopback addresses may be used unprotected; any other address needs protection, or an explicit --insecure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def test_loopback_addresses_need_no_protection(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "192.0.2.1", "gpu-1", "localhost.example", "127.0.0.1.example"])
 def test_other_addresses_need_tls_and_keys(host: str) -> None:
-    def story(tls: bool, keys: bool, needs_keys: bool = True) -> str:
+    def refusal(tls: bool, keys: bool, needs_keys: bool = True) -> str:
         with pytest.raises(ConfigError) as caught:
             check_bind(host, Protection(tls, keys, insecure=False), needs_keys=needs_keys)
         assert caught.value.exit_code is ExitCode.BAD_CONFIG
         return str(caught.value)
 
-    assert "--tls-cert" in story(False, False)
-    assert "--api-keys" in story(False, False)
-    assert "--api-keys" not in story(False, True)
-    assert "--tls-cert" not in story(True, False)
-    assert "--api-keys" not in story(False, False, needs_keys=False)
-    assert "--insecure" in story(True, False)
+    assert "--tls-cert" in refusal(False, False)
+    assert "--api-keys" in refusal(False, False)
+    assert "--api-keys" not in refusal(False, True)
+    assert "--tls-cert" not in refusal(True, False)
+    assert "--api-keys" not in refusal(False, False, needs_keys=False)
+    assert "--insecure" in refusal(True, False)
     check_bind(host, Protection(True, True, False), needs_keys=True)
     check_bind(host, Protection(True, False, False), needs_keys=False)
     check_bind(host, Protection(False, False, insecure=True), needs_keys=True)

@@ -1,4 +1,4 @@
-"""Flag over environment over file over default, and unknown keys that are named."""
+"""The precedence of flag, environment, file and default, and unknown keys that are named."""
 
 from __future__ import annotations
 

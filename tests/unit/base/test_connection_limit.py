@@ -1,4 +1,4 @@
-"""Who gets one of the connections that a process can have."""
+"""Which connections a process accepts when it can not have more."""
 
 from __future__ import annotations
 

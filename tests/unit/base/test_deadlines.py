@@ -1,4 +1,4 @@
-"""Deadlines: the first of them, those that are due, and what is kept of those that changed."""
+"""Deadlines: the first one, the due ones, and how many changed ones are kept."""
 
 from __future__ import annotations
 

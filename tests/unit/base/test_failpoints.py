@@ -1,4 +1,4 @@
-"""Faults at named places: asked for by files, taken once, by the request that was meant."""
+"""Faults at named places: requested by files, triggered once, by the intended request."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from baton.failpoints import configure_failpoints, failpoint
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[Path]:
+def failpoints_dir(tmp_path: Path) -> Iterator[Path]:
     configure_failpoints(tmp_path)
     yield tmp_path
     configure_failpoints(None)
 
 
-def test_a_fault_strikes_once_and_leaves_a_proof(asked: Path) -> None:
+def test_a_fault_strikes_once_and_leaves_a_proof(failpoints_dir: Path) -> None:
     failpoint("Offer", "r")
-    assert list(asked.iterdir()) == []
-    (asked / "Offer").write_text("sleep 0")
+    assert list(failpoints_dir.iterdir()) == []
+    (failpoints_dir / "Offer").write_text("sleep 0")
     failpoint("Subscribe", "r")
-    assert (asked / "Offer").exists()
+    assert (failpoints_dir / "Offer").exists()
     failpoint("Offer", "r")
-    assert [path.name for path in asked.iterdir()] == ["Offer.struck"]
-    assert (asked / "Offer.struck").read_text() == str(os.getpid())
-    (asked / "Offer.struck").unlink()
+    assert [path.name for path in failpoints_dir.iterdir()] == ["Offer.struck"]
+    assert (failpoints_dir / "Offer.struck").read_text() == str(os.getpid())
+    (failpoints_dir / "Offer.struck").unlink()
     failpoint("Offer", "r")
-    assert list(asked.iterdir()) == []
+    assert list(failpoints_dir.iterdir()) == []
 
 
-def test_a_fault_for_one_request_does_not_strike_another(asked: Path) -> None:
-    (asked / "Offer").write_text("sleep 0 meant")
+def test_a_fault_for_one_request_does_not_strike_another(failpoints_dir: Path) -> None:
+    (failpoints_dir / "Offer").write_text("sleep 0 meant")
     failpoint("Offer", "another")
     failpoint("Offer")
-    assert not (asked / "Offer.struck").exists()
+    assert not (failpoints_dir / "Offer.struck").exists()
     failpoint("Offer", "meant")
-    assert (asked / "Offer.struck").exists()
+    assert (failpoints_dir / "Offer.struck").exists()
 
 
-def test_failpoints_are_not_checked_unless_enabled(asked: Path) -> None:
-    (asked / "Offer").write_text("kill")
+def test_failpoints_are_not_checked_unless_enabled(failpoints_dir: Path) -> None:
+    (failpoints_dir / "Offer").write_text("kill")
     configure_failpoints(None)
     failpoint("Offer", "r")
-    assert (asked / "Offer").exists()
+    assert (failpoints_dir / "Offer").exists()
 
 
 def test_the_action_kill_kills_the_process(tmp_path: Path) -> None:

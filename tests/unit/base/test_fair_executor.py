@@ -1,4 +1,4 @@
-"""A few threads, tenants in turn, and nobody waits where there is no room."""
+"""A few threads that tenants use in turn; without room a job is refused and does not wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG_S = 30.0
 
 
 class Jobs:
-    """Says which jobs have begun; each ends when it is let."""
+    """Records which jobs have begun; each ends when the test lets it."""
 
     def __init__(self, num_threads: int, max_waiting: int) -> None:
         self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -36,7 +36,7 @@ class Jobs:
         return self.begun.get(timeout=LONG_S)
 
     def end(self, name: str) -> str:
-        """Let this one end; the name of the job that begins then."""
+        """Let a job end; return the name of the job that begins then."""
         self.ends[name].set()
         return self.next()
 

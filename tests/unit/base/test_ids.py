@@ -1,4 +1,4 @@
-"""Names that travel in every message."""
+"""The identifiers that are part of every message."""
 
 from __future__ import annotations
 

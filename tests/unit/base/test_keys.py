@@ -1,4 +1,4 @@
-"""API keys: what the file holds, who a key is, and that a running process sees a change."""
+"""API keys: the file of hashes, the caller of a key, and changes that a running process notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A condition that lasts is one log line, and then one line an interval with a count."""
+"""A lasting condition is logged once, and then once an interval with a count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an event loop was held: by which clock, turn by turn, and what a process says of itself."""
+"""How long an event loop was blocked: by which clock, turn by turn, and the figures of a process about itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.observe.process_figures import process_figures
 
 
 class Clocks:
-    """Of the wall and of the thread's processor time, turned by hand."""
+    """The wall clock and the CPU clock of the thread, moved by hand."""
 
     def __init__(self) -> None:
         self.wall = 1000.0
@@ -27,7 +27,7 @@ class Clocks:
 
 
 def samples(page: bytes) -> dict[str, float]:
-    """By name, and of a histogram also by its bound."""
+    """Return samples by name, those of a histogram also by bound."""
     return {
         sample.name.removeprefix("baton_") + sample.labels.get("le", ""): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -41,14 +41,14 @@ def probed() -> tuple[LoopProbe, Clocks]:
 
 
 def turn(probe: LoopProbe, clocks: Clocks, wall: float, cpu: float) -> None:
-    """One turn, and a wait behind it that takes no processor."""
+    """Run one turn, and a wait after it that takes no CPU time."""
     probe.begin_turn()
     clocks.run(wall, cpu)
     probe.end_turn()
     clocks.run(0.5, 0.0)
 
 
-def said(probe: LoopProbe) -> dict[str, float]:
+def read_figures(probe: LoopProbe) -> dict[str, float]:
     return samples(render(probe.figures(), {}))
 
 
@@ -56,7 +56,7 @@ def test_a_turn_lasts_from_one_poll_of_the_sockets_to_the_next() -> None:
     probe, clocks = probed()
     turn(probe, clocks, 0.120, 0.120)
     turn(probe, clocks, 0.030, 0.030)
-    found = said(probe)
+    found = read_figures(probe)
     held = "event_loop_held_seconds"
     assert [found[f"{held}_bucket{bound}"] for bound in ("0.025", "0.05", "0.1", "0.15", "+Inf")] == [0, 1, 1, 2, 2]
     assert (found[f"{held}_max"], found[f"{held}_sum"]) == pytest.approx((0.120, 0.150))
@@ -65,7 +65,7 @@ def test_a_turn_lasts_from_one_poll_of_the_sockets_to_the_next() -> None:
 def test_a_turn_in_which_other_processes_ran_is_long_in_wall_time_only() -> None:
     probe, clocks = probed()
     turn(probe, clocks, 0.400, 0.020)
-    found = said(probe)
+    found = read_figures(probe)
     assert found["event_loop_held_seconds_max"] == pytest.approx(0.400)
     assert found["event_loop_held_cpu_seconds_max"] == pytest.approx(0.020)
     assert (found["event_loop_held_seconds_bucket0.3"], found["event_loop_held_cpu_seconds_bucket0.025"]) == (0, 1)
@@ -78,12 +78,12 @@ def test_short_turns_are_counted_and_not_added_to_a_long_one() -> None:
         clocks.run(0.0005, 0.0005)
         probe.end_turn()
     turn(probe, clocks, 0.050, 0.010)
-    found = said(probe)
+    found = read_figures(probe)
     assert (found["event_loop_held_seconds_bucket0.001"], found["event_loop_held_seconds_count"]) == (1000, 1001)
     assert found["event_loop_held_seconds_sum"] == pytest.approx(0.55)
     # The processor's clock may have been read up to 5 ms before.
     assert 0.010 <= found["event_loop_held_cpu_seconds_max"] <= 0.015 + 1e-9
-    assert said(probe)["event_loop_held_seconds_count"] == 1001
+    assert read_figures(probe)["event_loop_held_seconds_count"] == 1001
 
 
 def test_the_longest_turn_is_forgotten_after_two_windows() -> None:
@@ -98,14 +98,14 @@ def test_the_longest_turn_is_forgotten_after_two_windows() -> None:
 def test_the_longest_turn_survives_a_scrape() -> None:
     probe, clocks = probed()
     turn(probe, clocks, 0.2, 0.2)
-    assert said(probe)["event_loop_held_seconds_max"] == said(probe)["event_loop_held_seconds_max"] > 0
+    assert read_figures(probe)["event_loop_held_seconds_max"] == read_figures(probe)["event_loop_held_seconds_max"] > 0
     clocks.run(2 * WINDOW_S, 0.0)
-    assert said(probe)["event_loop_held_seconds_max"] == 0
+    assert read_figures(probe)["event_loop_held_seconds_max"] == 0
 
 
 def test_a_probed_loop_measures_each_turn() -> None:
     class Counting(ProbedEventLoop):
-        """Each turn takes a second of the wall's clock, and none of the processor's."""
+        """A loop whose turns take a second of wall time and no CPU time."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -115,11 +115,11 @@ def test_a_probed_loop_measures_each_turn() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, Counting)
-        before = said(loop.probe)["event_loop_held_seconds_count"]
+        before = read_figures(loop.probe)["event_loop_held_seconds_count"]
         for _ in range(3):
             loop.clocks.run(1.0, 0.25)
             await asyncio.sleep(0)
-        found = said(loop.probe)
+        found = read_figures(loop.probe)
         assert found["event_loop_held_seconds_count"] - before == 3
         assert found["event_loop_held_seconds_max"] == 1.0
         assert found["event_loop_held_cpu_seconds_max"] == 0.25

@@ -1,4 +1,4 @@
-"""Logs for people and for machines, and the line that says ready."""
+"""Logs for people and for machines, and the announcement that a process is ready."""
 
 from __future__ import annotations
 

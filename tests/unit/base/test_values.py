@@ -1,4 +1,4 @@
-"""Values that are frozen for whoever reads the code: what else of a frozen dataclass must they have?"""
+"""Values that are frozen only for mypy have the other properties of frozen dataclasses."""
 
 from __future__ import annotations
 

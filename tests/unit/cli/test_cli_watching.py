@@ -43,7 +43,7 @@ def test_a_lease_changes_and_ends() -> None:
     ends = leases.EndTracker()
     known: dict[str, object] = {}
 
-    def seen(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
+    def changes(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
         report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
         nonlocal known
         found = [leases.watched_item(*each, wide=False) for each in ends.with_ends([report])]
@@ -53,12 +53,12 @@ def test_a_lease_changes_and_ends() -> None:
 
     lease = OpenHandoff(AttemptKey("a", 1), HandoffSide.SENDER, "GRANTED", "", "", 2, 0.5)
     other = replace(lease, attempt=AttemptKey("b", 1))
-    assert seen(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
-    assert seen(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
+    assert changes(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
+    assert changes(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
     assert ends.with_ends([]) == [], "leases of a node that does not answer have not ended"
-    assert seen(lease) == [("b", leases.OVER)]
-    assert seen() == [("a", leases.OVER)]
-    assert seen() == []
+    assert changes(lease) == [("b", leases.OVER)]
+    assert changes() == [("a", leases.OVER)]
+    assert changes() == []
 
 
 def test_a_column_grows_and_never_shrinks() -> None:

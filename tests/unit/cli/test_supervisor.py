@@ -49,7 +49,7 @@ class Bench:
         self.supervisor = ClusterSupervisor(plan, self.run_dir, SystemClock(), self.states.put_nowait)
         await self.supervisor.run(lambda _state: None)
 
-    async def until(self, wanted: Callable[[ClusterState], bool]) -> ClusterState:
+    async def wait_for_state(self, wanted: Callable[[ClusterState], bool]) -> ClusterState:
         async with asyncio.timeout(BOUND_S):
             while not wanted(state := await self.states.get()):
                 pass
@@ -89,7 +89,7 @@ async def test_logs_that_are_too_large_rotate(bench: Bench) -> None:
     log.touch()
     os.truncate(log, MAX_LOG_BYTES + 1)
     running = asyncio.create_task(bench.run(bench.child("decode-0")))
-    await bench.until(lambda state: state.phase == "ready")
+    await bench.wait_for_state(lambda state: state.phase == "ready")
     assert log.stat().st_size < MAX_LOG_BYTES
     assert older_parts(log)[0].stat().st_size == MAX_LOG_BYTES + 1
     bench.stop()
@@ -99,7 +99,7 @@ async def test_logs_that_are_too_large_rotate(bench: Bench) -> None:
 async def test_processes_start_become_ready_and_stop_in_order(bench: Bench) -> None:
     names = {"prefill-0": "prefill", "decode-0": "decode", "router-0": "router"}
     running = asyncio.create_task(bench.run(*(bench.child(name, role=role) for name, role in names.items())))
-    state = await bench.until(lambda s: s.phase == "ready")
+    state = await bench.wait_for_state(lambda s: s.phase == "ready")
     assert [p.status for p in state.processes] == ["Ready"] * 3
     assert process(state, "decode-0").incarnation == f"decode-0.{process(state, 'decode-0').pid}"
     assert (state.grpc_address, state.operator_address) == ("127.0.0.1:4321", "127.0.0.1:4322")
@@ -117,9 +117,9 @@ async def test_processes_start_become_ready_and_stop_in_order(bench: Bench) -> N
 async def test_flags_of_the_first_run_are_not_given_to_the_second(bench: Bench) -> None:
     child = replace(bench.child("decode-0"), first_run={"--port": "99"})
     running = asyncio.create_task(bench.run(child))
-    first = await bench.until(lambda s: s.phase == "ready")
+    first = await bench.wait_for_state(lambda s: s.phase == "ready")
     os.kill(process(first, "decode-0").pid, signal.SIGKILL)
-    await bench.until(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
+    await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
     assert [line for line in bench.lines() if "started" in line] == ["decode-0 started 7 99", "decode-0 started 7"]
     bench.stop()
     await running
@@ -127,9 +127,9 @@ async def test_flags_of_the_first_run_are_not_given_to_the_second(bench: Bench) 
 
 async def test_a_process_that_dies_is_restarted_with_a_new_incarnation(bench: Bench) -> None:
     running = asyncio.create_task(bench.run(bench.child("decode-0"), bench.child("router-0", role="router")))
-    first = await bench.until(lambda s: s.phase == "ready")
+    first = await bench.wait_for_state(lambda s: s.phase == "ready")
     os.kill(process(first, "decode-0").pid, signal.SIGKILL)
-    second = await bench.until(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
+    second = await bench.wait_for_state(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
     assert process(second, "decode-0").last_exit == "SIGKILL"
     assert process(second, "decode-0").incarnation != process(first, "decode-0").incarnation
     assert process(second, "router-0") == process(first, "router-0")
@@ -143,9 +143,9 @@ def all_ready(state: ClusterState) -> bool:
 
 async def test_a_router_that_dies_is_restarted_on_the_same_port(bench: Bench) -> None:
     running = asyncio.create_task(bench.run(bench.child("router-0", role="router")))
-    first = await bench.until(lambda s: s.phase == "ready")
+    first = await bench.wait_for_state(lambda s: s.phase == "ready")
     os.kill(process(first, "router-0").pid, signal.SIGKILL)
-    await bench.until(lambda s: process(s, "router-0").restarts == 1 and all_ready(s))
+    await bench.wait_for_state(lambda s: process(s, "router-0").restarts == 1 and all_ready(s))
     bench.stop()
     await running
     assert [line for line in bench.lines() if "started" in line] == ["router-0 started 7", "router-0 started 7 4321"]
@@ -155,10 +155,10 @@ async def test_a_crash_loop_is_shown_and_the_other_processes_go_on(bench: Bench)
     running = asyncio.create_task(
         bench.run(bench.child("decode-0", "crash-later"), bench.child("router-0", role="router"))
     )
-    await bench.until(lambda s: s.phase == "ready")
+    await bench.wait_for_state(lambda s: s.phase == "ready")
     for _ in range(3):
         await asyncio.to_thread(bench.fifo.write_bytes, b"x")
-        state = await bench.until(lambda s: process(s, "decode-0").pid == 0)
+        state = await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)
     assert process(state, "decode-0").status == "CrashLoop"
     assert process(state, "decode-0").last_exit == "exit 9"
     assert process(state, "router-0").status == "Ready"
@@ -203,14 +203,14 @@ async def test_a_process_that_does_not_become_ready_fails_the_start(bench: Bench
 
 async def test_a_second_signal_kills_all_processes(bench: Bench) -> None:
     running = asyncio.create_task(bench.run(bench.child("decode-0", "stubborn")))
-    state = await bench.until(lambda s: s.phase == "ready")
+    state = await bench.wait_for_state(lambda s: s.phase == "ready")
     os.kill(os.getpid(), signal.SIGINT)
-    await bench.until(lambda s: process(s, "decode-0").status == "Draining")
+    await bench.wait_for_state(lambda s: process(s, "decode-0").status == "Draining")
     assert not is_gone(process(state, "decode-0").pid, process(state, "decode-0").start_time)
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(BOUND_S):
         await running
-    assert (await bench.until(lambda s: process(s, "decode-0").pid == 0)).processes[0].last_exit == "SIGKILL"
+    assert (await bench.wait_for_state(lambda s: process(s, "decode-0").pid == 0)).processes[0].last_exit == "SIGKILL"
 
 
 SUPERVISOR = """
@@ -224,7 +224,7 @@ if sys.argv[3] == "serve":
 async def main():
     bench = Bench(Path(sys.argv[2]))
     running = asyncio.create_task(bench.run(bench.child("decode-0", sys.argv[3])))
-    state = await bench.until(lambda s: s.phase == "ready")
+    state = await bench.wait_for_state(lambda s: s.phase == "ready")
     print(state.processes[0].pid, flush=True)
     await running
 asyncio.run(main())

@@ -76,7 +76,7 @@ def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
 def test_blocks_freed_while_a_step_is_in_flight_are_not_allocated_until_its_commit() -> None:
     """A load writes as soon as it is decided, and the step in flight could overwrite what it wrote."""
     rig = rig_with_one_in_flight(num_blocks=5, enable_prefix_caching=False)
-    rig.connector.on_load = lambda load: rig.fill("pulled")
+    rig.connector.on_load = lambda load: rig.write_kv("pulled")
     rig.add("aborted", 14, max_tokens=9)
     rig.step()
     rig.step()
@@ -143,7 +143,7 @@ def test_no_request_with_a_token_in_flight_is_preempted(mode: str) -> None:
 
 def test_swapped_out_blocks_are_not_loaded_into_before_they_are_copied() -> None:
     rig = rig_with_one_in_flight(num_blocks=8, preemption_mode="swap", num_host_blocks=16)
-    rig.connector.on_load = lambda load: rig.fill("pulled")
+    rig.connector.on_load = lambda load: rig.write_kv("pulled")
     rig.add("stays", 8, max_tokens=16)
     victim = rig.add("victim", 12, max_tokens=16)
     while not rig.core.make_stats().num_preemptions:

@@ -163,7 +163,7 @@ def test_a_beam_search_does_not_recompute_a_transferred_prompt() -> None:
     assert rig.tokens["p"] == [], "a search has no first token yet"
     rig.add("r", prompt, leg=Leg.DECODE, beam_width=3, n=2, max_tokens=6)
     rig.step()
-    rig.deliver("r")
+    rig.complete_transfer("r")
     output = rig.scheduler.schedule()
     assert list(output.num_scheduled_tokens.values()) == [1]
     rig.commit(output)

@@ -159,7 +159,7 @@ def test_an_engine_whose_requests_all_wait_for_remote_kv_sleeps() -> None:
     rig.step()
     assert rig.scheduler.has_requests()
     assert not rig.core.has_work()
-    rig.deliver("r")
+    rig.complete_transfer("r")
     assert rig.core.has_work()
 
 

@@ -72,7 +72,7 @@ class Conversation:
             case "abort":
                 return [self.output(output) for output in rig.abort(*words)]
             case "arrived":
-                return [self.output(output) for output in rig.deliver(words[0])]
+                return [self.output(output) for output in rig.complete_transfer(words[0])]
             case "failed":
                 return [self.output(output) for output in rig.transfer(failed={words[0]: " ".join(words[1:])})]
             case "released":

@@ -57,7 +57,7 @@ def test_a_decode_leg_loads_given_output_and_reports_only_later_tokens() -> None
     rig.step()
     load = rig.connector.loads["d"]
     assert (len(load.block_ids), load.num_external_tokens) == (5, 17)
-    rig.deliver("d")
+    rig.complete_transfer("d")
     (first,) = rig.step()
     assert (first.first_index, len(first.new_token_ids)) == (7, 2)
     rig.run()

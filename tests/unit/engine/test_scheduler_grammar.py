@@ -68,7 +68,7 @@ def test_a_decode_leg_loads_its_prompt_only_once_its_grammar_is_compiled() -> No
     rig.core.grammar_compiled("d", [matcher()])
     rig.step()
     assert set(rig.connector.loads) == {"d"}
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     assert rig.tokens["d"][-2:] == rig.expected("d", 3)[1:]
 

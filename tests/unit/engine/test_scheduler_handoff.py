@@ -122,7 +122,9 @@ def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> No
     assert rig.requests["d"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     stats = rig.core.make_stats()
     assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kvs) == (0, 1, 1)
-    assert rig.deliver("d") == [], "the first token comes from the prefill node; here it goes with the second one"
+    assert rig.complete_transfer("d") == [], (
+        "the first token comes from the prefill node; here it goes with the second one"
+    )
     output = rig.scheduler.schedule()
     (new,) = output.scheduled_new_reqs
     assert (new.num_computed_tokens, list(new.output_token_ids)) == (10, rig.expected("d", 1))
@@ -150,7 +152,7 @@ def test_only_blocks_that_are_not_cached_are_loaded() -> None:
     rig.step()
     load = rig.connector.loads["d"]
     assert (load.num_local_tokens, load.num_external_tokens, load.block_ids[:2]) == (8, 8, (1, 2))
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 4)
     assert (rig.ends["d"].num_cached_tokens, rig.ends["d"].num_external_tokens) == (8, 8)
@@ -166,7 +168,7 @@ def test_a_fully_cached_prompt_still_loads_its_last_block(num_tokens: int, local
     rig.step()
     load = rig.connector.loads["d"]
     assert (load.num_local_tokens, load.num_external_tokens) == (local, num_tokens - local)
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 3)
 
@@ -186,7 +188,7 @@ def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
 
     rig.add("d2", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
-    rig.deliver("d2")
+    rig.complete_transfer("d2")
     rig.add("late", prompt, max_tokens=2)
     rig.run()
     assert rig.ends["late"].num_cached_tokens == 12
@@ -199,7 +201,7 @@ def test_a_request_whose_kv_arrived_joins_the_next_step_before_new_requests() ->
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
     rig.step()
     rig.add("newcomer", 4, max_tokens=5)
-    rig.deliver("d")
+    rig.complete_transfer("d")
     output = rig.scheduler.schedule()
     assert list(output.num_scheduled_tokens) == ["stream", "d"]
     rig.commit(output)
@@ -210,7 +212,7 @@ def test_a_long_prompt_leaves_budget_for_requests_whose_kv_arrived() -> None:
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
     rig.add("long", 60, max_tokens=1)
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     assert rig.scheduler.schedule().num_scheduled_tokens == {"long": 7, "d": 1}
 
 
@@ -222,7 +224,7 @@ def test_loads_do_not_need_a_seat_but_are_bounded() -> None:
     rig.add("d1", 8, leg=Leg.DECODE, max_tokens=3)
     rig.step()
     assert list(rig.connector.loads) == ["d0"]
-    rig.deliver("d0")
+    rig.complete_transfer("d0")
     rig.step()
     assert list(rig.connector.loads) == ["d0"], "it still waits for the seat"
     rig.run()
@@ -240,7 +242,7 @@ def test_loads_whose_prompts_fill_the_pool_do_not_deadlock(num_tokens: int) -> N
         rig.run()
         for name in [name for name in rig.connector.loads if name not in rig.ends]:
             if rig.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                rig.deliver(name)
+                rig.complete_transfer(name)
     for number in range(4):
         assert rig.tokens[f"d{number}"] == rig.expected(f"d{number}", 4)
 
@@ -253,10 +255,10 @@ def test_two_loads_share_a_prefix_in_a_pool_that_fits_one() -> None:
     rig.step()
     assert list(rig.connector.loads) == ["d0"]
     assert not rig.core.has_work()
-    rig.deliver("d0")
+    rig.complete_transfer("d0")
     rig.run()
     assert rig.connector.loads["d1"].num_local_tokens == 12
-    rig.deliver("d1")
+    rig.complete_transfer("d1")
     rig.run()
     assert rig.tokens["d0"] == rig.tokens["d1"] == rig.expected("d0", 3)
 
@@ -266,7 +268,7 @@ def test_a_preempted_decode_leg_is_recomputed_on_its_node() -> None:
     rig.add("old", 8, max_tokens=16)
     rig.add("d", 8, leg=Leg.DECODE, max_tokens=16)
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     assert rig.requests["d"].num_preemptions >= 1
     assert rig.connector.loads == {}
@@ -286,7 +288,7 @@ def test_a_first_token_that_arrives_with_the_kv_can_end_the_request(how: str) ->
         rig.add("d2", prompt_of(10), leg=Leg.DECODE, max_tokens=9, stop_token_ids=frozenset({first}))
     name = "d2" if how == "stop token" else "d"
     rig.step()
-    (end,) = rig.deliver(name)
+    (end,) = rig.complete_transfer(name)
     assert (end.new_token_ids, end.first_index) == ([first], 0)
     assert end.outcome is (Outcome.LENGTH if how == "max_tokens" else Outcome.STOP)
     assert end.stop_reason == (first if how == "stop token" else None)
@@ -361,7 +363,7 @@ def test_an_abort_after_the_arrival_frees_at_once() -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE)
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.abort("d")
     stats = rig.core.make_stats()
     assert (stats.free_blocks, stats.quarantined_blocks) == (64, 0)
@@ -373,7 +375,7 @@ def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted() -> N
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=3)
     rig.add("w", 10, max_tokens=3)
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     before = rig.scheduler.counters.num_unknown_transfers
     rig.transfer(arrived={"d": [1], "w": [1], "nobody": [1]}, failed={"d": "late", "w": "?"}, released=["d", "nobody"])
     assert rig.scheduler.counters.num_unknown_transfers == before + 7
@@ -395,7 +397,7 @@ def test_a_prompt_as_long_as_the_pool_is_loaded_whole() -> None:
     rig = EngineRig(num_blocks=3)
     rig.add("d", 8, leg=Leg.DECODE, max_tokens=9)
     rig.step()
-    (end,) = rig.deliver("d")
+    (end,) = rig.complete_transfer("d")
     assert end.outcome is Outcome.LENGTH
 
 
@@ -415,7 +417,7 @@ def test_a_connector_that_does_not_know_yet_is_asked_again_and_delays_no_other_r
     rig.transfer()
     assert rig.core.has_work()
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 3)
 
@@ -530,7 +532,7 @@ def test_blocks_that_arrived_before_a_load_failed_are_not_recomputed(
     rig.add("d", num_tokens, leg=Leg.DECODE, max_tokens=6)
     rig.step()
     blocks = rig.connector.loads["d"].block_ids
-    rig.lose("d", num_valid)
+    rig.fail_transfer("d", num_valid)
     num_full = min(num_valid, num_tokens // 4)
     assert rig.core.make_stats().quarantined_blocks == (len(blocks) - num_full if quarantine else 0)
     cached = [block for block in rig.scheduler.kv_cache_manager.pool.blocks if block.block_hash is not None]
@@ -553,7 +555,7 @@ def test_cached_blocks_before_a_failed_load_are_kept_with_those_that_arrived(num
     rig.add("d", prompt, leg=Leg.DECODE, max_tokens=6)
     rig.step()
     assert rig.connector.loads["d"].num_local_tokens == 12
-    rig.lose("d", num_valid)
+    rig.fail_transfer("d", num_valid)
     assert computed_tokens(rig, "d") == 25 - kept
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 6)
@@ -577,7 +579,7 @@ def test_with_windows_a_prefix_is_kept_where_every_group_has_what_the_next_query
     rig = EngineRig(on_transfer_failure="recompute", windows=windows)
     rig.add("d", 22, leg=Leg.DECODE, max_tokens=6)
     rig.step()
-    rig.lose("d", num_valid)
+    rig.fail_transfer("d", num_valid)
     assert computed_tokens(rig, "d") == 22 - kept
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 6)
@@ -588,7 +590,7 @@ def test_kept_blocks_are_idle_and_recomputed_if_they_were_evicted() -> None:
     rig = EngineRig(num_blocks=8, on_transfer_failure="recompute", max_num_seqs=2)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=4)
     rig.step()
-    rig.lose("d", 3)
+    rig.fail_transfer("d", 3)
     accounts = rig.scheduler.kv_cache_manager.pool.accounts()
     assert (accounts.owned, accounts.cached_idle, accounts.quarantined) == (0, 3, 2)
     rig.abort("d")
@@ -603,7 +605,7 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     rig = EngineRig(on_transfer_failure="recompute", enable_prefix_caching=False)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=6)
     rig.step()
-    rig.lose("d", 3)
+    rig.fail_transfer("d", 3)
     assert computed_tokens(rig, "d") == 20
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 6)
@@ -614,7 +616,7 @@ def test_no_block_of_a_failed_load_is_kept_if_the_connector_raises() -> None:
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
     rig.step()
     rig.connector.raise_in = "load_failed"
-    rig.lose("d", 3)
+    rig.fail_transfer("d", 3)
     assert rig.core.make_stats().quarantined_blocks == 5
     assert computed_tokens(rig, "d") == 20
 
@@ -624,7 +626,7 @@ def test_under_other_policies_arrived_blocks_are_quarantined_with_the_rest(polic
     rig = EngineRig(on_transfer_failure=policy)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
     rig.step()
-    rig.lose("d", 3)
+    rig.fail_transfer("d", 3)
     assert rig.reason("d") is outcome
     assert rig.core.make_stats().quarantined_blocks == 5
     assert not rig.scheduler.kv_cache_manager.pool.num_cached_blocks
@@ -745,7 +747,7 @@ def test_a_prefill_legs_first_token_is_handed_off_with_its_logprobs() -> None:
     assert rig.requests["p"].last_logprobs == [drawn]
     rig.add("d", rig.requests["p"].prompt_token_ids, leg=Leg.DECODE, logprobs=1, max_tokens=5)
     rig.step()
-    rig.fill("d")
+    rig.write_kv("d")
     arrived = ArrivedKV((drawn.token_id,), (drawn,))
     rig.core.update_from_kv_transfer(KVTransferOutput(arrived={"d": arrived}))
     (first,) = rig.step()
@@ -757,7 +759,7 @@ def test_a_first_token_without_its_logprobs_is_reported_only_by_the_prefill_node
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE, logprobs=1, max_tokens=5)
     rig.step()
-    rig.fill("d")
+    rig.write_kv("d")
     rig.core.update_from_kv_transfer(KVTransferOutput(arrived={"d": ArrivedKV(rig.expected("d", 1))}))
     (first,) = rig.core.step()[0].outputs
     assert (first.first_index, first.new_token_ids) == (1, rig.expected("d", 2)[1:])

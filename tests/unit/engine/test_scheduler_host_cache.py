@@ -80,7 +80,7 @@ def test_blocks_evicted_for_a_transfer_are_not_copied_out() -> None:
     assert rig.connector.loads
     assert not decided.blocks_to_swap_out
     rig.commit(decided)
-    rig.deliver("pulled")
+    rig.complete_transfer("pulled")
     rig.run()
     assert rig.tokens["pulled"] == rig.expected("pulled", 2)
 

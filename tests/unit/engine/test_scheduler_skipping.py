@@ -54,12 +54,12 @@ def test_a_passed_decode_leg_loads_as_soon_as_a_load_slot_is_free() -> None:
         rig.add(f"whole{number}", 6, max_tokens=1)
     rig.run()
     assert sum(name.startswith("whole") for name in rig.ends) == 40, "there were seats for all of them"
-    rig.deliver("d0")
+    rig.complete_transfer("d0")
     rig.step()
     rig.step()
     assert "third" in rig.connector.loads
     for name in ("d1", "third"):
-        rig.deliver(name)
+        rig.complete_transfer(name)
     rig.run()
     for name in ("d0", "d1", "third"):
         assert rig.tokens[name] == rig.expected(name, 3)
@@ -74,7 +74,7 @@ def test_decode_legs_begin_to_load_in_their_own_order() -> None:
     order = []
     for name in ("d0", "second", "third"):
         order += list(rig.connector.loads)
-        rig.deliver(name)
+        rig.complete_transfer(name)
         rig.run()
     assert order == ["d0", "second", "third"]
 
@@ -90,7 +90,7 @@ def test_a_load_may_begin_while_an_earlier_request_waits_for_a_seat() -> None:
     rig.add("d", 8, leg=Leg.DECODE, max_tokens=2)
     rig.step()
     assert list(rig.connector.loads) == ["d"]
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     for name, count in (("stream", 20), ("whole", 2), ("d", 2)):
         assert rig.tokens[name] == rig.expected(name, count)
@@ -109,7 +109,7 @@ def test_loads_pass_a_request_that_waits_for_a_seat_a_bounded_number_of_times(po
             rig.step()
             for name in [n for n in rig.connector.loads if rig.scheduler.requests.get(n) is not None]:
                 if rig.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    rig.deliver(name)
+                    rig.complete_transfer(name)
         if "whole" in rig.ends:
             break
     assert "whole" in rig.ends
@@ -158,7 +158,7 @@ def test_a_request_whose_grammar_was_compiled_keeps_its_place(policy: str, leg: 
         order += [name for name in rig.connector.loads if name not in order]
         for name in [n for n in order if n in rig.scheduler.requests and n in rig.connector.loads]:
             if rig.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                rig.deliver(name)
+                rig.complete_transfer(name)
     assert list(rig.ends) == ["first", "with grammar", "later"]
     assert rig.reason("later") is Outcome.LENGTH
 
@@ -186,7 +186,7 @@ def test_no_lookups_are_counted_with_prefix_caching_off() -> None:
         rig.run()
     rig.add("d", list(range(20)), leg=Leg.DECODE, max_tokens=2)
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     rig.run()
     cache = rig.core.make_stats().prefix_cache
     assert (cache.num_requests, cache.num_tokens) == (0, 0)

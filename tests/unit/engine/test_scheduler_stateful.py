@@ -198,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.loading()))
         load, size = self.rig.connector.loads[name], self.rig.config.block_size
         num_local = load.num_local_tokens // size * len(self.rig.config.windows)
-        self.rig.lose(name, data.draw(st.integers(num_local, len(load.block_ids))))
+        self.rig.fail_transfer(name, data.draw(st.integers(num_local, len(load.block_ids))))
 
     @precondition(lambda self: (self.loading() and not self.reads_at_once) or self.rig.connector.quarantined)
     @rule(data=st.data())
@@ -341,11 +341,11 @@ class EngineMachine(RuleBasedStateMachine):
     def read_at_once(self, load: FakeLoad) -> None:
         """What a read that is as quick as can be leaves, steps in flight or not."""
         name = next(name for name, its in self.rig.connector.loads.items() if its is load)
-        self.rig.fill(name)
+        self.rig.write_kv(name)
 
     def deliver_to(self, name: str) -> None:
         if not self.reads_at_once:
-            self.rig.fill(name)
+            self.rig.write_kv(name)
         self.rig.transfer(arrived={name: self.rig.next_expected(name)})
 
     def scribble(self, load: FakeLoad) -> None:

@@ -27,7 +27,7 @@ def test_every_waiting_request_has_exactly_one_reason() -> None:
     rig.add("queues", 8, max_tokens=3)
     rig.step()
     assert waiting(rig) == {"remote_kv": 1, "deferred": 1, "capacity": 1}
-    rig.deliver("pulls")
+    rig.complete_transfer("pulls")
     assert waiting(rig) == {"arrived": 1, "deferred": 1, "capacity": 1}
     rig.connector.unknown.clear()
     rig.abort("queues", "unsure")
@@ -72,7 +72,7 @@ def test_hits_are_counted_by_source() -> None:
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
     assert rig.core.make_stats().prefix_cache.num_hits == {"device": 0, "host": 0, "remote": 0}, "not yet"
-    rig.deliver("pulled")
+    rig.complete_transfer("pulled")
     rig.run()
     rig.add("found", prompt, max_tokens=2)
     rig.run()
@@ -130,7 +130,7 @@ def test_a_computed_step_has_its_size_and_duration() -> None:
     assert computed_step(rig, 0.5) == ComputedStep(0.5, 7, 1, 10, began + 0.75, True)
     rig.add("pulled", 8, leg=Leg.DECODE, max_tokens=5)
     rig.step()
-    rig.deliver("pulled")
+    rig.complete_transfer("pulled")
     rig.core.take_computed_step()
     assert computed_step(rig, 0.125) == ComputedStep(0.125, 0, 3, 12 + 8 + 8, began + 0.875, True), (
         "its first token was drawn elsewhere"

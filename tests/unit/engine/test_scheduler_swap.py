@@ -127,7 +127,7 @@ def test_nothing_is_loaded_into_blocks_that_are_still_to_be_copied_out() -> None
     rig.commit(out)
     while "pulled" not in rig.connector.loads:
         rig.step()
-    rig.deliver("pulled")
+    rig.complete_transfer("pulled")
     rig.run()
     assert rig.tokens["pulled"] == rig.expected("pulled", 3)
 

@@ -125,7 +125,7 @@ def test_a_decode_leg_loads_only_the_blocks_that_it_sees(windows: tuple[int | No
     of_window = load.block_ids[len(windows) - 1 :: len(windows)]
     assert [block != 0 for block in of_window] == [False, False, False, True, True]
     assert held(rig) == reserved, "and the slot of the first generated token"
-    rig.deliver("taken")
+    rig.complete_transfer("taken")
     rig.run()
     assert rig.tokens["taken"] == rig.expected("taken", 12)
 

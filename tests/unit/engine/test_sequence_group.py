@@ -200,7 +200,7 @@ def test_a_transferred_prompt_serves_all_sequences() -> None:
     rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
     rig.step()
     assert set(rig.scheduler.requests) == {"r"}
-    rig.deliver("r")
+    rig.complete_transfer("r")
     counts = [dict(step(rig).num_scheduled_tokens), dict(step(rig).num_scheduled_tokens)]
     assert counts == [{"r": 1}, dict.fromkeys(names(4), 1)]
     rig.run()
@@ -215,7 +215,7 @@ def test_the_prefill_leg_hands_off_even_if_its_own_sequence_stopped() -> None:
     assert rig.tokens["p"] == rig.expected("p", 1)
     rig.add("d", 10, leg=Leg.DECODE, n=2, max_tokens=1)
     rig.step()
-    rig.deliver("d")
+    rig.complete_transfer("d")
     assert rig.reason("d") is Outcome.LENGTH
     rig.run()
     assert rig.tokens["d~1"] == rig.expected("d~1", 1)

@@ -161,7 +161,7 @@ def faulty() -> Iterator[Callable[[Faults], Bench]]:
         each.mover.stop()
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = SystemClock().monotonic() + WITHIN_S
     while not condition():
         assert SystemClock().monotonic() < deadline, "nothing happened"
@@ -229,7 +229,7 @@ def test_a_short_read_does_not_wait_for_a_long_one(bench: Bench) -> None:
     bench.attach("sender")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 60)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
     bench.fabric.thaw("sender")
     done = [bench.next() for _ in range(2)]
@@ -250,7 +250,7 @@ def test_a_refused_post_fails_its_read_and_holds_up_no_other(bench: Bench) -> No
     assert failure(bench.next()) == (1, TransferCause.REFUSED)
     bench.fabric.freeze("sender")
     bench.mover.read(2, "sender", [ReadRange(0, 0, 8)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.backend.refuse_posts = 1
     for read_id in (3, 4):
         bench.mover.read(read_id, "sender", [ReadRange(10 * read_id, 0, 1)])
@@ -284,7 +284,7 @@ def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> N
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 60)])
     bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.cancel(1)
     bench.round_trip(peer)
     assert bench.mover.reads_in_flight >= 1
@@ -325,7 +325,7 @@ def test_a_killed_peer_fails_its_reads_and_no_others(bench: Bench) -> None:
     bench.fabric.freeze("doomed")
     for read_id in range(3):
         bench.mover.read(read_id, "doomed", [ReadRange(20 * read_id, 0, 20)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.fabric.kill("doomed")
     assert sorted((failure(bench.next()) for _ in range(3)), key=lambda f: f[0]) == [
         (i, TransferCause.PEER_GONE) for i in range(3)
@@ -341,7 +341,7 @@ def test_disconnect_waits_for_reads_in_flight_and_connect_cancels_it(bench: Benc
     peer = bench.attach("sender")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.read(2, "sender", [ReadRange(8, 8, 1)])
     bench.mover.disconnect("sender")
     assert failure(bench.next()) == (2, TransferCause.CANCELLED)
@@ -370,16 +370,16 @@ class StuckBench(Bench):
         self.peer = self.attach("sender")
         self.fabric.freeze("sender")
         self.mover.read(1, "sender", [ReadRange(0, 0, 1)])
-        until(lambda: len(self.backend.posted) == 1)
+        wait_until(lambda: len(self.backend.posted) == 1)
         self.backend.break_reads = True
         assert self.next() == ReadStalled(1, "sender: KV transfer failed: peer_gone (broken)")
-        until(lambda: self.mover.stuck_reads == 1)
+        wait_until(lambda: self.mover.stuck_reads == 1)
 
     def probe(self) -> None:
         """Let the mover probe the peer once more."""
         num_posted = len(self.backend.posted)
         self.manual.advance(MAX_PROBE_INTERVAL_S)
-        until(lambda: len(self.backend.posted) > num_posted)
+        wait_until(lambda: len(self.backend.posted) > num_posted)
 
 
 def test_a_read_that_may_still_write_is_not_answered_while_its_peer_lives() -> None:
@@ -449,13 +449,13 @@ def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Be
     bench = faulty(Faults(stall=1.0))
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
-    until(lambda: bench.mover.stuck_reads == 1)
+    wait_until(lambda: bench.mover.stuck_reads == 1)
     bench.mover.disconnect("sender")
     assert bench.block(3) == bytes(BLOCK_BYTES)
     bench.faulty.resume_stalled()
     assert isinstance(bench.next(), ReadDone)
     assert bench.block(3) == pattern(3, 1, BLOCK_BYTES)
-    until(lambda: bench.mover.stuck_reads == 0)
+    wait_until(lambda: bench.mover.stuck_reads == 0)
 
 
 def test_a_read_without_progress_is_stuck_after_a_while() -> None:
@@ -466,11 +466,11 @@ def test_a_read_without_progress_is_stuck_after_a_while() -> None:
     peer = bench.attach("sender")
     bench.fabric.freeze("sender")
     mover.read(1, "sender", [ReadRange(0, 0, 1)])
-    until(lambda: mover.reads_in_flight == 1)
+    wait_until(lambda: mover.reads_in_flight == 1)
     bench.round_trip(peer)
     assert mover.stuck_reads == 0
     clock.advance(STUCK_AFTER_S)
-    until(lambda: mover.stuck_reads == 1)
+    wait_until(lambda: mover.stuck_reads == 1)
     bench.fabric.thaw("sender")
     done = bench.next()
     assert isinstance(done, ReadDone)
@@ -628,7 +628,7 @@ def test_while_there_is_something_to_move_a_helper_computes_them(
     digesting.attach("stopped")
     digesting.fabric.freeze("stopped")
     digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
-    until(lambda: digesting.mover.reads_in_flight == 1)
+    wait_until(lambda: digesting.mover.reads_in_flight == 1)
     digesting.attach("sender")
     digesting.mover.read(2, "sender", [ReadRange(3, 0, 2)], (4,))
     said = [digesting.next(), digesting.next()]
@@ -726,7 +726,7 @@ def test_digests_that_can_not_be_delivered_end_the_process(
 
     digesting.mover._digest_queue._deliver = deliver
     digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
-    until(lambda: digesting.mover.reads_in_flight == 1)
+    wait_until(lambda: digesting.mover.reads_in_flight == 1)
     digesting.mover.read(2, "sender", [ReadRange(3, 0, 1)], (3,))
     assert isinstance(digesting.next(), ReadDone)
     assert isinstance(faults.get(timeout=WITHIN_S).__cause__, ZeroDivisionError)
@@ -767,7 +767,7 @@ def test_stop_answers_what_is_queued_and_everything_later(bench: Bench) -> None:
     peer = bench.attach("sender")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.read(2, "sender", [ReadRange(8, 0, 8)])
     stopper = threading.Thread(target=bench.mover.stop)
     stopper.start()
@@ -793,7 +793,7 @@ def test_stop_does_not_wait_for_ever_and_keeps_memory_that_may_be_written() -> N
     bench.fabric.freeze("sender")
     mover.read(1, "sender", [ReadRange(0, 0, 1)])
     mover.read(2, "sender", [ReadRange(8, 0, 30)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     stopper = threading.Thread(target=mover.stop)
     stopper.start()
     while stopper.is_alive():
@@ -813,11 +813,11 @@ def test_a_fault_ends_the_thread_and_answers_only_what_can_be_answered(
     bench.attach("sender")
     bench.fabric.freeze("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
-    until(lambda: len(bench.backend.posted) == 2)
+    wait_until(lambda: len(bench.backend.posted) == 2)
     bench.mover.read(2, "sender", [ReadRange(8, 0, 8)])
     bench.backend.poll = _fail  # type: ignore[method-assign]
     assert failure(bench.next()) == (2, TransferCause.CANCELLED)
-    until(lambda: bench.mover.fault is not None)
+    wait_until(lambda: bench.mover.fault is not None)
     assert bench.mover.reads_in_flight == 1
     assert isinstance(faults.get_nowait().__cause__, ZeroDivisionError)
     bench.mover.stop()

@@ -55,7 +55,7 @@ def of(sequence_index: int, told: list[RequestDelta]) -> list[RequestDelta]:
 async def test_an_orphan_runs_on_and_is_replayed_from_the_beginning_to_the_router_that_adopts_it(turns: int) -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=LONG)
+    rig.submit(first, sampling_params=LONG)
     turn(rig, turns)
     first.close()
     turn(rig, 2)
@@ -79,7 +79,7 @@ async def _told_as_well() -> None:
     for closes_after in (True, False):
         rig = NodeRig(Role.DECODE, clock=LoopClock(), orphan_grace_s=GRACE_S)
         first, second = attach(rig, "router-0"), attach(rig, "router-1")
-        rig.ask(first)
+        rig.submit(first)
         if not closes_after:
             first.close()
         rig.driver.run()
@@ -96,7 +96,7 @@ async def _told_as_well() -> None:
 async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_nothing() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=LONG)
+    rig.submit(first, sampling_params=LONG)
     turn(rig, 3)
     await deltas(first)
     second.receive(Adopt(KEY))
@@ -115,7 +115,7 @@ async def test_the_router_that_lost_an_attempt_is_told_and_its_aborts_change_not
 async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatever_order_they_adopt(how: str) -> None:
     rig = rig_with_grace()
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
-    rig.ask(first, sampling_params=LONG, takeover=1)
+    rig.submit(first, sampling_params=LONG, takeover=1)
     turn(rig, 3)
     await deltas(first)
     third.receive(Adopt(KEY, 3))
@@ -148,7 +148,7 @@ async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatev
 async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attempt() -> None:
     rig = rig_with_grace()
     first, second, third = (attach(rig, f"router-{index}") for index in range(3))
-    rig.ask(first, sampling_params=LONG, takeover=1)
+    rig.submit(first, sampling_params=LONG, takeover=1)
     turn(rig, 3)
     second.receive(Adopt(KEY, 2))
     third.receive(Adopt(KEY, 2))
@@ -163,7 +163,7 @@ async def test_of_two_routers_with_the_same_number_the_first_one_keeps_the_attem
 async def test_a_router_without_takeover_numbers_adopts_and_aborts() -> None:
     rig = rig_with_grace()
     first, old = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=LONG, takeover=3)
+    rig.submit(first, sampling_params=LONG, takeover=3)
     turn(rig, 3)
     await deltas(first)
     old.receive(Adopt(KEY))
@@ -178,7 +178,7 @@ async def test_the_takeover_number_is_remembered_after_the_attempt_is_forgotten(
     """The prefill leg ended long ago and its node has forgotten it, but its blocks may still be read."""
     rig = NodeRig(Role.PREFILL, orphan_grace_s=0.0)
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, leg=Leg.PREFILL)
+    rig.submit(first, leg=Leg.PREFILL)
     second.receive(Adopt(KEY))
     rig.driver.run()
     second.receive(Adopt(KEY))
@@ -192,7 +192,7 @@ async def test_the_takeover_number_is_remembered_after_the_attempt_is_forgotten(
 async def test_the_owner_may_adopt_its_own_attempt_to_have_it_replayed() -> None:
     rig = rig_with_grace()
     port = attach(rig, "router-0")
-    rig.ask(port, sampling_params=LONG)
+    rig.submit(port, sampling_params=LONG)
     turn(rig, 3)
     await deltas(port)
     port.receive(Adopt(KEY))
@@ -205,7 +205,7 @@ async def test_an_attempt_that_is_not_here_is_unknown(reason: str) -> None:
     rig = NodeRig(orphan_grace_s=0.0 if reason == "ended long ago" else GRACE_S)
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     if reason != "never heard of":
-        rig.ask(first)
+        rig.submit(first)
         turn(rig, 2)
     if reason == "aborted":
         first.receive(Abort(KEY, "client left"))
@@ -219,7 +219,7 @@ async def test_an_attempt_that_is_not_here_is_unknown(reason: str) -> None:
 async def test_an_adopted_attempt_can_be_aborted_by_its_new_router() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=LONG)
+    rig.submit(first, sampling_params=LONG)
     turn(rig, 2)
     second.receive(Adopt(KEY))
     await deltas(first)
@@ -234,7 +234,7 @@ async def test_an_adopted_attempt_can_be_aborted_by_its_new_router() -> None:
 async def test_an_attempt_outlives_several_lost_routers() -> None:
     rig = rig_with_grace()
     ports = [attach(rig, f"router-{index}") for index in range(4)]
-    rig.ask(ports[0], sampling_params=LONG)
+    rig.submit(ports[0], sampling_params=LONG)
     for before, after in pairwise(ports):
         turn(rig, 2)
         before.close()
@@ -248,7 +248,7 @@ async def test_an_attempt_outlives_several_lost_routers() -> None:
 async def test_all_sequences_are_replayed_those_that_have_ended_included() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=replace(LONG, n=3))
+    rig.submit(first, sampling_params=replace(LONG, n=3))
     turn(rig, 5)
     first.receive(Abort(KEY, "its text is over", 1))
     turn(rig, 1)
@@ -271,7 +271,7 @@ async def test_a_beam_search_can_be_adopted() -> None:
     for turns in (3, 50):
         rig = rig_with_grace()
         first, second = attach(rig, "router-0"), attach(rig, "router-1")
-        rig.ask(first, sampling_params=SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3))
+        rig.submit(first, sampling_params=SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3))
         turn(rig, turns)
         first.close()
         second.receive(Adopt(KEY))
@@ -283,7 +283,7 @@ async def test_a_beam_search_can_be_adopted() -> None:
 async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=LONG, output_token_ids=whole(5))
+    rig.submit(first, sampling_params=LONG, output_token_ids=whole(5))
     turn(rig, 3)
     second.receive(Adopt(KEY))
     rig.driver.run()
@@ -294,7 +294,7 @@ async def test_the_output_that_an_attempt_was_submitted_with_is_replayed_first()
 async def test_logprobs_are_replayed_with_their_tokens() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first, sampling_params=replace(LONG, logprobs=2, seed=0))
+    rig.submit(first, sampling_params=replace(LONG, logprobs=2, seed=0))
     turn(rig, 4)
     first.close()
     second.receive(Adopt(KEY))
@@ -308,11 +308,11 @@ async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
     undisturbed = whole(12, seed=0)
     drawn = undisturbed[0]
-    rig.ask(first, leg=Leg.DECODE, kv_source=SOURCE, sampling_params=replace(LONG, logprobs=0, seed=0))
+    rig.submit(first, leg=Leg.DECODE, kv_source=SOURCE, sampling_params=replace(LONG, logprobs=0, seed=0))
     turn(rig, 1)
     first.close()
     load = rig.role.connector.loads[str(KEY)]
-    rig.fill(load.block_ids, PROMPT)
+    rig.write_kv(load.block_ids, PROMPT)
     arrived = ArrivedKV((drawn,), (TokenLogprobs(drawn, -0.5, 1, ()),))
     rig.driver.tell_transfer(KVTransferOutput(arrived={str(KEY): arrived}))
     turn(rig, 3)
@@ -326,10 +326,10 @@ async def test_an_adopted_decode_leg_brings_the_first_token_without_its_prefill_
 async def test_another_router_can_not_submit_an_orphan() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(first)
+    rig.submit(first)
     turn(rig, 1)
     first.close()
-    rig.ask(second)
+    rig.submit(second)
     (refused,) = await deltas(second)
     assert refused.outcome is Outcome.ERROR
     assert "a router that is gone" in refused.error
@@ -343,9 +343,9 @@ async def test_a_router_that_attaches_again_has_given_up_its_earlier_attempts(is
     rig = rig_with_grace()
     first, other = attach(rig, "router-0"), attach(rig, "router-1")
     stays, moved = AttemptKey("stays", 1, 9), AttemptKey("moved", 1, 9)
-    rig.ask(first)
-    rig.ask(first, moved)
-    rig.ask(other, stays)
+    rig.submit(first)
+    rig.submit(first, moved)
+    rig.submit(other, stays)
     turn(rig, 1)
     other.receive(Adopt(moved))
     if not is_open:
@@ -365,8 +365,8 @@ async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_kee
     """It does not matter whether the node has noticed that the link is cut. Attempts that are not kept are aborted."""
     rig = rig_with_grace()
     first, dropped = attach(rig, "router-0"), AttemptKey("dropped", 1, 9)
-    rig.ask(first, sampling_params=LONG)
-    rig.ask(first, dropped, sampling_params=LONG)
+    rig.submit(first, sampling_params=LONG)
+    rig.submit(first, dropped, sampling_params=LONG)
     turn(rig, 4)
     told = tokens(of(0, [delta for delta in await deltas(first) if delta.attempt == KEY]))
     assert 0 < len(told) < len(whole(12))
@@ -383,7 +383,7 @@ async def test_a_router_whose_link_was_cut_goes_on_with_the_attempts_that_it_kee
 async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process() -> None:
     rig = rig_with_grace()
     first = attach(rig, "router-0", run=1)
-    rig.ask(first, sampling_params=LONG)
+    rig.submit(first, sampling_params=LONG)
     turn(rig, 2)
     first.close()
     second = attach(rig, "router-0", run=2)
@@ -395,7 +395,7 @@ async def test_a_restarted_router_may_adopt_the_attempts_of_its_earlier_process(
 async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another() -> None:
     rig = rig_with_grace()
     slow, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(slow, sampling_params=LONG)
+    rig.submit(slow, sampling_params=LONG)
     turn(rig, 1)
     for _ in range(MAX_QUEUED_REPORTS):
         slow.push(StepReport((), rig.service.report().load))
@@ -408,8 +408,8 @@ async def test_attempts_of_a_router_that_does_not_read_can_be_adopted_by_another
 async def test_a_node_that_closes_ends_everything_at_once() -> None:
     rig = rig_with_grace()
     port, gone = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(port)
-    rig.ask(gone, AttemptKey("orphan", 1, 9))
+    rig.submit(port)
+    rig.submit(gone, AttemptKey("orphan", 1, 9))
     turn(rig, 1)
     gone.close()
     rig.service.close()
@@ -433,7 +433,7 @@ def in_time(test: Callable[[NodeRig], Coroutine[Any, Any, None]]) -> None:
 
 async def _nobody_comes(rig: NodeRig) -> None:
     port = attach(rig, "router-0")
-    rig.ask(port, sampling_params=LONG)
+    rig.submit(port, sampling_params=LONG)
     turn(rig, 2)
     port.close()
     idle = asyncio.create_task(rig.service.wait_idle())
@@ -453,7 +453,7 @@ def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace() -> None:
 
 async def _adopted_in_time(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(port, sampling_params=LONG)
+    rig.submit(port, sampling_params=LONG)
     turn(rig, 1)
     port.close()
     await asyncio.sleep(GRACE_S - 1)
@@ -470,7 +470,7 @@ def test_an_adopted_attempt_has_no_deadline() -> None:
 
 async def _ends_as_an_orphan(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(port)
+    rig.submit(port)
     turn(rig, 1)
     port.close()
     rig.service.refuse_new_work()
@@ -494,7 +494,7 @@ def test_a_node_that_drains_waits_until_a_router_was_told_of_an_orphans_end() ->
 
 async def _ended_before(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.run()
     await rig.service.wait_idle()
     await asyncio.sleep(GRACE_S - 1)

@@ -182,12 +182,12 @@ def test_durations_and_sizes_of_reads_are_counted_by_sender() -> None:
 
 
 def test_a_senders_metrics_show_suspect_blocks_and_the_age_of_its_leases(clock: FakeClock) -> None:
-    def said() -> dict[str, float]:
+    def read_metrics() -> dict[str, float]:
         figures = [figure for figure in declared_figures(book.stats()) if isinstance(figure, Figure)]
         return {_sample(figure): figure.value for figure in figures}
 
     book = LeaseBook(clock)
-    assert not any(said().values())
+    assert not any(read_metrics().values())
     book.link_opened(1, "d0", "d0.x")
     book.offer(A, 0, (5, NULL_BLOCK, 7), CLOSING)
     clock.advance(2)
@@ -195,7 +195,7 @@ def test_a_senders_metrics_show_suspect_blocks_and_the_age_of_its_leases(clock: 
     book.received(1, Subscribe(A, 0))
     book.link_closed(1)
     clock.advance(1)
-    assert said() == {
+    assert read_metrics() == {
         "kv_leases{state=granted}": 1,
         "kv_leases{state=reading}": 0,
         "kv_leases{state=suspect}": 1,

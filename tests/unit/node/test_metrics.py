@@ -82,7 +82,7 @@ def test_waiting_requests_by_reason_and_prefix_cache_hits_by_source() -> None:
     rig.add("pulled", prompt, leg=Leg.DECODE, max_tokens=2)
     rig.step()
     assert page_of(rig)["num_requests_waiting_by_reason{reason=remote_kv}"] == 1
-    rig.deliver("pulled")
+    rig.complete_transfer("pulled")
     assert page_of(rig)["num_requests_kv_fetch_by_stage{stage=completed_waiting}"] == 1
     rig.run()
     rig.add("found", prompt, max_tokens=2)
@@ -187,7 +187,7 @@ async def port() -> AsyncIterator[int]:
     await page.stop()
 
 
-async def ask(port: int, question: bytes) -> bytes:
+async def send_request(port: int, question: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(question)
     try:
@@ -199,7 +199,7 @@ async def ask(port: int, question: bytes) -> bytes:
 
 
 async def test_the_page_is_where_prometheus_looks(port: int) -> None:
-    answer = await ask(port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: here\r\n\r\n")
+    answer = await send_request(port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: here\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=")
     assert b"Content-Length: 17\r\n" in head
@@ -219,8 +219,8 @@ async def test_the_page_is_where_prometheus_looks(port: int) -> None:
     ids=["elsewhere", "post", "post to a probe", "nothing", "no path", "endless"],
 )
 async def test_other_paths_and_methods_are_refused(port: int, question: bytes, answer: bytes) -> None:
-    assert (await ask(port, question)).startswith(answer)
-    assert (await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    assert (await send_request(port, question)).startswith(answer)
+    assert (await send_request(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_liveness_and_readiness_probes_need_no_key(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ async def test_liveness_and_readiness_probes_need_no_key(tmp_path: Path) -> None
     port = await page.start("127.0.0.1", 0)
 
     async def status(path: bytes) -> bytes:
-        return (await ask(port, b"GET " + path + b" HTTP/1.1\r\n\r\n")).split()[1]
+        return (await send_request(port, b"GET " + path + b" HTTP/1.1\r\n\r\n")).split()[1]
 
     asked = (b"/livez", b"/readyz", b"/metrics", b"/")
     assert [await status(path) for path in asked] == [b"200", b"503", b"401", b"401"]

@@ -57,7 +57,7 @@ from tests.support.virtual_time import LoopClock, run_virtually
 async def test_a_request_ends_once_and_leaves_nothing() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.run()
     got = await deltas(port)
     assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
@@ -70,8 +70,8 @@ async def test_each_router_is_told_of_its_own_requests_only() -> None:
     rig = NodeRig()
     first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     other = AttemptKey("req", 1, 8)
-    rig.ask(first)
-    rig.ask(second, other)
+    rig.submit(first)
+    rig.submit(second, other)
     rig.driver.run()
     assert {delta.attempt for delta in await deltas(first)} == {KEY}
     assert {delta.attempt for delta in await deltas(second)} == {other}
@@ -81,7 +81,7 @@ async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_secon
     rig = NodeRig()
     asking, watching = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     await queued_reports(watching)
-    rig.ask(asking, sampling_params=SamplingParams(temperature=0.0, seed=3, max_tokens=9))
+    rig.submit(asking, sampling_params=SamplingParams(temperature=0.0, seed=3, max_tokens=9))
     told = []
     for _ in range(9):
         rig.driver.turn()
@@ -96,7 +96,7 @@ async def test_a_router_without_requests_is_told_of_the_load_a_few_times_a_secon
 async def test_steps_are_kept_for_a_timeline_and_returned_once() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.turn()
     first = rig.service.steps(0)
     rig.driver.run()
@@ -128,7 +128,7 @@ def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
 async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     for _ in range(turns):
         rig.driver.turn()
     port.receive(Abort(KEY, "client left"))
@@ -233,7 +233,7 @@ async def test_an_aborted_beam_search_is_over() -> None:
 async def test_an_embedding_comes_with_the_end_and_is_replayed_when_adopted() -> None:
     rig = NodeRig(orphan_grace_s=10.0)
     port = rig.service.open_port("router-0", "router-0.a")
-    rig.ask(port, leg=Leg.EMBED)
+    rig.submit(port, leg=Leg.EMBED)
     rig.driver.run()
     (end,) = await deltas(port)
     assert (end.outcome, end.embedding, end.token_ids) == (Outcome.STOP, expected_embedding(PROMPT), [])
@@ -278,7 +278,7 @@ async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
 async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else() -> None:
     rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
-    rig.ask(port, leg=Leg.PREFILL)
+    rig.submit(port, leg=Leg.PREFILL)
     rig.driver.run()
     assert (await deltas(port))[-1].outcome is Outcome.HANDED_OFF
     port.receive(Abort(KEY, "the decode leg died"))
@@ -290,7 +290,7 @@ async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else(
 async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
-    rig.ask(port, leg=Leg.PREFILL)
+    rig.submit(port, leg=Leg.PREFILL)
     rig.driver.run()
     idle = asyncio.create_task(rig.service.wait_idle())
     await asyncio.wait((idle,), timeout=0)
@@ -306,7 +306,7 @@ def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> No
     async def main() -> None:
         rig = NodeRig(Role.PREFILL, clock=LoopClock())
         port, loop = rig.service.open_port("router-0"), asyncio.get_running_loop()
-        rig.ask(port, leg=Leg.PREFILL)
+        rig.submit(port, leg=Leg.PREFILL)
         rig.driver.run()
         lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
         rig.role.reported = HandoffReport(open=[lease])
@@ -329,9 +329,9 @@ def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> No
 async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.turn()
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.turn()
     assert all(delta.outcome is None for delta in await deltas(port))
     assert KEY in rig.service.running_for(port)
@@ -344,9 +344,9 @@ async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None
 async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None:
     rig = NodeRig()
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.ask(owner)
+    rig.submit(owner)
     rig.driver.turn()
-    rig.ask(stranger)
+    rig.submit(stranger)
     stranger.receive(Abort(KEY, "not mine"))
     stranger.close()
     rig.driver.run()
@@ -357,8 +357,8 @@ async def test_a_router_can_not_abort_or_submit_the_attempt_of_another() -> None
 async def test_a_router_that_submits_the_attempt_of_another_is_told_so() -> None:
     rig = NodeRig()
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.ask(owner)
-    rig.ask(stranger)
+    rig.submit(owner)
+    rig.submit(stranger)
     assert [delta.outcome for delta in await deltas(stranger)] == [Outcome.ERROR]
     rig.driver.run()
     assert (await deltas(owner))[-1].outcome is Outcome.LENGTH
@@ -367,9 +367,9 @@ async def test_a_router_that_submits_the_attempt_of_another_is_told_so() -> None
 async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() -> None:
     rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.ask(port)
+    rig.submit(port)
     stays = AttemptKey("stays", 1, 9)
-    rig.ask(other, stays)
+    rig.submit(other, stays)
     rig.driver.turn()
     port.close()
     port.close()
@@ -385,11 +385,11 @@ async def test_attempts_of_a_router_that_detaches_are_aborted_without_a_grace() 
 async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
     rig = NodeRig()
     slow, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.ask(slow)
+    rig.submit(slow)
     rig.driver.turn()
     for _ in range(MAX_QUEUED_REPORTS):
         slow.push(StepReport((), rig.service.report().load))
-    rig.ask(other, AttemptKey("stays", 1, 9))
+    rig.submit(other, AttemptKey("stays", 1, 9))
     rig.driver.run()
     assert rig.role.aborted == [KEY]
     assert slow.num_queued == MAX_QUEUED_REPORTS + 1
@@ -447,7 +447,7 @@ async def test_values_that_would_fail_the_engine_are_refused_with_the_fields_nam
 ) -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port, **values)
+    rig.submit(port, **values)
     (delta,) = await deltas(port)
     assert delta.attempt == KEY
     assert delta.outcome is Outcome.ERROR
@@ -462,7 +462,7 @@ async def test_values_that_would_fail_the_engine_are_refused_with_the_fields_nam
 async def test_an_invalid_request_id_is_refused(request_id: str) -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port, attempt=KEY._replace(request_id=request_id))
+    rig.submit(port, attempt=KEY._replace(request_id=request_id))
     (delta,) = await deltas(port)
     assert (delta.outcome, delta.error) == (Outcome.ERROR, "request_id: is not a valid request id")
     await rig.service.wait_idle()
@@ -474,7 +474,7 @@ async def test_an_attempt_with_earlier_output_continues_after_it() -> None:
     undisturbed = expected_tokens(PROMPT, 9, seed=3, vocab_size=VOCAB)
     # Before min_tokens no token ends the output.
     params = replace(PARAMS, max_tokens=9, min_tokens=9, stop_token_ids=frozenset(undisturbed))
-    rig.ask(port, output_token_ids=undisturbed[:5], sampling_params=params)
+    rig.submit(port, output_token_ids=undisturbed[:5], sampling_params=params)
     rig.driver.run()
     told = await deltas(port)
     assert (told[0].first_index, tokens(told)) == (5, undisturbed[5:])
@@ -485,7 +485,7 @@ async def test_an_attempt_with_earlier_output_continues_after_it() -> None:
 async def test_an_attempt_is_reported_as_begun_before_the_engine_gets_it() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     assert (await queued_reports(port))[-1].deltas == (RequestDelta(KEY),)
     rig.driver.run()
 
@@ -493,7 +493,7 @@ async def test_an_attempt_is_reported_as_begun_before_the_engine_gets_it() -> No
 async def test_a_prompt_that_can_never_fit_ends_ignored() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port, prompt_token_ids=(1,) * 200)
+    rig.submit(port, prompt_token_ids=(1,) * 200)
     rig.driver.run()
     (delta,) = await deltas(port)
     assert delta.outcome is Outcome.IGNORED
@@ -504,7 +504,7 @@ async def test_a_prompt_that_can_never_fit_ends_ignored() -> None:
 async def test_absurd_lengths_end_at_the_models_length() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port, sampling_params=replace(PARAMS, max_tokens=2**32 - 1))
+    rig.submit(port, sampling_params=replace(PARAMS, max_tokens=2**32 - 1))
     rig.driver.run(limit=200)
     got = await deltas(port)
     assert got[-1].outcome is Outcome.LENGTH
@@ -514,13 +514,13 @@ async def test_absurd_lengths_end_at_the_models_length() -> None:
 async def test_draining_is_reported_at_once_and_refuses_new_work() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.turn()
     await queued_reports(port)
     rig.service.refuse_new_work()
     (report,) = await queued_reports(port)
     assert report.load.draining, "the routers would learn of it from the next step only"
-    rig.ask(port, AttemptKey("late", 1))
+    rig.submit(port, AttemptKey("late", 1))
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.REFUSED]
     rig.driver.run()
     reports = await queued_reports(port)
@@ -541,7 +541,7 @@ async def test_a_node_that_has_closed_accepts_no_more_routers() -> None:
 async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     other = AttemptKey("other", 1)
     port.refuse(other, "submit.leg: unknown leg")
     (delta,) = await deltas(port)
@@ -554,7 +554,7 @@ async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
     """A step of half a second delays the inbox that long; for the client that is time in the queue."""
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port)
+    rig.submit(port)
     rig.manual_clock.advance(0.5)
     rig.driver.turn()
     timings = (await deltas(port))[0].timings
@@ -566,8 +566,8 @@ async def test_a_load_report_counts_each_request_once() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
     for number in range(6):
-        rig.ask(port, AttemptKey(f"r{number}", 1))
-    rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
+        rig.submit(port, AttemptKey(f"r{number}", 1))
+    rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
     load = rig.service.report().load
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 2, 1), "KV comes without a seat"
@@ -581,7 +581,7 @@ async def test_a_load_report_counts_each_request_once() -> None:
 async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() -> None:
     rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.turn()
     load = rig.service.report().load
     assert (load.uncomputed_tokens, load.context_tokens) == (0, len(PROMPT))
@@ -601,7 +601,7 @@ async def test_reports_have_the_figures_of_a_step_and_the_work_that_is_left() ->
 async def test_a_decode_legs_timings_come_with_its_first_tokens() -> None:
     rig = NodeRig()
     port = rig.service.open_port("router-0")
-    rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
+    rig.submit(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
     rig.role.moved[KEY] = TransferFigures(4096, 1.5)
     rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): LostKV(TransferCause.PEER_GONE, "peer gone")}))
@@ -622,7 +622,7 @@ async def test_drain_asks_the_process_and_trace_returns_the_events() -> None:
     port = rig.service.open_port("router-0")
     rig.service.drain()
     assert rig.drained == 1
-    rig.ask(port)
+    rig.submit(port)
     rig.driver.run()
     names = [event.name for event in rig.service.trace(0)]
     assert names[:2] == ["queued", "scheduled"]

@@ -14,7 +14,7 @@ RECORD = record_of(prefill())
 
 
 class SlowRegistry:
-    """Writes one record for each time that it is let to, and what began last is written first."""
+    """Writes one record whenever the test allows it; the latest write is done first."""
 
     def __init__(self) -> None:
         self.written: list[str] = []

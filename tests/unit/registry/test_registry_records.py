@@ -1,4 +1,4 @@
-"""Records of strangers, and what is believed after the registry lost its memory."""
+"""Records written by others, and which records stay valid after the registry lost its memory."""
 
 from __future__ import annotations
 

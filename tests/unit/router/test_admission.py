@@ -1,4 +1,4 @@
-"""The router's queue: order, bounds, who gives way, and what is predicted."""
+"""The router's queue: order, limits, displaced requests, and predictions of lateness."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def put(
     is_retry: bool = False,
     num_running: int = 1,
 ) -> str | None:
-    """Who had to leave."""
+    """Queue a request; return the name of the one that it displaced."""
     ticket = waiting.ticket(name, arrived, priority, targets, is_retry=is_retry)
     displaced = waiting.add(ticket, arrived, num_running)
     return None if displaced is None else displaced.item
@@ -135,7 +135,7 @@ def test_a_node_is_full_slightly_above_the_number_of_sequences_it_runs() -> None
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Beside a list that is sorted anew for every question."""
+    """Random operations on the queue, compared with a list that is sorted for every query."""
 
     MAX = 5
 

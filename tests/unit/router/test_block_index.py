@@ -1,4 +1,4 @@
-"""The index of blocks against a dictionary of sets."""
+"""The index of blocks, compared with a dictionary of sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODES = [f"n{number}" for number in range(6)]
 
 
 def key_of(number: int) -> bytes:
-    """Few buckets for many keys: they lie in each other's way. Number 0 is the word that marks an empty slot."""
+    """Return a key that collides with many others. Number 0 is the word that marks an empty slot."""
     return ((number << 40) | number % 199).to_bytes(8, "little") + bytes(24)
 
 
@@ -33,7 +33,7 @@ nodes = st.sampled_from(NODES)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Whatever is added, removed and forgotten, in whatever order, while tables move."""
+    """Random additions and removals of keys and nodes, while tables are moved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 200))
     def many_come_and_go(self, count: int) -> None:
-        """Their bits are given up, and come back with the next move."""
+        """Add and remove many nodes: their bits are released and reused after the next move."""
         for number in range(count):
             self.index.add(f"guest{number}", keys_of([number]))
             self.index.forget(f"guest{number}")

@@ -1,4 +1,4 @@
-"""Who failed of late: the table, back-offs and probes."""
+"""Circuit breakers of nodes that failed recently: the table, back-offs and probes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_pair_of_state_and_event_moves_as_listed(state: BreakerState, even
     check_pair(machine.feed, lambda: machine.state, event, expected[state])
 
 
-def opened(now: float = 0.0) -> Breaker:
+def open_breaker(now: float = 0.0) -> Breaker:
     breaker = Breaker("n", FAILURES)
     for _ in range(FAILURES):
         breaker.failed(now)
@@ -40,7 +40,7 @@ def test_a_breaker_opens_only_after_consecutive_failures() -> None:
 
 
 def test_one_probe_at_a_time_decides() -> None:
-    breaker = opened()
+    breaker = open_breaker()
     assert not breaker.allows(0.99)
     assert (breaker.allows(1), breaker.state(1)) == (True, HALF_OPEN)
     breaker.chosen(1)
@@ -50,7 +50,7 @@ def test_one_probe_at_a_time_decides() -> None:
 
 
 def test_each_failed_probe_doubles_the_back_off_up_to_a_bound() -> None:
-    breaker, now, waits = opened(), 0.0, []
+    breaker, now, waits = open_breaker(), 0.0, []
     for _ in range(9):
         started = now
         while not breaker.allows(now):
@@ -67,14 +67,14 @@ def test_each_failed_probe_doubles_the_back_off_up_to_a_bound() -> None:
 
 
 def test_results_of_earlier_requests_neither_close_nor_prolong_an_open_breaker() -> None:
-    breaker = opened()
+    breaker = open_breaker()
     breaker.succeeded(0.5)
     breaker.failed(0.9)
     assert (breaker.allows(0.9), breaker.allows(1)) == (False, True)
 
 
 def test_a_probe_without_a_result_times_out() -> None:
-    breaker = opened()
+    breaker = open_breaker()
     breaker.state(1)
     breaker.chosen(1)
     assert (breaker.allows(30.9), breaker.allows(31)) == (False, True)

@@ -1,4 +1,4 @@
-"""What the router knows of prefix caches: numbered updates, gaps, restarts, and prompts that are on their way."""
+"""The router's view of prefix caches: numbered updates, gaps, restarts, and prompts that are being computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = tuple(range(50, 50 + 10 * SIZE + 3))
 
 
 def keys_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> list[bytes]:
-    """As the node's engine computes them."""
+    """Return the keys of a prompt's blocks, as the engine of a node computes them."""
     hasher = BlockHasher(CacheKeyFields(node.model_fingerprint, node.dtype, node.kv_layout), SIZE)
     keys: list[bytes] = []
     hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
@@ -37,7 +37,7 @@ def milestones_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, 
 
 
 class ReadPrompt(tuple[int, ...]):
-    """A prompt that knows how far it was read."""
+    """A prompt that records how far it was read."""
 
     read_to = 0
 
@@ -59,7 +59,7 @@ def cached(view: CacheView, prompt: Sequence[int] = PROMPT, node: NodeDescriptio
 
 
 def watching(*events: KVCacheEvent) -> CacheView:
-    """A view that stands at event 5."""
+    """Return a view that has applied the events up to 5."""
     view = CacheView()
     view.watch(RUN)
     assert not view.updated(RUN, snapshot(5, *events))
@@ -141,7 +141,7 @@ def test_a_prompt_being_computed_counts_until_its_attempt_ends() -> None:
 
 
 def test_prompts_being_computed_share_only_their_common_prefix() -> None:
-    """By their salt, by the model and layout of the node, and by any token of a beginning."""
+    """Prompts differ by their salt, by model and layout of the node, and by any token of the prefix."""
     view = watching()
     view.expect(RUN, milestones_of())
     assert cached(view) == 8 * SIZE, "known to a power of two"
@@ -178,7 +178,7 @@ def test_a_prompt_is_hashed_only_as_far_as_some_node_has_it() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_view_that_applies_all_updates_of_a_node_knows_its_blocks(seed: int) -> None:
-    """Through a node's own log and messages, with a reader that loses some."""
+    """Uses a node's own event log and messages, with a reader that loses some."""
     rng, log, view = Random(seed), KVEventLog(capacity=40), CacheView()
     keys = keys_of(tuple(range(400)))
     has: dict[Tier, set[bytes]] = {"device": set(), "host": set()}

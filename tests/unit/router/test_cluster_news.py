@@ -1,4 +1,4 @@
-"""What operators hear of the cluster, and how long it is kept."""
+"""The events of a cluster that operators see, and how long they are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READY = NodeSnapshot("d1", "decode", "h:1", NodeState.READY)
 CALM = ClusterSnapshot(nodes={"d1.a": READY})
 
 
-def said(before: ClusterSnapshot, after: ClusterSnapshot) -> list[tuple[str, str]]:
+def event_names(before: ClusterSnapshot, after: ClusterSnapshot) -> list[tuple[str, str]]:
     return [(each.reason, each.subject) for each in cluster_changes(before, after)]
 
 
@@ -31,16 +31,16 @@ def test_an_unchanged_cluster_makes_no_events() -> None:
 def test_a_node_that_joins_drains_or_leaves_makes_events() -> None:
     starting = with_node(state=NodeState.STARTING)
     assert cluster_changes(ClusterSnapshot(), starting) == [ClusterChange("NodeJoined", "d1", "d1.a", "decode at h:1")]
-    assert said(starting, CALM) == [("NodeReady", "d1")]
-    assert said(ClusterSnapshot(), CALM) == [("NodeJoined", "d1"), ("NodeReady", "d1")]
+    assert event_names(starting, CALM) == [("NodeReady", "d1")]
+    assert event_names(ClusterSnapshot(), CALM) == [("NodeJoined", "d1"), ("NodeReady", "d1")]
     draining = with_node(state=NodeState.DRAINING, was_draining=True)
-    assert said(CALM, draining) == [("NodeDraining", "d1")]
+    assert event_names(CALM, draining) == [("NodeDraining", "d1")]
     silent, gone = (with_node(state=state, was_draining=True) for state in (NodeState.SUSPECT, NodeState.LOST))
     for before in (CALM, draining):
         assert cluster_changes(before, gone) == [ClusterChange("NodeLeft", "d1", "d1.a", "drained")]
-    assert said(draining, silent) == [("NodeLeft", "d1")]
-    assert said(silent, gone) == [], "it has left, and is not lost"
-    assert said(CALM, ClusterSnapshot()) == [("NodeLeft", "d1")]
+    assert event_names(draining, silent) == [("NodeLeft", "d1")]
+    assert event_names(silent, gone) == [], "it has left, and is not lost"
+    assert event_names(CALM, ClusterSnapshot()) == [("NodeLeft", "d1")]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_removing_a_lost_node_from_the_list_makes_no_event() -> None:
 def test_a_change_of_role_makes_events() -> None:
     draining = with_node(state=NodeState.DRAINING)
     after = ClusterSnapshot(nodes={"d1.b": NodeSnapshot("d1", "prefill", "h:1", NodeState.READY)})
-    assert said(draining, after) == [
+    assert event_names(draining, after) == [
         ("NodeLeft", "d1"),
         ("NodeJoined", "d1"),
         ("RoleChanged", "d1"),
@@ -79,8 +79,8 @@ def test_a_change_of_role_makes_events() -> None:
 
 def test_cordons_and_wanted_roles_make_events() -> None:
     wanted = replace(CALM, desired=DesiredState(frozenset({"d1", "d2"}), prefill=frozenset({"d1"})))
-    assert said(CALM, wanted) == [("Cordoned", "d1"), ("Cordoned", "d2"), ("RoleWanted", "d1")]
-    assert said(wanted, CALM) == [("Uncordoned", "d1"), ("Uncordoned", "d2")]
+    assert event_names(CALM, wanted) == [("Cordoned", "d1"), ("Cordoned", "d2"), ("RoleWanted", "d1")]
+    assert event_names(wanted, CALM) == [("Uncordoned", "d1"), ("Uncordoned", "d2")]
 
 
 def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> None:
@@ -91,7 +91,7 @@ def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> 
         registry_answers=False,
         why_unserved="no node can serve",
     )
-    assert said(CALM, bad) == [
+    assert event_names(CALM, bad) == [
         ("RegistryLost", ""),
         ("LinkRefused", "d1"),
         ("RouterJoined", "r1"),
@@ -99,7 +99,7 @@ def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> 
         ("BreakerOpened", "p1->d1"),
         ("ClusterUnavailable", ""),
     ]
-    assert said(bad, CALM) == [
+    assert event_names(bad, CALM) == [
         ("RegistryBack", ""),
         ("RouterLeft", "r1"),
         ("BreakerClosed", "d1"),

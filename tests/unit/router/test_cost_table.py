@@ -1,4 +1,4 @@
-"""The columns choose what the cost model chooses node by node: the same nodes, to the last bit."""
+"""The vectorized cost table chooses the same nodes as the cost model, to the last bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def some_candidate(rng: Random, node: NodeDescription) -> Candidate:
 
 
 class Fleet:
-    """What a placer knows of nodes, and the two ways to choose among them."""
+    """A fleet of nodes and the two implementations that choose among them."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -68,7 +68,7 @@ class Fleet:
         return node_costs(candidate, pending, rates, 1e-6, share, prefills_only=prefills_only)
 
     def renew(self) -> None:
-        """Other nodes, or the same ones of some of which something is heard."""
+        """Replace the nodes, or update the reports of some of them."""
         rng, before = self._rng, self.candidates
         if not before or rng.random() < 0.2:
             self.candidates = tuple(some_candidate(rng, node) for node in some_nodes(rng))
@@ -90,15 +90,15 @@ class Fleet:
                 self._rates[incarnation], self._pending[incarnation] = rng.choice(RATES), rng.choice([0, 100])
                 self.table.mark_stale(incarnation)
 
-    def some(self, share: float) -> frozenset[str]:
+    def sample(self, share: float) -> frozenset[str]:
         return frozenset(c.node.incarnation for c in self.candidates if self._rng.random() < share)
 
     def check(self, now: float) -> None:
-        """One request's choice, both ways."""
+        """Compare the choices of both implementations for one request."""
         rng, candidates = self._rng, self.candidates
         tokens, embeds = rng.choice([1, 40, 700, 3000]), rng.random() < 0.2
         demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds)
-        exclude, rooms = self.some(rng.choice([0.0, 0.3])), rng.random() < 0.5
+        exclude, rooms = self.sample(rng.choice([0.0, 0.3])), rng.random() < 0.5
         self.table.set_candidates(candidates)
         able = self.table.fitting_rows(demand, exclude, with_room=rooms)
         try:
@@ -118,10 +118,10 @@ class Fleet:
         query = PlacementQuery(
             demand,
             expected,
-            cached={incarnation: rng.choice([16, 512, 5000]) for incarnation in self.some(rng.choice([0.0, 0.4]))},
+            cached={incarnation: rng.choice([16, 512, 5000]) for incarnation in self.sample(rng.choice([0.0, 0.4]))},
             level=ServiceLevel(rng.choice([infinite, 30.0, 200.0]), rng.choice([infinite, 6.0, 25.0])),
             alone_tokens=rng.choice([0, 512]),
-            passed_over=self.some(rng.choice([0.0, 0.5])),
+            passed_over=self.sample(rng.choice([0.0, 0.5])),
             pairs_passed_over=frozenset(
                 (a.node.node_id, b.node.node_id) for a in candidates for b in candidates if rng.random() < 0.2
             ),

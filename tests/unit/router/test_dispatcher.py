@@ -1,4 +1,4 @@
-"""The dispatcher over scripted nodes: both streams, failover, early ends, slow readers, and nothing left behind."""
+"""The dispatcher over scripted nodes: both legs, failover, early ends, slow readers, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -477,7 +477,7 @@ async def test_a_request_cancelled_while_its_link_is_cut_is_aborted_when_it_is_b
 
 
 async def test_a_prompt_is_placed_again_when_a_node_of_an_older_version_can_not_keep_it() -> None:
-    """It ends what an earlier stream of the router had asked for, whatever the router keeps."""
+    """Such a node aborts the attempts of an earlier stream, whatever the router keeps."""
     async with router_rig(decode()) as rig:
         reader = rig.ask(max_tokens=3)
         attempt = (await rig.next_submit("d1")).attempt

@@ -1,4 +1,4 @@
-"""The dispatcher's door: who waits at the router, who is turned away, and that nothing of either is left."""
+"""Admission by the dispatcher: which requests wait, which are refused, and that nothing of either is left."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.support.router_rig import Reader, RouterRig, router_rig
 
 
 def small(name: str = "d1", **changes: object) -> NodeDescription:
-    """Runs one at once, and may have two more: then it is full."""
+    """Return a node that runs one sequence and is full with two more."""
     return decode(name, max_num_seqs=1, max_num_batched_tokens=64, **changes)
 
 
-async def fill(rig: RouterRig, name: str = "d1", count: int = 3) -> list[Reader]:
+async def start_requests(rig: RouterRig, name: str = "d1", count: int = 3) -> list[Reader]:
     readers = [rig.ask(request_id=f"{name}-{number}", max_tokens=1) for number in range(count)]
     for reader in readers:
         await reader.wait_until_accepted()
     return readers
 
 
-async def finish(rig: RouterRig, *readers: Reader, name: str = "d1") -> None:
-    """The node ends what it is sent, in the order in which it came."""
+async def finish_requests(rig: RouterRig, *readers: Reader, name: str = "d1") -> None:
+    """Let the node finish its requests in the order of their arrival."""
     for _ in readers:
         rig.report(name, (await rig.next_submit(name)).attempt, 0, "a", Outcome.LENGTH)
     for reader in readers:
@@ -53,13 +53,13 @@ async def turned_away(reader: Reader) -> BatonError:
 
 async def test_requests_beyond_a_nodes_capacity_wait_at_the_router_in_order() -> None:
     async with router_rig(small()) as rig:
-        running = await fill(rig)
+        running = await start_requests(rig)
         late, better = rig.ask(request_id="late", max_tokens=1), rig.ask(request_id="better", max_tokens=1, priority=-1)
         await late.wait_until_accepted()
         await better.wait_until_accepted()
         assert (rig.dispatcher.requests.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
         rig.timers.advance(0.5)
-        await finish(rig, *running)
+        await finish_requests(rig, *running)
         sent = [(await rig.next_submit("d1")).attempt for _ in range(2)]
         assert [attempt.request_id for attempt in sent] == ["better", "late"]
         for attempt in sent:
@@ -77,7 +77,7 @@ async def test_a_full_node_is_skipped_while_another_has_room() -> None:
     async with router_rig(prefill(), small("d1"), decode("d2", max_num_seqs=1)) as rig:
         rig.nodes["d1"].report(load=LoadReport(waiting=2))
         await rig.nodes["d1"].all_read()
-        readers = await fill(rig, count=3)
+        readers = await start_requests(rig, count=3)
         assert (rig.nodes["d1"].inbox.qsize(), rig.nodes["d2"].inbox.qsize()) == (0, 3)
         assert rig.dispatcher.requests.num_waiting == 0
         for _ in readers:
@@ -118,13 +118,13 @@ async def test_the_number_of_running_requests_is_limited() -> None:
         first, second = rig.ask(max_tokens=1, request_id="1"), rig.ask(max_tokens=1, request_id="2")
         await second.wait_until_accepted()
         assert (rig.dispatcher.requests.num_placed, rig.dispatcher.requests.num_waiting) == (1, 1)
-        await finish(rig, first)
-        await finish(rig, second)
+        await finish_requests(rig, first)
+        await finish_requests(rig, second)
 
 
 async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_for_higher_ones() -> None:
     async with router_rig(small(), limits=DispatchLimits(max_queue=2)) as rig:
-        running = await fill(rig)
+        running = await start_requests(rig)
         waiting = [rig.ask(max_tokens=1, request_id=f"w{n}", priority=1) for n in range(2)]
         for reader in waiting:
             await reader.wait_until_accepted()
@@ -142,13 +142,13 @@ async def test_a_full_queue_refuses_equal_priorities_and_displaces_the_lowest_fo
         page = render(figures(rig.dispatcher.requests, rig.view, 0.0, 0.0), {}).decode()
         assert 'baton_rejections_total{reason="queue_full"} 2.0' in page
         assert "baton_num_requests_waiting 2.0" in page
-        await finish(rig, *running)
-        await finish(rig, better, waiting[0])
+        await finish_requests(rig, *running)
+        await finish_requests(rig, better, waiting[0])
 
 
 async def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     async with router_rig(small()) as rig:
-        running = await fill(rig)
+        running = await start_requests(rig)
         attempts = [(await rig.next_submit("d1")).attempt for _ in running]
         rig.timers.advance(6.0)
         rig.report("d1", attempts[0], 0, "a", Outcome.LENGTH)
@@ -164,7 +164,7 @@ async def test_a_request_that_would_be_late_is_refused_at_once() -> None:
         await in_time.wait_until_accepted()
         for attempt in attempts:
             rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
-        await finish(rig, in_time)
+        await finish_requests(rig, in_time)
         for reader in running:
             await reader.finished()
 
@@ -172,19 +172,19 @@ async def test_a_request_that_would_be_late_is_refused_at_once() -> None:
 async def test_predicted_lateness_refuses_a_request_unless_a_node_is_idle() -> None:
     async with router_rig(decode(), placer=Placer(PlacementSettings(Policy.COST))) as rig:
         tried = rig.ask(request_id="tried", max_tokens=1, ttft_slo_ms=1e-3)
-        await finish(rig, tried)
+        await finish_requests(rig, tried)
         rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
         await rig.nodes["d1"].all_read()
         assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1000.0)), WouldBeLate)
         assert isinstance(await turned_away(rig.ask(timeout_s=1.0)), WouldBeLate)
-        await finish(rig, rig.ask(max_tokens=1))
+        await finish_requests(rig, rig.ask(max_tokens=1))
 
 
 POLICIES = [Policy.COST, Policy.LEAST_LOADED, Policy.ROUND_ROBIN]
 
 
 async def pace(rig: RouterRig, reader: Reader, seconds: float) -> None:
-    """The node gives it two tokens, so far apart, and ends it."""
+    """Let the node report two tokens with this gap between them, and the end."""
     attempt = (await rig.next_submit("d1")).attempt
     rig.report("d1", attempt, 0, "a")
     await rig.nodes["d1"].all_read()
@@ -205,7 +205,7 @@ async def test_an_unattainable_token_rate_is_refused_by_every_policy(policy: Pol
         assert rig.dispatcher.requests.counters.rejections == {"WouldBeLate": 1}
         # What it hopes for can be kept, or has no second token that could be late.
         await pace(rig, rig.ask(request_id="kept", max_tokens=2, tpot_slo_ms=25.0), 0.02)
-        await finish(rig, rig.ask(request_id="one", max_tokens=1, tpot_slo_ms=1e-3))
+        await finish_requests(rig, rig.ask(request_id="one", max_tokens=1, tpot_slo_ms=1e-3))
         # After a while nobody knows any more, and somebody has to try.
         rig.timers.advance(61.0)
         await pace(rig, rig.ask(request_id="again", max_tokens=2, tpot_slo_ms=1e-3), 0.02)
@@ -224,13 +224,13 @@ async def test_a_first_token_that_comes_too_late_is_refused_by_every_policy(poli
         rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
         await rig.nodes["d1"].all_read()
         assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1500.0, max_tokens=1)), WouldBeLate)
-        await finish(rig, running)
+        await finish_requests(rig, running)
 
 
 @pytest.mark.parametrize("how", ["cancel", "client gone", "deadline", "slo"])
 async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(how: str) -> None:
     async with router_rig(small()) as rig:
-        running = await fill(rig)
+        running = await start_requests(rig)
         timers = rig.timers.num_pending
         reader = rig.ask(
             request_id="mine",
@@ -253,13 +253,13 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(how: str) ->
             await reader.finished()
         assert (rig.dispatcher.requests.num_waiting, rig.dispatcher.requests.num_live) == (1, 4)
         assert rig.timers.num_pending == timers + 1, "only the patience of the one behind is left"
-        await finish(rig, *running)
-        await finish(rig, behind)
+        await finish_requests(rig, *running)
+        await finish_requests(rig, behind)
 
 
 async def test_a_cancelled_request_makes_room_at_once() -> None:
     async with router_rig(small()) as rig:
-        running = await fill(rig)
+        running = await start_requests(rig)
         waiting = rig.ask(request_id="next", max_tokens=1)
         await waiting.wait_until_accepted()
         for _ in running:
@@ -277,7 +277,7 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
 
 async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> None:
     async with router_rig(small("d1"), small("d2")) as rig:
-        running = await fill(rig, count=6)
+        running = await start_requests(rig, count=6)
         waiting = rig.ask(request_id="waits", max_tokens=1, priority=-5)
         await waiting.wait_until_accepted()
         lost = [(await rig.next_submit("d1")).attempt.request_id for _ in range(3)]
@@ -294,7 +294,7 @@ async def test_a_request_that_lost_its_node_goes_first_even_to_a_full_node() -> 
 async def test_the_limit_on_waiting_depends_on_what_is_waited_for() -> None:
     limits = DispatchLimits(capacity_wait_s=10.0, queue_wait_s=40.0)
     async with router_rig(small(), limits=limits) as rig:
-        running = await fill(rig)
+        running = await start_requests(rig)
         for _ in running:
             await rig.next_submit("d1")
         waiting = rig.ask(request_id="full")
@@ -335,4 +335,4 @@ async def test_the_number_of_long_texts_tokenized_at_once_is_limited() -> None:
     async with router_rig(decode(), limits=DispatchLimits(thread_text_chars=2, max_tokenizing=0)) as rig:
         assert isinstance(await turned_away(rig.ask()), QueueFull)
         short = rig.ask("ab", max_tokens=1)
-        await finish(rig, short)
+        await finish_requests(rig, short)

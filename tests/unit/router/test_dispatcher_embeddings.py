@@ -1,4 +1,4 @@
-"""Embeddings at the router: where they go, what becomes of them when nodes die, and what nobody may do with them."""
+"""Embeddings at the router: placement, retries when nodes die, and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def text_is_placed(rig: RouterRig) -> None:
         await reader.finished()
 
 
-def tell(rig: RouterRig, name: str, attempt: AttemptKey, vector: bytes = VECTOR) -> None:
+def report_embedding(rig: RouterRig, name: str, attempt: AttemptKey, vector: bytes = VECTOR) -> None:
     timings = StageTimings(1, 2, cached_tokens=3)
     rig.nodes[name].report(RequestDelta(attempt, outcome=Outcome.STOP, timings=timings, embedding=vector))
 
@@ -45,7 +45,7 @@ async def test_an_embedding_is_computed_by_a_prefill_node_alone(policy: Policy) 
         submit = await rig.next_submit("p1")
         assert (submit.leg, submit.kv_source, submit.priority, submit.cache_salt) == (Leg.EMBED, None, 3, "s")
         rig.timers.advance(0.25)
-        tell(rig, "p1", submit.attempt)
+        report_embedding(rig, "p1", submit.attempt)
         finished = await reader.finished()
         assert (finished.embedding, finished.finish_reason, finished.completion_tokens) == (VECTOR, "stop", 0)
         assert (finished.prompt_tokens, finished.cached_tokens) == (5, 3)
@@ -75,8 +75,8 @@ async def test_an_embedding_is_retried_when_its_node_dies_and_decode_nodes_come_
         third = await rig.next_submit("d1")
         assert (third.leg, third.attempt) == (Leg.EMBED, first._replace(attempt=3))
         assert second.attempt == 2
-        tell(rig, "d1", second, b"late")
-        tell(rig, "d1", third.attempt)
+        report_embedding(rig, "d1", second, b"late")
+        report_embedding(rig, "d1", third.attempt)
         finished = await reader.finished()
         assert (finished.embedding, finished.path.attempts) == (VECTOR, 3)
         assert finished.path.reason == "no prefill node is left"
@@ -85,7 +85,7 @@ async def test_an_embedding_is_retried_when_its_node_dies_and_decode_nodes_come_
 async def test_nodes_of_an_older_version_get_no_embeddings() -> None:
     async with router_rig(prefill("p1"), *nodes("d1")) as rig:
         reader = rig.ask(embeds=True)
-        tell(rig, "d1", (await rig.next_submit("d1")).attempt)
+        report_embedding(rig, "d1", (await rig.next_submit("d1")).attempt)
         await reader.finished()
         assert rig.nodes["p1"].inbox.empty()
 
@@ -111,14 +111,14 @@ async def test_an_embedding_waits_for_a_node_if_none_is_up() -> None:
         reader = rig.ask(embeds=True)
         await reader.wait_until_accepted()
         rig.register(*nodes("p1"))
-        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
+        report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
         await reader.finished()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("others", ["older", "as new"])
 async def test_an_embedding_that_waits_for_a_full_node_delays_no_text(policy: Policy, others: str) -> None:
-    """Where the others embed, too, they are decode nodes, and text goes to one of them alone."""
+    """The other nodes that embed are decode nodes, and text goes to one of them alone."""
     full = prefill("p1", embedding_size=4, max_num_seqs=4)
     rest = [prefill("p2"), decode("d1")] if others == "older" else nodes("d1")
     async with router_rig(full, *rest, placer=Placer(PlacementSettings(policy))) as rig:
@@ -131,7 +131,7 @@ async def test_an_embedding_that_waits_for_a_full_node_delays_no_text(policy: Po
             await text_is_placed(rig)
         rig.nodes["p1"].report(load=LoadReport())
         for one in (reader, behind):
-            tell(rig, "p1", (await rig.next_submit("p1")).attempt)
+            report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
             await one.finished()
 
 
@@ -143,7 +143,7 @@ async def test_a_text_request_that_waits_delays_no_embedding() -> None:
         await text.wait_until_accepted()
         assert rig.dispatcher.requests.num_waiting == 1
         reader = rig.ask(embeds=True)
-        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
+        report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
         await reader.finished()
         assert rig.dispatcher.requests.num_waiting == 1
         rig.dispatcher.cancel("text")
@@ -169,7 +169,7 @@ async def test_freed_room_goes_to_the_request_that_can_use_it() -> None:
         rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
         await asked[1].finished()
         rig.nodes["p1"].report()
-        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
+        report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
         await asked[0].finished()
 
 
@@ -187,7 +187,7 @@ async def test_room_that_texts_and_embeddings_can_use_goes_by_queue_order() -> N
             attempt = (await rig.next_submit("p1")).attempt
             assert attempt.request_id == name
             if name.startswith("e"):
-                tell(rig, "p1", attempt)
+                report_embedding(rig, "p1", attempt)
             else:
                 rig.report("p1", attempt, 0, "a", Outcome.LENGTH)
             await asked[name].finished()
@@ -207,7 +207,7 @@ async def test_texts_and_embeddings_have_their_own_limits() -> None:
                 await rig.ask(request_id=name, embeds=embeds).finished()
         rig.report("d1", attempt, 0, "a", Outcome.LENGTH)
         rig.report("d1", (await rig.next_submit("d1")).attempt, 0, "a", Outcome.LENGTH)
-        tell(rig, "d1", (await rig.next_submit("d1")).attempt)
+        report_embedding(rig, "d1", (await rig.next_submit("d1")).attempt)
         for one in (running, *waiting):
             await one.finished()
 
@@ -221,7 +221,7 @@ async def test_the_times_of_embeddings_predict_nothing_for_texts() -> None:
         await text.finished()
         for number in range(3):
             reader = rig.ask(embeds=True, request_id=f"e{number}")
-            tell(rig, "d1", (await rig.next_submit("d1")).attempt)
+            report_embedding(rig, "d1", (await rig.next_submit("d1")).attempt)
             await reader.finished()
         rig.nodes["d1"].report(load=LoadReport(running=1, waiting=9))
         await rig.nodes["d1"].all_read()
@@ -239,7 +239,7 @@ async def test_the_times_of_embeddings_predict_nothing_for_texts() -> None:
 async def test_an_embeddings_prompt_may_have_the_models_maximum_length() -> None:
     async with router_rig(*nodes("p1")) as rig:
         reader = rig.ask("x" * 64, embeds=True)
-        tell(rig, "p1", (await rig.next_submit("p1")).attempt)
+        report_embedding(rig, "p1", (await rig.next_submit("p1")).attempt)
         assert (await reader.finished()).prompt_tokens == 64
         with pytest.raises(InvalidRequest, match="at most 64"):
             await rig.ask("x" * 65, embeds=True).finished()

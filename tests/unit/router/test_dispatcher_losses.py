@@ -1,4 +1,4 @@
-"""Many nodes are lost at once, and the only node that is large enough: no stream ends while it can be gone on with."""
+"""Losses of many nodes at once, and of the only node that is large enough: no stream ends that could continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICIES = [Policy.COST, Policy.LEAST_LOADED]
 
 
 async def turns(number: int) -> None:
-    """Let the loop go on by so many turns."""
+    """Let the loop run this number of turns."""
     for _ in range(number):
         await asyncio.sleep(0)
 
@@ -34,7 +34,7 @@ async def turns_until(is_so: Callable[[], bool]) -> None:
 
 
 async def answer(rig: RouterRig) -> None:
-    """Every node hands off, or brings the next two tokens of, what it was sent meanwhile."""
+    """Let every node hand off its new requests, or report their next two tokens."""
     for node in rig.nodes.values():
         while not node.inbox.empty():
             if isinstance(message := node.inbox.get_nowait(), Submit):
@@ -48,7 +48,7 @@ async def answer(rig: RouterRig) -> None:
 
 
 async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
-    """So many clients, each of which has read tokens."""
+    """Start this number of clients, and return when each has read tokens."""
     readers = [rig.ask(request_id=f"r{i}", max_tokens=40) for i in range(number)]
     await turns_until(lambda: rig.dispatcher.requests.num_placed == number)
     await answer(rig)

@@ -1,4 +1,4 @@
-"""What the dispatcher and its placer have to do with each other."""
+"""The dispatcher together with the placer: cache updates reach the placer, and requests follow them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.router_rig import RouterRig, router_rig
 PROMPT = "a long beginning, and an end"
 
 
-def telling(node: NodeDescription) -> NodeDescription:
-    """A node that says how it names its blocks."""
+def reporting_node(node: NodeDescription) -> NodeDescription:
+    """Return the description of a node that reports its cache."""
     return replace(node, kv_layout="layout")
 
 
@@ -41,8 +41,8 @@ async def asked_for_everything(rig: RouterRig, name: str) -> None:
     assert isinstance(await rig.nodes[name].inbox.get(), WatchKVCache)
 
 
-async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
-    """Ask, and see the request through on these nodes."""
+async def serve_request(rig: RouterRig, pair: tuple[str, str]) -> None:
+    """Send a request and run it to its end on these nodes."""
     reader = rig.ask(PROMPT, max_tokens=2)
     submit = await rig.next_submit(pair[0])
     assert (await rig.next_submit(pair[1])).attempt == submit.attempt
@@ -55,17 +55,17 @@ async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
 
 
 async def test_nodes_are_asked_for_their_cache_and_requests_follow_it() -> None:
-    nodes = [telling(prefill("p1")), telling(prefill("p2")), telling(decode())]
+    nodes = [reporting_node(prefill("p1")), reporting_node(prefill("p2")), reporting_node(decode())]
     async with router_rig(*nodes, placer=placer()) as rig:
         for name in ("p1", "p2", "d1"):
             await asked_for_everything(rig, name)
         await tell_cached(rig, "p2", KVCacheUpdate(0, 0, [stored(PROMPT)], restart=True))
         for _ in range(3):
-            await served(rig, ("p2", "d1"))
+            await serve_request(rig, ("p2", "d1"))
 
 
 async def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:
-    nodes = [telling(prefill("p1")), telling(prefill("p2")), telling(decode())]
+    nodes = [reporting_node(prefill("p1")), reporting_node(prefill("p2")), reporting_node(decode())]
     async with router_rig(*nodes, placer=placer()) as rig:
         for name in ("p1", "p2", "d1"):
             await asked_for_everything(rig, name)
@@ -73,16 +73,16 @@ async def test_a_gap_in_cache_updates_requests_a_snapshot() -> None:
         await tell_cached(rig, "p2", KVCacheUpdate(4, 5, [stored("nothing of this")]))
         await asked_for_everything(rig, "p2")
         await tell_cached(rig, "p2", KVCacheUpdate(5, 5, [stored(PROMPT)], restart=True))
-        await served(rig, ("p2", "d1"))
+        await serve_request(rig, ("p2", "d1"))
 
 
 async def test_nodes_are_not_asked_for_caches_that_no_policy_uses() -> None:
-    async with router_rig(telling(prefill()), telling(decode())) as rig:
-        await served(rig, ("p1", "d1"))
+    async with router_rig(reporting_node(prefill()), reporting_node(decode())) as rig:
+        await serve_request(rig, ("p1", "d1"))
 
 
 async def test_a_request_cancelled_before_or_after_placement_leaves_nothing() -> None:
-    async with router_rig(telling(prefill()), telling(decode()), placer=placer()) as rig:
+    async with router_rig(reporting_node(prefill()), reporting_node(decode()), placer=placer()) as rig:
         for name in ("p1", "d1"):
             await asked_for_everything(rig, name)
         reader = rig.ask(PROMPT, max_tokens=2)

@@ -1,4 +1,4 @@
-"""A client that lost its stream comes back to a router: to the live run, to what its nodes kept, or to begin again."""
+"""A client that lost its stream resumes it at a router: from the live request, from nodes, or by computing again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AGAIN: dict[str, Any] = {"prompt": (5, 6, 7)}
 """What a client says that sends its request with each call, as those of HTTP do."""
 
 
-def left_behind(
+def record_lost_router(
     rig: RouterRig,
     first: NodeDescription | None,
     second: NodeDescription,
@@ -46,11 +46,11 @@ def left_behind(
     router: str = "router-0.a",
     takeover: int = 1,
 ) -> None:
-    """Another router left word of its second attempt on these nodes."""
+    """Write the record that another router left of its second attempt on these nodes."""
     rig.journal(router).write(request, THEIRS, Placement(first, second, "because"), takeover=takeover)
 
 
-async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
+async def start_request(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
     reader = rig.ask(request_id="r", **fields)  # type: ignore[arg-type]
     attempt = (await rig.next_submit("p1")).attempt
     await rig.next_submit("d1")
@@ -62,7 +62,7 @@ async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
 
 async def test_a_second_stream_takes_over_a_live_request() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await begun(rig, max_tokens=4, seed=5)
+        old, attempt = await start_request(rig, max_tokens=4, seed=5)
         rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF)
         rig.report("d1", attempt, 1, "o")
         await old.wait_for_tokens(2)
@@ -110,7 +110,7 @@ async def test_a_failed_request_fails_again_when_it_is_resumed() -> None:
 
 async def test_a_resumed_stream_has_its_own_deadline_and_ends_the_request_when_it_leaves() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await begun(rig, timeout_s=1.0)
+        old, attempt = await start_request(rig, timeout_s=1.0)
         new = rig.resume("r", timeout_s=5.0)
         with pytest.raises(Cancelled):
             await old.finished()
@@ -133,7 +133,7 @@ async def test_a_resumed_stream_has_its_own_deadline_and_ends_the_request_when_i
 
 async def test_an_invalid_resume_leaves_the_old_stream_alone() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await begun(rig, max_tokens=2)
+        old, attempt = await start_request(rig, max_tokens=2)
         with pytest.raises(DeadlineExceeded):
             await rig.resume("r", timeout_s=0.0).finished()
         with pytest.raises(InvalidRequest, match="next_token_index"):
@@ -145,7 +145,7 @@ async def test_an_invalid_resume_leaves_the_old_stream_alone() -> None:
 
 async def test_log_probabilities_are_replayed() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        old, attempt = await begun(rig, max_tokens=3, logprobs=0)
+        old, attempt = await start_request(rig, max_tokens=3, logprobs=0)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)
         rig.report("d1", attempt, 1, "b", logprob=-0.2)
         await old.wait_for_tokens(2)
@@ -163,7 +163,7 @@ async def test_log_probabilities_are_replayed() -> None:
 
 async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r", 2)
         assert await rig.next_adopt("p1") == await rig.next_adopt("d1") == THEIRS
         assert rig.in_flight() == 2
@@ -182,7 +182,7 @@ async def test_an_attempt_of_a_lost_router_is_adopted_from_its_nodes() -> None:
 @pytest.mark.parametrize("first", ["p1", "d1"])
 async def test_a_prefill_node_that_forgot_the_attempt_does_not_matter_while_its_decode_leg_runs(first: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r")
         for name in ("p1", "d1"):
             await rig.next_adopt(name)
@@ -201,7 +201,7 @@ async def test_a_prefill_node_that_forgot_the_attempt_does_not_matter_while_its_
 @pytest.mark.parametrize("case", ["nobody", "decode", "prefill first", "prefill last"])
 async def test_an_attempt_unknown_to_its_nodes_is_generated_again_as_a_new_attempt(case: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r", 2, **AGAIN)
         for name in ("p1", "d1"):
             await rig.next_adopt(name)
@@ -238,7 +238,7 @@ async def test_an_attempt_unknown_to_its_nodes_is_generated_again_as_a_new_attem
 
 async def test_a_request_whose_nodes_are_gone_is_generated_again_at_once() -> None:
     async with router_rig(prefill("p2"), decode("d2")) as rig:
-        left_behind(rig, prefill("p1"), decode("d1"))
+        record_lost_router(rig, prefill("p1"), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
         again = (await rig.next_submit("p2")).attempt
         assert again.attempt == 3
@@ -251,10 +251,10 @@ async def test_a_request_whose_nodes_are_gone_is_generated_again_at_once() -> No
 
 @pytest.mark.parametrize("case", ["gone", "forgotten", "lost later"])
 async def test_a_request_whose_nodes_and_prompt_are_gone_must_be_sent_again(case: str) -> None:
-    """A record has no prompt: the nodes have it, and the client, who sends the request again when it is not found."""
+    """A record has no prompt: the nodes have it, and the client sends it again if the request is not found."""
     async with router_rig(prefill("p2"), decode("d2")) as rig:
         of = "1" if case == "gone" else "2"
-        left_behind(rig, prefill(f"p{of}"), decode(f"d{of}"))
+        record_lost_router(rig, prefill(f"p{of}"), decode(f"d{of}"))
         reader = rig.resume("r", 1)
         if case != "gone":
             assert await rig.next_adopt("p2") == await rig.next_adopt("d2") == THEIRS
@@ -270,7 +270,7 @@ async def test_a_request_whose_nodes_and_prompt_are_gone_must_be_sent_again(case
 
 async def test_resuming_with_another_prompt_is_refused() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         with pytest.raises(InvalidRequest, match="has 2 tokens; the request had 3"):
             await rig.resume("r", 1, prompt=(5, 6)).finished()
 
@@ -325,7 +325,7 @@ async def test_clients_of_a_dead_router_are_resumed_a_few_per_turn_of_the_loop()
 
 async def test_only_the_decode_node_is_asked_for_an_attempt_on_one_node() -> None:
     async with router_rig(decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         reader = rig.resume("r", 5)
         assert await rig.next_adopt("d1") == THEIRS
         rig.report("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
@@ -335,7 +335,7 @@ async def test_only_the_decode_node_is_asked_for_an_attempt_on_one_node() -> Non
 
 async def test_an_adopted_attempt_whose_node_dies_is_retried_like_any_other() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
-        left_behind(rig, prefill(), decode("d1"))
+        record_lost_router(rig, prefill(), decode("d1"))
         reader = rig.resume("r", 1, **AGAIN)
         for name in ("p1", "d1"):
             await rig.next_adopt(name)
@@ -355,7 +355,7 @@ async def test_an_adopted_attempt_whose_node_dies_is_retried_like_any_other() ->
 
 async def test_an_attempt_that_moved_to_another_router_ends_its_flight_without_an_error() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await begun(rig)
+        reader, attempt = await start_request(rig)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.report("d1", attempt, outcome=Outcome.MOVED)
         with pytest.raises(ContinuedElsewhere, match="continued at another router"):
@@ -386,7 +386,7 @@ async def test_a_moved_attempt_can_be_adopted_again_before_its_end_was_read() ->
 
 async def test_an_attempt_adopted_for_an_earlier_call_is_taken_back() -> None:
     async with router_rig(decode()) as rig:
-        left_behind(rig, None, decode())
+        record_lost_router(rig, None, decode())
         reader = rig.resume("r", call=3)
         assert await rig.next_adopt("d1") == THEIRS
         rig.report("d1", THEIRS, 0, "abc")
@@ -402,7 +402,7 @@ async def test_an_attempt_adopted_for_an_earlier_call_is_taken_back() -> None:
 
 async def test_a_call_older_than_the_current_one_is_refused() -> None:
     async with router_rig(decode()) as rig:
-        left_behind(rig, None, decode(), takeover=3)
+        record_lost_router(rig, None, decode(), takeover=3)
         for call in (2, 3):
             with pytest.raises(ContinuedElsewhere, match="call 3"):
                 await rig.resume("r", call=call).finished()
@@ -431,18 +431,18 @@ async def test_an_unknown_request_can_not_be_resumed() -> None:
         for request_id in ("r", "", "no id \n at all", "x" * 65):
             with pytest.raises(RequestNotFound):
                 await rig.resume(request_id).finished()
-        left_behind(rig, prefill(), decode(), replace(REQUEST, model="another"))
+        record_lost_router(rig, prefill(), decode(), replace(REQUEST, model="another"))
         with pytest.raises(RequestNotFound):
             await rig.resume("r").finished()
         rig.store.up = False
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         with pytest.raises(RequestNotFound):
             await rig.resume("r").finished()
 
 
 async def test_a_closing_router_resumes_nothing() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         rig.dispatcher.drain()
         with pytest.raises(Draining):
             await rig.resume("r").finished()
@@ -450,7 +450,7 @@ async def test_a_closing_router_resumes_nothing() -> None:
 
 async def test_each_attempt_and_its_end_are_recorded() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
-        reader, first = await begun(rig, seed=7)
+        reader, first = await start_request(rig, seed=7)
         noted = await rig.journal("router-2.a").find("r", CARD)
         assert noted is not None
         assert (noted.key, noted.prefill, noted.decode, noted.router) == (first, "p1.1", "d1.1", "router-1.a")
@@ -469,7 +469,7 @@ async def test_each_attempt_and_its_end_are_recorded() -> None:
 
 async def test_a_request_cancelled_by_a_broken_connection_can_be_resumed() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        reader, attempt = await begun(rig, seed=7, max_tokens=2)
+        reader, attempt = await start_request(rig, seed=7, max_tokens=2)
         rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         await reader.wait_for_tokens(1)
         reader.task.cancel()
@@ -489,7 +489,7 @@ async def test_a_request_cancelled_by_a_broken_connection_can_be_resumed() -> No
 
 async def test_two_simultaneous_resumes_share_one_flight() -> None:
     async with router_rig(prefill(), decode()) as rig:
-        left_behind(rig, prefill(), decode())
+        record_lost_router(rig, prefill(), decode())
         readers = [rig.resume("r", 1), rig.resume("r", 0)]
         for name in ("p1", "d1"):
             await rig.next_adopt(name)

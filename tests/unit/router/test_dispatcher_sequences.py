@@ -1,4 +1,4 @@
-"""Several sequences through the dispatcher: texts side by side, stop strings each for itself, and the best of many."""
+"""Several sequences through the dispatcher: streamed side by side, with their own stop strings, and best_of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.router_rig import Reader, RouterRig, router_rig
 
 
 async def start(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
-    """A request on one decode node alone."""
+    """Start a request on a single decode node."""
     reader = rig.ask(**fields)  # type: ignore[arg-type]
     submit = await rig.next_submit("d1")
     assert submit.leg is Leg.WHOLE

@@ -1,4 +1,4 @@
-"""What waits for a client: in order, chunks that wait joined, the end last."""
+"""The queue of events for a client: in order, waiting chunks merged, the end last."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_an_error_comes_after_all_events_and_only_the_first_end_counts() -
 
 
 class Taker:
-    """Takes chunks while it waits, as long as it has room."""
+    """A reader that takes chunks directly as long as it has room."""
 
     def __init__(self, queue: EventQueue) -> None:
         self.taken: list[GenerateEvent] = []

@@ -1,4 +1,4 @@
-"""Readers go on in order, so many in a turn of the event loop, and nobody is forgotten."""
+"""Readers continue in order, a bounded number per turn of the event loop, and none is forgotten."""
 
 from __future__ import annotations
 

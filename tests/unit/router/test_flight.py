@@ -1,4 +1,4 @@
-"""A flight's rules: golden conversations, every (state, event) pair, and chaos that must not change a token."""
+"""The rules of a flight: golden conversations, every (state, event) pair, and random faults that change no token."""
 
 from __future__ import annotations
 
@@ -132,16 +132,16 @@ def show(effect: FlightEffect) -> str:
             return f"moved {type(error).__name__} {error}"
 
 
-def tell(flight: Flight, event: FlightEvent, *, quick: bool) -> list[FlightEffect]:
-    """The event's effects; `quick`: by the short way where the event may go it."""
+def feed(flight: Flight, event: FlightEvent, *, quick: bool) -> list[FlightEffect]:
+    """Feed an event and return its effects; `quick`: by the fast path where the event allows it."""
     if quick and isinstance(event, Delta) and flight.take_if_next(event.incarnation, event.delta):
         delta = event.delta
         return [EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, delta.sequence_index)]
     return flight.handle(event)
 
 
-def act(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect]:
-    """What a line of a conversation brings about."""
+def execute_line(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect]:
+    """Execute one line of a conversation."""
     verb, *words = line.split()
     match verb:
         case "start":
@@ -153,11 +153,11 @@ def act(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect]:
         case "takeover":
             flight.takeover = int(words[0])
             return []
-    return tell(flight, parse(line), quick=quick)
+    return feed(flight, parse(line), quick=quick)
 
 
 def replay(conversation: str, *, quick: bool) -> str:
-    """The conversation as the flight really goes, in the notation of the files."""
+    """Replay a conversation and return it in the notation of the files."""
     begin = next(line for line in conversation.splitlines() if line.startswith("> "))
     flight = Flight(request(n=int(begin.partition(" n ")[2] or 1)))
     lines = []
@@ -166,7 +166,7 @@ def replay(conversation: str, *, quick: bool) -> str:
             lines.append(line)
         elif line.startswith("> "):
             lines.append(line)
-            lines += [show(effect) for effect in act(flight, line[2:], quick=quick)]
+            lines += [show(effect) for effect in execute_line(flight, line[2:], quick=quick)]
         elif line.startswith("= "):
             lines.append(f"= {flight.state.name}")
         elif line.startswith("stale "):
@@ -308,7 +308,7 @@ def test_every_pair_of_state_and_event_moves_as_listed(state: FlightState, name:
 def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
     policy: str, needs_no_other: bool, is_taken: bool
 ) -> None:
-    """Of a leg that its prefill node never had the decode node would never hear."""
+    """The decode node would never learn of a leg that its prefill node never had."""
     goes_on = needs_no_other and is_taken
     flight = Flight(request(max_tokens=8))
     flight.start()
@@ -325,7 +325,7 @@ def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
 
 
 def lost_until_it_ends(tokens_between: int, *, unrelated: int = 0, taken: bool = True) -> tuple[Flight, int]:
-    """A flight each of whose nodes is lost after so many tokens, together with so many others, and how many were."""
+    """Lose the nodes of a flight after this number of tokens, together with others; return the number of losses."""
     flight = Flight(request(max_tokens=1_000_000))
     flight.start()
     others, num_tokens = {f"other{number}" for number in range(unrelated)}, 0
@@ -427,7 +427,7 @@ def test_the_tokens_are_the_same_whichever_nodes_die(seed: int, length: int, qui
                 assert known == len(given_out)
                 streams[incarnation] = [from_token(delta, known) for delta in whole_streams[incarnation]]
         else:
-            todo = tell(flight, Delta(incarnation, streams[incarnation].pop(0)), quick=quick)
+            todo = feed(flight, Delta(incarnation, streams[incarnation].pop(0)), quick=quick)
     assert len(ends) == 1
     assert given_out == truth[: len(given_out)]
     if isinstance(ends[0], Finish):
@@ -435,13 +435,13 @@ def test_the_tokens_are_the_same_whichever_nodes_die(seed: int, length: int, qui
 
 
 def from_token(delta: RequestDelta, known: int) -> RequestDelta:
-    """The delta without the tokens that the router has, as a node tells it that is asked for what follows."""
+    """Return the delta without the tokens that the router already has, as an adopting node sends it."""
     skipped = min(max(0, known - delta.first_index), len(delta.token_ids))
     return replace(delta, first_index=delta.first_index + skipped, token_ids=delta.token_ids[skipped:])
 
 
 def script(submit: Submit, truth: list[int], rng: Random) -> list[RequestDelta]:
-    """What a node says of one leg, in pieces of any size, sometimes with a failure at the end."""
+    """Return the reports of one leg, in pieces of random size, sometimes with a failure at the end."""
     attempt, leg, given = submit.attempt.attempt, submit.leg.value, len(submit.output_token_ids)
     first, last = {"prefill": (given, given + 1), "decode": (given + 1, len(truth)), "whole": (given, len(truth))}[leg]
     first -= leg == "decode" and rng.random() < 0.5  # it tells what the prefill leg told, too

@@ -1,4 +1,4 @@
-"""What one router leaves of a flight for another: read back as it was, or not at all."""
+"""The record that one router leaves of a flight for another: it is read back as written, or not at all."""
 
 from __future__ import annotations
 

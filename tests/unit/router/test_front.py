@@ -1,4 +1,4 @@
-"""What the router's services call, where it is not the dispatcher's own."""
+"""The methods that the router's services call, as far as they are not the dispatcher's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG_S = 30.0
 
 
 class SlowCodec:
-    """Goes on only when the event loop lets it."""
+    """A tokenizer that waits until the event loop releases it."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()

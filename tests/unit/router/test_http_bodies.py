@@ -1,4 +1,4 @@
-"""What clients may send: every field, its bounds, and the name with which it is refused."""
+"""HTTP bodies: every field, its bounds, and the name with which it is refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_null_means_not_set(kind: type[Body]) -> None:
-    """As clients in other languages write what is not set."""
+    """Clients in other languages send null for fields that are not set."""
     least = PROMPT if kind is CompletionBody else HELLO
     names = {field.alias or name for name, field in kind.model_fields.items()} - set(least)
     body = read(kind, {**dict.fromkeys(names), **least})
@@ -342,7 +342,7 @@ def test_the_maximum_number_of_messages_is_accepted() -> None:
 )
 async def test_a_large_body_is_parsed_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
     rig = HttpRig()
-    exchange = rig.ask("POST", COMPLETIONS, json.dumps(fields).encode(), {"content-type": "application/json"})
+    exchange = rig.request("POST", COMPLETIONS, json.dumps(fields).encode(), {"content-type": "application/json"})
     call = await rig.next_call()
     assert (rig.handler.num_in_threads > 0) == is_large
     call.tell(finished())
@@ -353,11 +353,11 @@ async def test_a_large_chat_and_large_embeddings_are_parsed_in_a_thread() -> Non
     rig = HttpRig()
     kind = {"content-type": "application/json"}
     chat = {"messages": [{"role": "user", "content": "a" * 20_000}]}
-    exchange = rig.ask("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
+    exchange = rig.request("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
     (await rig.next_call()).tell(finished())
     assert (await exchange.end()).status == 200
     assert rig.handler.num_in_threads == 2
-    refused = await rig.ask("POST", "/v1/embeddings", json.dumps({"input": [""] * 5000}).encode(), kind).end()
+    refused = await rig.request("POST", "/v1/embeddings", json.dumps({"input": [""] * 5000}).encode(), kind).end()
     assert refused.error["message"].startswith("input: has 5000 inputs; at most 256")
     assert rig.handler.num_in_threads == 4
 
@@ -374,7 +374,7 @@ async def test_bodies_of_a_wrong_size_or_content_type_are_refused() -> None:
         (b"{}", {"content-type": "Application/JSON; charset=utf-8"}, 400),
         (b"{}", kind | {"x": "y" * 8192}, 431),
     ):
-        exchange = await rig.ask("POST", COMPLETIONS, body, headers).end()
+        exchange = await rig.request("POST", COMPLETIONS, body, headers).end()
         assert exchange.status == status, exchange.error
         assert exchange.error["type"] == "invalid_request_error"
         assert (exchange.headers.get("connection") == "close") == (status in (413, 431))

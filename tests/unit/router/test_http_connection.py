@@ -1,6 +1,4 @@
-"""What one HTTP connection reads, and when: nothing of a body before it is asked for, and a bounded rest after an
-answer.
-"""
+"""What one HTTP connection reads and when: no body before it is requested, and a bounded rest after an early answer."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ MANY = ONE * (1 << 16)
 
 
 class App:
-    """Asks for the next piece of a body, or answers, when a test says so."""
+    """An application that reads the next piece of a body, or answers, when the test tells it to."""
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
@@ -100,7 +98,7 @@ async def test_a_request_answered_early_is_not_read_further() -> None:
 
 
 async def test_reading_resumes_when_a_connection_closes_with_an_unread_body() -> None:
-    """Over TLS a connection whose reading is paused would stay open for ever (`close_transport`)."""
+    """Over TLS a connection with paused reading would never close (`close_transport`)."""
     app = App()
     client = Client(app)
     head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"

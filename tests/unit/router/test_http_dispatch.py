@@ -1,4 +1,4 @@
-"""The HTTP front over the router's own core and scripted nodes: what a client does reaches the nodes at once."""
+"""The HTTP front with the dispatcher and scripted nodes: what a client does reaches the nodes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings over a scripted core: what goes in, what comes out, and what is said when it goes wrong."""
+"""/v1/embeddings over a scripted request handler: requests, answers and errors."""
 
 from __future__ import annotations
 

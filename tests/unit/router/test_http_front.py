@@ -1,4 +1,4 @@
-"""The OpenAI endpoints over a scripted core: what goes in, what comes out, and what is said when it goes wrong."""
+"""The OpenAI endpoints over a scripted request handler: requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ async def test_a_client_that_leaves_while_it_reads_nothing_ends_its_request() ->
 
 async def test_a_client_that_leaves_during_its_body_is_not_answered() -> None:
     rig = HttpRig()
-    exchange = rig.ask("POST", COMPLETIONS, b"", {"content-type": "application/json"}, is_whole=False)
+    exchange = rig.request("POST", COMPLETIONS, b"", {"content-type": "application/json"}, is_whole=False)
     exchange.disconnect()
     await exchange.task
     assert exchange.status == 0
@@ -368,7 +368,7 @@ async def test_an_invalid_deadline_is_refused(said: str) -> None:
     ],
 )
 async def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int, code: str) -> None:
-    exchange = await HttpRig().ask(method, path, b"", {}).end()
+    exchange = await HttpRig().request(method, path, b"", {}).end()
     assert (exchange.status, exchange.error["code"]) == (status, code)
     assert ("allow" in exchange.headers) == (status == 405)
 

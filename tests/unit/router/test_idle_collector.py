@@ -1,4 +1,4 @@
-"""All generations are collected by a timer, and sooner where memory has grown, in idle moments alone."""
+"""The garbage collector runs by a timer, and earlier after memory has grown, only in idle moments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_busy_router_waits_for_its_next_idle_moment() -> None:
 
 
 class Memory:
-    """The memory of a process in which a collection frees what nobody uses."""
+    """The memory of a process, of which a collection frees the unused part."""
 
     def __init__(self, used: int) -> None:
         self.used = used

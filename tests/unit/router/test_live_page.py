@@ -1,4 +1,4 @@
-"""What the live page shows, and how it is handed out: one live_page_data for all, none for nobody."""
+"""The content of the live page and its feed: one snapshot for all viewers, none without viewers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.operations.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, live_pa
 from tests.support.live_cluster_page import node, row
 
 
-def drawn(**changed: object) -> dict[str, object]:
+def picture_of(**changed: object) -> dict[str, object]:
     parts: dict[str, object] = {
         "status": ClusterStatus("c", "ok", "", [node("d0", "decode"), node("p0", "prefill"), node("r0", "router")]),
         "running": [row("a")],
@@ -30,7 +30,7 @@ def drawn(**changed: object) -> dict[str, object]:
 
 
 def test_routers_come_first_then_prefill_then_decode_nodes() -> None:
-    nodes = drawn()["nodes"]
+    nodes = picture_of()["nodes"]
     assert isinstance(nodes, list)
     assert [each["name"] for each in nodes] == ["r0", "p0", "d0"]
 
@@ -42,7 +42,7 @@ def test_a_pair_counts_its_recent_hand_offs() -> None:
         row("old", age_s=RECENT_S + 1, kv_bytes=100),
     ]
     alone = row("alone", prefill_node="")
-    assert drawn(ended=[*ended, alone])["pairs"] == [
+    assert picture_of(ended=[*ended, alone])["pairs"] == [
         {"prefill": "p0", "decode": "d0", "requests": 2, "bytes": 7},
         {"prefill": "p1", "decode": "d0", "requests": 1, "bytes": 3},
     ]
@@ -51,13 +51,13 @@ def test_a_pair_counts_its_recent_hand_offs() -> None:
 def test_events_and_requests_are_bounded_and_the_latest_comes_first() -> None:
     events = [ClusterEvent(n, float(n), "Warning", "NodeLost", f"n{n}") for n in range(100)]
     ended = [row(f"r{n}") for n in range(100)]
-    found = json.loads(json.dumps(drawn(ended=ended, events=events)))
+    found = json.loads(json.dumps(picture_of(ended=ended, events=events)))
     assert [event["subject"] for event in found["events"]] == [f"n{99 - n}" for n in range(MAX_EVENTS)]
     assert [request["id"] for request in found["ended"]] == [f"r{n}" for n in range(MAX_ENDED)]
 
 
-class Pictures:
-    """Numbers, counted."""
+class CountedSnapshots:
+    """Makes numbered snapshots and counts them."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -68,42 +68,42 @@ class Pictures:
 
 
 async def _first(feed: LiveFeed) -> tuple[AsyncGenerator[bytes, None], bytes]:
-    pictures = feed.follow()
-    assert isinstance(pictures, AsyncGenerator)
-    return pictures, await anext(pictures)
+    snapshots = feed.follow()
+    assert isinstance(snapshots, AsyncGenerator)
+    return snapshots, await anext(snapshots)
 
 
 async def test_all_viewers_share_one_snapshot_and_later_ones_get_it_at_once() -> None:
-    pictures = Pictures()
-    feed = LiveFeed(pictures, every_s=3600)
+    snapshots = CountedSnapshots()
+    feed = LiveFeed(snapshots, every_s=3600)
     viewers = [await _first(feed) for _ in range(3)]
-    assert ([seen for _, seen in viewers], pictures.made, feed.num_viewers) == ([b"1"] * 3, 1, 3)
+    assert ([seen for _, seen in viewers], snapshots.made, feed.num_viewers) == ([b"1"] * 3, 1, 3)
     for viewer, _ in viewers:
         await viewer.aclose()
     assert feed.num_viewers == 0
 
 
 async def test_a_slow_viewer_skips_snapshots_and_none_are_made_without_viewers() -> None:
-    pictures = Pictures()
-    feed = LiveFeed(pictures, every_s=0)
+    snapshots = CountedSnapshots()
+    feed = LiveFeed(snapshots, every_s=0)
     viewer, _ = await _first(feed)
     for _ in range(1000):
         await asyncio.sleep(0)
-    assert int(await anext(viewer)) == pictures.made > 10
+    assert int(await anext(viewer)) == snapshots.made > 10
     await viewer.aclose()
-    made = pictures.made
+    made = snapshots.made
     for _ in range(10):
         await asyncio.sleep(0)
-    assert pictures.made == made
+    assert snapshots.made == made
 
 
 async def test_a_failed_snapshot_is_skipped_and_the_next_one_is_sent(caplog: pytest.LogCaptureFixture) -> None:
-    pictures = Pictures()
+    snapshots = CountedSnapshots()
 
     def draw() -> bytes:
-        if pictures() == b"2":
+        if snapshots() == b"2":
             raise RuntimeError("of this second alone")
-        return b"%d" % pictures.made
+        return b"%d" % snapshots.made
 
     viewer, first = await _first(LiveFeed(draw, every_s=0))
     assert (first, await anext(viewer)) == (b"1", b"3")
@@ -112,7 +112,7 @@ async def test_a_failed_snapshot_is_skipped_and_the_next_one_is_sent(caplog: pyt
 
 
 async def test_too_many_viewers_are_refused() -> None:
-    feed = LiveFeed(Pictures(), every_s=3600)
+    feed = LiveFeed(CountedSnapshots(), every_s=3600)
     viewers = [await _first(feed) for _ in range(MAX_VIEWERS)]
     with pytest.raises(Overloaded):
         await _first(feed)
@@ -122,7 +122,7 @@ async def test_too_many_viewers_are_refused() -> None:
 
 
 async def test_a_closed_feed_ends_for_all_viewers() -> None:
-    feed = LiveFeed(Pictures(), every_s=3600)
+    feed = LiveFeed(CountedSnapshots(), every_s=3600)
     viewer, _ = await _first(feed)
     rest = asyncio.ensure_future(anext(viewer, b"over"))
     await asyncio.sleep(0)

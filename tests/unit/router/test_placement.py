@@ -1,4 +1,4 @@
-"""Placement's choice and its reason; the view that feeds it."""
+"""The choice of nodes by load with its reason, and the view of nodes that it uses."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_successor_replaces_the_lost_run() -> None:
 
 
 def test_lost_nodes_are_forgotten_without_being_asked_for() -> None:
-    """Their names need not come back, as those of an orchestrator's never do."""
+    """Their names may never return, as with an orchestrator that makes new ones."""
     view = ClusterView()
     for number in range(10):
         now, node = number * LOST_SHOWN_S, decode(f"d{number}")

@@ -1,4 +1,4 @@
-"""Where the cost model sends requests, what it learns, and what it says of it afterwards."""
+"""Where the cost model sends requests, what it learns, and how it explains its choices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def decodes(*names: str) -> list[NodeDescription]:
 
 
 class Fleet:
-    """A view and a placer over nodes that have been there for a while, all equally fast."""
+    """A view and a placer over nodes that have been up for a while and are equally fast."""
 
     def __init__(self, *nodes: NodeDescription, settings: PlacementSettings | None = None) -> None:
         self.now = 1000.0
@@ -95,14 +95,14 @@ class Fleet:
         self.report(name, StepReport([RequestDelta(key, outcome=outcome, timings=timings)], LoadReport()))
 
     def has_moved(self, timings: StageTimings) -> None:
-        """A request's KV took so long: all that is known of transfers."""
+        """Report the transfer time of one request, the only known one."""
         choice = self.place(1024)
         self.ended(choice.placement.decode.node_id, choice, Outcome.LENGTH, timings)
         self.placer.over(choice.request.request_id)
         self.view.released(choice.placement.decode.incarnation, AttemptKey(choice.request.request_id, 1))
 
     def choose(self, tokens: int | Sequence[int] = 1024, attempt: int = 1, **fields: Any) -> Choice:
-        """For a request whose prompt is this long, and like no other one; or for this prompt."""
+        """Choose nodes for a new prompt of this length, or for this prompt."""
         self._number += 1
         prompt = tuple(tokens) if not isinstance(tokens, int) else tuple(range(self._number, self._number + tokens))
         base = ValidRequest(f"r{self._number}", MODEL, prompt, SamplingParams(max_tokens=64))
@@ -110,7 +110,7 @@ class Fleet:
         return self.placer.choose(self.view.candidates(), request, frozenset(), attempt, 0.0, self.now)
 
     def place(self, tokens: int | Sequence[int] = 1024, **fields: Any) -> Choice:
-        """Choose and go there."""
+        """Choose nodes and place the request on them."""
         choice = self.choose(tokens, **fields)
         self.placer.placed(choice, self.now)
         for node in (choice.placement.prefill, choice.placement.decode):

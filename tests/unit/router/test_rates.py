@@ -1,4 +1,4 @@
-"""What the router learns of nodes' speed, on synthetic nodes."""
+"""The rates of nodes that the router estimates, on synthetic nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = StepRates(step_ms=7.0, token_ms=0.01, sequence_ms=0.02, context_ms=1e-6)
 
 
 class SyntheticNode:
-    """Steps of a node with these rates, with a tenth of noise; one in fifty takes twenty times as long, or no time."""
+    """Makes steps with these rates and 10 % noise; one in fifty takes twenty times as long, or no time."""
 
     def __init__(self, rates: StepRates, seed: int = 1) -> None:
         self.rates = rates
@@ -44,7 +44,7 @@ def step_ms(rates: StepRates, tokens: int, sequences: int, context: int) -> floa
 
 
 def worst_error(learnt: StepRates, true: StepRates) -> float:
-    """Relative, over steps as they occur."""
+    """Return the largest relative error over typical steps."""
     kinds = [(512, 0, 0), (64, 0, 0), (0, 1, 500), (0, 8, 8000), (0, 24, 24000), (256, 8, 4000)]
     return max(abs(step_ms(learnt, *kind) / step_ms(true, *kind) - 1) for kind in kinds)
 

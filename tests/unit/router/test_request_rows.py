@@ -1,4 +1,4 @@
-"""Requests as a list of operators has them, from the queue to the end."""
+"""The list of requests that operators see, from the queue to the end of a request."""
 
 from __future__ import annotations
 

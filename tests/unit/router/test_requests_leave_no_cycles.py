@@ -1,4 +1,4 @@
-"""However a client's request ends, the router frees all that it had of it at once: nothing waits for the collector."""
+"""The router frees everything of a request as soon as it ends: nothing waits for the garbage collector."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ KEPT = (Call, ActiveRequest, Flight)
 
 
 @pytest.fixture(autouse=True)
-def left() -> Iterator[Callable[[], Counter[str]]]:
-    """Counts what requests have left behind."""
-    with garbage_collector_off(*KEPT) as left:
-        yield left
+def count_uncollected() -> Iterator[Callable[[], Counter[str]]]:
+    """Counts objects of requests that have not been freed."""
+    with garbage_collector_off(*KEPT) as count_uncollected:
+        yield count_uncollected
 
 
 @asynccontextmanager
@@ -55,7 +55,7 @@ async def serving(rig: RouterRig) -> AsyncIterator[generation_pb2_grpc.Generatio
         await server.stop(0)
 
 
-async def begun(rig: RouterRig, stub: generation_pb2_grpc.GenerationStub) -> tuple[Any, AttemptKey]:
+async def start_request(rig: RouterRig, stub: generation_pb2_grpc.GenerationStub) -> tuple[Any, AttemptKey]:
     stream = stub.Generate(generation.GenerateRequest(model=MODEL, text="hello"))
     to_prefill = await rig.next_submit("p1")
     await rig.next_submit("d1")
@@ -72,11 +72,11 @@ async def read_to_its_end(stream: Any) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("end", ["finish", "cancel", "cancelled by its id", "fault", "shut down"])
 async def test_an_ended_request_is_freed_without_the_garbage_collector(
-    end: str, left: Callable[[], Counter[str]]
+    end: str, count_uncollected: Callable[[], Counter[str]]
 ) -> None:
     async with router_rig(prefill(), decode()) as rig, serving(rig) as stub:
         for _ in range(NUM_REQUESTS):
-            stream, attempt = await begun(rig, stub)
+            stream, attempt = await start_request(rig, stub)
             accepted = await stream.read()
             if end == "finish":
                 rig.report("d1", attempt, 2, "rd", Outcome.LENGTH)
@@ -102,4 +102,4 @@ async def test_an_ended_request_is_freed_without_the_garbage_collector(
             await asyncio.sleep(0.001)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert left() == Counter()
+        assert count_uncollected() == Counter()

@@ -1,4 +1,4 @@
-"""An answer that is continued from any position is the whole answer: text, tokens, log-probabilities, ends."""
+"""An answer that is continued from any position equals the whole answer: text, tokens, log-probabilities, ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.router_parts import decode, key, prefill
 
 
 class PairDetokenizer(FakeDetokenizer):
-    """Two tokens make a piece of text: the first one's waits, as an unfinished character does."""
+    """Two tokens make a piece of text: that of the first one waits, like an unfinished character."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class PairCodec(FakeTokenizer):
 
 @dataclass
 class Got:
-    """What a client has of one sequence."""
+    """Everything that a client has of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -60,7 +60,7 @@ class Got:
 
 
 def collect(events: Sequence[GenerateEvent]) -> tuple[dict[int, Got], list[int]]:
-    """What they come to, and the positions behind them."""
+    """Return the answer that the events add up to, and the position after each event."""
     found: dict[int, Got] = {}
     positions: dict[int, int] = {}
     for event in events:
@@ -78,7 +78,7 @@ def collect(events: Sequence[GenerateEvent]) -> tuple[dict[int, Got], list[int]]
 
 
 class Script:
-    """What a flight's nodes say of a request, in any grouping."""
+    """The scripted reports for a request, in any grouping."""
 
     def __init__(
         self, request: ValidRequest, outputs: Sequence[Sequence[int]], *, stop_token: bool, logprobs: bool = True
@@ -89,7 +89,7 @@ class Script:
         self._logprobs = logprobs
 
     def play(self, answer: Answer, rng: Random, longest: int) -> list[GenerateEvent]:
-        """Every event of the answer."""
+        """Return all events of the answer."""
         events: list[GenerateEvent] = []
         at = [0] * len(self._outputs)
         live = list(range(len(self._outputs)))
@@ -139,7 +139,7 @@ def test_an_answer_cut_at_any_position_is_continued_completely(
 
 
 def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEvent]) -> dict[int, Got]:
-    """What the client has in the end."""
+    """Return the client's answer after resuming."""
     at = dict(enumerate(positions))
     for event in rest:
         if isinstance(event, Chunk):
@@ -157,7 +157,7 @@ def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEven
 
 @pytest.mark.parametrize("position", range(8))
 def test_the_best_of_several_can_be_continued_at_any_token(position: int) -> None:
-    """Though it is given out as a whole."""
+    """Although it is returned as a whole."""
     params = SamplingParams(seed=1, max_tokens=7, n=2, logprobs=0)
     request = ValidRequest("r", "m", (1,), params, ("zz",), num_returned=1)
     outputs = [list(b"abababz"), list(b"cdcdcdz")]
@@ -174,7 +174,7 @@ def test_the_best_of_several_can_be_continued_at_any_token(position: int) -> Non
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=1))
 def test_a_live_answer_is_replayed_from_any_position(seed: int, stops: list[str]) -> None:
-    """In mid-stream, too: what follows goes on behind what was told."""
+    """Also in mid-stream: what follows continues after what was replayed."""
     rng = Random(seed)
     output = [ord(rng.choice("ab")) for _ in range(8)]
     cut, position = rng.randint(1, 8), rng.randint(0, 8)

@@ -1,4 +1,4 @@
-"""A router's page for Prometheus: what its requests got and how long it took them."""
+"""The metrics page of a router: results and times of its requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TELL_APART = ("le", "finished_reason", "cause", "node")
 
 
 def samples(page: bytes) -> dict[tuple[str, str], float]:
-    """By name and by the label that tells samples of one name apart."""
+    """Return samples by name and by the label that distinguishes samples of one name."""
     found = {}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:

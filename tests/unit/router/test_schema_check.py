@@ -1,4 +1,4 @@
-"""Schemas are checked off the loop, known ones at once, and no tenant waits for another one's."""
+"""Schemas are checked outside the loop, known ones at once, and tenants do not wait for each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG_S = 30.0
 
 
 class FakeSandbox:
-    """Notes what is checked, and where; waits at a gate. Knows what it has seen."""
+    """A sandbox that records the checked schemas and their threads, and waits at a gate."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()

@@ -1,4 +1,4 @@
-"""Tenants: apart in requests, in cached prefixes and in quota, and never a key in a figure."""
+"""Tenants are separate in requests, cached prefixes and quotas, and no metric has a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CARD = ModelCard(MODEL, 64, 300)
 
 
 class Fronts:
-    """The front as each tenant sees it."""
+    """The front, called as each tenant."""
 
     def __init__(self, rig: RouterRig) -> None:
         self.tenants = Tenants()

@@ -1,4 +1,4 @@
-"""Where a request's time went: the stages sum up to the nanosecond, whatever happened to it."""
+"""The stages of a request's time: they add up to the nanosecond, whatever happened to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PAIR = EndedRequest(
 
 
 def check(found: Timeline) -> None:
-    """What holds for every timeline."""
+    """Check the properties of every timeline."""
     assert all(stage.duration_ns > 0 for stage in found.stages)
     assert sum(stage.duration_ns for stage in found.stages) == found.total_ns
     before = [stage.duration_ns for stage in found.stages if not stage.after_first_token]
@@ -54,7 +54,7 @@ def check(found: Timeline) -> None:
 
 
 def stages(request: EndedRequest) -> list[tuple[str, str, float, bool]]:
-    """Names, places and milliseconds."""
+    """Return names, places and milliseconds of the stages."""
     found = timeline(request, "router", 11.0)
     check(found)
     return [(s.name, s.where, s.duration_ns / 1e6, s.after_first_token) for s in found.stages]
@@ -109,7 +109,7 @@ def test_overlapping_stages_are_cut() -> None:
 
 
 def test_the_decode_node_may_report_the_first_token() -> None:
-    """As a beam search's does, all at once."""
+    """As in a beam search, whose tokens come all at once."""
     quicker = replace(PAIR, moments=replace(PAIR.moments, first_token=10.1), at_first_token=PAIR.at_end)
     assert [stage[:3] for stage in stages(quicker)[2:]] == [
         ("queue", "p", 4.0),

@@ -1,4 +1,4 @@
-"""Requests as spans: the parts that decide, over a tracer that keeps its spans."""
+"""Requests as spans: the deciding parts, with a tracer that keeps its spans."""
 
 from __future__ import annotations
 

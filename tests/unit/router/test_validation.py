@@ -1,4 +1,4 @@
-"""Every bound, by the field's name; and what a request without a word about it gets."""
+"""The bounds of every field, and the defaults of fields that are not set."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_n_and_best_of_are_validated() -> None:
 
 
 def test_the_output_of_a_model_can_be_sent_as_a_prompt() -> None:
-    """A byte-level vocabulary has a token for NUL, and a model may draw it."""
+    """A byte-level vocabulary has a token for NUL, which a model may sample."""
     assert len(check(prompt="a\0b").prompt_token_ids) == 3
 
 

@@ -1,4 +1,4 @@
-"""Chat templates against transformers' own rendering, and what a template may not do."""
+"""Chat templates compared with transformers' rendering, and what a template may not do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas that can be served and those that can't, and what matchers of real vocabularies allow."""
+"""Which schemas are supported, and what the matchers of real vocabularies allow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allowed(matcher: JsonMatcher) -> list[int]:
 
 
 def walk(matcher: JsonMatcher, rng: Random, tokens: list[int] | None = None) -> list[int]:
-    """Random tokens of those allowed, up to and with the end; appended to `tokens`."""
+    """Append random allowed tokens to `tokens`, including the end token."""
     tokens = [] if tokens is None else tokens
     while EOS not in tokens:
         token = rng.choice(allowed(matcher))
@@ -118,7 +118,7 @@ def test_any_fitting_output_is_allowed(grammars: JsonGrammars, tokenizer: Tokeni
 
 
 def body(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text without those that the tokenizer puts around it."""
+    """Return the tokens of a text without those that the tokenizer adds around it."""
     around = len(tokenizer.encode(""))
     return [*tokenizer.encode(text)[around:], EOS]
 
@@ -133,7 +133,7 @@ def test_the_number_of_consecutive_blanks_is_limited(grammars: JsonGrammars, tok
 
 
 def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars: JsonGrammars) -> None:
-    """However they came: one at a time, all at once, with masks in between or without."""
+    """Whether they came one at a time or all at once, with or without masks in between."""
     text = schema_text("object")
     tokens = walk(grammars.matcher(text), Random(3))
     for split in (0, 1, len(tokens) // 2, len(tokens) - 1):
@@ -147,13 +147,13 @@ def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars:
 
 
 def test_the_budget_of_one_request_does_not_depend_on_another(grammars: JsonGrammars) -> None:
-    """What the library builds while it matches is shared by copies, and with it its limits."""
+    """The library shares what it builds while matching between copies, and with it the limits."""
     costly = json.dumps({"type": "string", "pattern": "^(.*a){12}.{300}b$"})
     first, second, third = (grammars.matcher(costly) for _ in range(3))
     tokens: list[int] = []
     with pytest.raises(InvalidRequest, match="json_schema: lexer error"):
         walk(first, Random(1), tokens)
-    # Whoever goes on from the same tokens gives up at the same place.
+    # A matcher that continues from the same tokens fails at the same place.
     second.advance(tokens)
     with pytest.raises(InvalidRequest, match="json_schema: lexer error"):
         allowed(second)

@@ -1,4 +1,4 @@
-"""What a schema costs, it costs a child: bombs end it, are refused by name, and touch nobody else."""
+"""The cost of a schema is borne by a child process: bombs end it, are refused by name, and affect no other request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text package against the real tokenizers library: pieces equal the whole, wherever the borders lie."""
+"""The text package with the real tokenizers library: pieces add up to the whole text, wherever they are split."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def byte_level_in_sequence() -> tokenizers.Tokenizer:
-    """A byte-level vocabulary that is not recognised as one: its decoder is a sequence."""
+    """Return a byte-level tokenizer that is not recognised as one, since its decoder is a sequence."""
     backend = byte_level()
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return backend
@@ -117,7 +117,7 @@ _BACKENDS = {name: make() for name, make in MAKERS.items()}
 
 
 def library_decode(kind: str, ids: list[int]) -> str:
-    """What the library itself says."""
+    """Decode with the library itself."""
     text: str = _BACKENDS[kind].decode(ids, skip_special_tokens=True)
     return text
 
@@ -131,7 +131,7 @@ def test_a_character_of_several_tokens_comes_with_the_last_one() -> None:
 
 
 class Counting:
-    """A vocabulary that counts how many tokens are decoded at once."""
+    """A vocabulary that records how many tokens are decoded at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.longest = 0
@@ -211,7 +211,7 @@ def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
 
 
 def reference_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The definition, character by character."""
+    """Cut a text by the definition, character by character."""
     for end in range(1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:

@@ -1,4 +1,4 @@
-"""A client's answer over as many routers as it takes: each token once, in order, and the text with it."""
+"""A client's answer over any number of routers: each token once, in order, with its text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def continuation(num_routers: int = 2, *, owns_id: bool = True) -> Continuation:
 
 
 class Server:
-    """Routers that all say the same, each time in other pieces."""
+    """Routers that all give the same answer, each time in other pieces."""
 
     def __init__(self, rng: Random, num_sequences: int) -> None:
         self._rng = rng
@@ -49,7 +49,7 @@ class Server:
         self.tails = [rng.choice(["", "tail"]) for _ in range(num_sequences)]
 
     def events(self, call: Call) -> Iterator[GenerateEvent]:
-        """An answer from the call's positions on."""
+        """Yield the answer from the positions of the call on."""
         yield ACCEPTED
         at = [0] * len(self.texts)
         if call.kind is CallKind.RESUME:

@@ -1,4 +1,4 @@
-"""Codecs that follow from fields: what is in the class and not in its message, or the other way, is refused."""
+"""Codecs derived from fields: a field that is missing in the class or in the message is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that hangs while it ends is gone nevertheless, and one that does not ends at once."""
+"""A process that hangs at its end is ended all the same, and one that does not ends at once."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_a_process_that_hangs_at_its_end_is_ended_and_another_is_not() -> None:
 
 
 def test_the_garbage_collector_does_not_run_at_the_end() -> None:
-    """Of a model that is seconds, in which no signal is heard."""
+    """With a model it would take seconds, during which no signal is handled."""
     done = subprocess.run([sys.executable, "-c", _LEAVES_CYCLES], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, b"")

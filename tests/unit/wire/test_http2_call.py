@@ -1,4 +1,4 @@
-"""A call's request: what of it is kept while nobody reads it; and a call whose time is up before its turn."""
+"""The request of a call: how much is kept while it is not read; and a call whose deadline passes before its turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 1 << 20
 
 
 class FakeLink:
-    """A connection that takes everything."""
+    """A connection that accepts everything."""
 
     peer = "ipv4:127.0.0.1:1"
 
@@ -78,7 +78,7 @@ ECHO = grpc.unary_unary_rpc_method_handler(echo)
 
 
 async def test_a_compressed_message_is_not_decompressed_before_it_is_read() -> None:
-    """Else a megabyte that was sent would be a gigabyte that is kept."""
+    """Otherwise a megabyte on the wire would become a gigabyte in memory."""
     link = FakeLink()
     small = message(gzip.compress(bytes(LIMIT)), is_compressed=True)
     tracemalloc.start()

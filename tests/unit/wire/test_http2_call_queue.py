@@ -1,4 +1,4 @@
-"""When calls begin and end: a few in each turn of the loop, each connection in turn, strangers' behind the others'."""
+"""When calls begin and end: a few per turn of the loop, connections in turn, keyless calls after the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.wire.http2.call_queue import BEGIN_AT_ONCE, BEGIN_BYTES, END_AT_ONCE,
 
 
 class Waiting:
-    """What a queue asks of a call."""
+    """A call as the queue sees it."""
 
     def __init__(self, name: str, num_unread: int = 100) -> None:
         self.name = name

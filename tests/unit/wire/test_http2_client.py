@@ -1,4 +1,4 @@
-"""A client's end of HTTP/2: what its peer may say, and how each call ends once."""
+"""The client end of HTTP/2: which frames a server may send, and how each call ends once."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ MAX_BYTES = 1000
 INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
 
 
-class Heard:
-    """What one call brought."""
+class ReceivedCall:
+    """Everything that one call received."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -77,7 +77,7 @@ def packed(*messages: bytes) -> bytes:
     return b"".join(struct.pack(">BI", 0, len(message)) + message for message in messages)
 
 
-def grow(stream: int, more: int) -> bytes:
+def window_update(stream: int, more: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
 
 
@@ -86,7 +86,7 @@ def headers(stream: int, block: bytes, flags: int = 0) -> bytes:
 
 
 def connected(first_window: int | None = None) -> ClientConnection:
-    """Past the greetings."""
+    """Return a connection after the exchange of settings."""
     connection = ClientConnection(MAX_BYTES)
     settings = b"" if first_window is None else struct.pack(">HI", 4, first_window)
     connection.receive(frame(SETTINGS, 0, 0, settings))
@@ -94,15 +94,15 @@ def connected(first_window: int | None = None) -> ClientConnection:
     return connection
 
 
-def asked(connection: ClientConnection, *messages: bytes) -> tuple[int, Heard]:
-    """A call that has said these, and may say more; its answer has begun."""
-    heard = Heard()
-    stream = connection.begin(ASK, heard)
+def started_call(connection: ClientConnection, *messages: bytes) -> tuple[int, ReceivedCall]:
+    """Start a call with these messages that may send more; its answer has begun."""
+    received = ReceivedCall()
+    stream = connection.begin(ASK, received)
     for message in messages:
         connection.send(stream, message)
     connection.receive(headers(stream, BEGIN))
     connection.take()
-    return stream, heard
+    return stream, received
 
 
 def body_of(data: bytes, stream: int) -> bytes:
@@ -116,23 +116,23 @@ def test_a_call_is_sent_and_its_answer_received() -> None:
     assert [kind for kind, *_ in parse_frames(greeting[len(PREFACE) :])] == [SETTINGS, WINDOW_UPDATE]
     connection.receive(frame(SETTINGS, 0, 0) + frame(PING, 0, 0, b"12345678"))
     assert parse_frames(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
-    heard = Heard()
-    stream = connection.begin(ASK, heard)
+    received = ReceivedCall()
+    stream = connection.begin(ASK, received)
     connection.send(stream, b"one", is_last=True)
     assert parse_frames(connection.take()) == [(HEADERS, END_HEADERS, 1, ASK), (DATA, END_STREAM, 1, packed(b"one"))]
     trailers = [("grpc-status", "0"), ("where", "there")]
     connection.receive(headers(1, BEGIN) + frame(DATA, 0, 1, packed(b"a", b"bc")))
-    assert heard.messages == [b"a", b"bc"]
+    assert received.messages == [b"a", b"bc"]
     connection.receive(headers(1, write_headers(trailers), END_STREAM))
-    assert heard.ended == CallEnd(grpc.StatusCode.OK, "", trailers)
+    assert received.ended == CallEnd(grpc.StatusCode.OK, "", trailers)
     assert (connection.num_open, connection.take()) == (0, b"")
 
 
 def test_a_call_that_is_answered_early_stops_sending() -> None:
     connection = connected()
-    stream, heard = asked(connection, b"one")
+    stream, received = started_call(connection, b"one")
     connection.receive(headers(stream, OK, END_STREAM))
-    assert heard.code is grpc.StatusCode.OK
+    assert received.code is grpc.StatusCode.OK
     assert [(kind, number) for kind, _, number, _ in parse_frames(connection.take())] == [(RST_STREAM, stream)]
     connection.send(stream, b"more")
     connection.cancel(stream)
@@ -141,22 +141,22 @@ def test_a_call_that_is_answered_early_stops_sending() -> None:
 
 def test_messages_are_joined_however_they_are_split() -> None:
     connection = connected()
-    stream, heard = asked(connection)
+    stream, received = started_call(connection)
     body = packed(b"", b"x" * 500, b"yz")
     for at in range(len(body)):
         connection.receive(frame(DATA, PADDED, stream, b"\x02" + body[at : at + 1] + b"\0\0"))
-    assert heard.messages == [b"", b"x" * 500, b"yz"]
+    assert received.messages == [b"", b"x" * 500, b"yz"]
 
 
 def test_data_beyond_the_window_waits_in_order() -> None:
     connection = connected(first_window=10)
-    stream, _ = asked(connection)
+    stream, _ = started_call(connection)
     connection.send(stream, b"a" * 20)
     connection.send(stream, b"b", is_last=True)
     whole = packed(b"a" * 20, b"b")
     first = connection.take()
     assert body_of(first, stream) == whole[:10]
-    connection.receive(grow(stream, 12))
+    connection.receive(window_update(stream, 12))
     second = connection.take()
     assert body_of(second, stream) == whole[10:22]
     connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1000)))
@@ -167,23 +167,23 @@ def test_data_beyond_the_window_waits_in_order() -> None:
 
 def test_all_calls_share_the_window_of_the_connection() -> None:
     connection = connected(first_window=1 << 20)
-    stream, _ = asked(connection)
-    other, _ = asked(connection)
+    stream, _ = started_call(connection)
+    other, _ = started_call(connection)
     connection.send(stream, b"a" * 65_000)
     connection.send(other, b"b" * 2_000)
     out = connection.take()
     assert len(body_of(out, stream)) + len(body_of(out, other)) == 65_535
     assert max(len(payload) for _, _, _, payload in parse_frames(out)) == 16_384
-    connection.receive(grow(0, 5_000))
+    connection.receive(window_update(0, 5_000))
     assert body_of(out, other) + body_of(connection.take(), other) == packed(b"b" * 2_000)
 
 
 def test_read_bytes_are_returned_to_the_windows() -> None:
     connection = connected()
-    stream, heard = asked(connection)
+    stream, received = started_call(connection)
     for _ in range(2000):
         connection.receive(frame(DATA, 0, stream, packed(b"x" * 995)) * 10)
-    assert len(heard.messages) == 20_000
+    assert len(received.messages) == 20_000
     given = [(number, int.from_bytes(payload, "big")) for kind, _, number, payload in parse_frames(connection.take())]
     for number in (0, stream):
         assert sum(more for one, more in given if one == number) > 8 << 20
@@ -200,12 +200,12 @@ def test_read_bytes_are_returned_to_the_windows() -> None:
 )
 def test_an_answer_that_is_not_grpc_is_an_error(status: str, code: grpc.StatusCode) -> None:
     connection = connected()
-    heard = Heard()
-    stream = connection.begin(ASK, heard)
+    received = ReceivedCall()
+    stream = connection.begin(ASK, received)
     connection.receive(headers(stream, write_headers([(":status", status), ("content-type", "text/html")])))
-    assert heard.code is code
-    assert heard.ended is not None
-    assert status in heard.ended.detail
+    assert received.code is code
+    assert received.ended is not None
+    assert status in received.ended.detail
 
 
 @pytest.mark.parametrize(
@@ -220,30 +220,30 @@ def test_an_answer_that_is_not_grpc_is_an_error(status: str, code: grpc.StatusCo
 def test_an_error_has_the_message_of_the_server(last: list[Header], code: grpc.StatusCode, story: str) -> None:
     for begin in ([(":status", "200"), ("content-type", "application/grpc")], []):
         connection = connected()
-        stream, heard = asked(connection)
+        stream, received = started_call(connection)
         if begin:  # nothing but headers
-            heard = Heard()
-            stream = connection.begin(ASK, heard)
+            received = ReceivedCall()
+            stream = connection.begin(ASK, received)
         connection.receive(headers(stream, write_headers([*begin, *last]), END_STREAM))
-        assert heard.code is code
-        assert heard.ended is not None
-        assert story in heard.ended.detail
+        assert received.code is code
+        assert received.ended is not None
+        assert story in received.ended.detail
 
 
 def test_a_body_without_headers_is_a_protocol_error() -> None:
     connection = connected()
-    heard = Heard()
-    connection.receive(frame(DATA, 0, connection.begin(ASK, heard), packed(b"x")))
-    assert (heard.messages, heard.code) == ([], INTERNAL)
+    received = ReceivedCall()
+    connection.receive(frame(DATA, 0, connection.begin(ASK, received), packed(b"x")))
+    assert (received.messages, received.code) == ([], INTERNAL)
 
 
 def test_informational_headers_do_not_begin_an_answer() -> None:
     connection = connected()
-    heard = Heard()
-    stream = connection.begin(ASK, heard)
+    received = ReceivedCall()
+    stream = connection.begin(ASK, received)
     connection.receive(headers(stream, write_headers([(":status", "103")])) + headers(stream, BEGIN))
     connection.receive(frame(DATA, 0, stream, packed(b"x")) + headers(stream, OK, END_STREAM))
-    assert (heard.messages, heard.code) == ([b"x"], grpc.StatusCode.OK)
+    assert (received.messages, received.code) == ([b"x"], grpc.StatusCode.OK)
 
 
 LARGE = write_headers([(f"k{number}", "v" * 1000) for number in range(100)])
@@ -255,8 +255,8 @@ BROKEN_CALLS = [
     (frame(DATA, 0, 1, struct.pack(">BI", 0, MAX_BYTES + 1)), grpc.StatusCode.RESOURCE_EXHAUSTED, True),
     (frame(DATA, 0, 1, struct.pack(">BI", 1, 3) + b"abc"), INTERNAL, True),
     (headers(1, BEGIN), INTERNAL, True),
-    (grow(1, 0), INTERNAL, True),
-    (grow(1, (1 << 31) - 1), INTERNAL, True),
+    (window_update(1, 0), INTERNAL, True),
+    (window_update(1, (1 << 31) - 1), INTERNAL, True),
     (
         frame(HEADERS, 0, 1, LARGE[:16_000])
         + b"".join(frame(CONTINUATION, 0, 1, LARGE[at : at + 16_000]) for at in range(16_000, 96_000, 16_000))
@@ -270,15 +270,17 @@ BROKEN_CALLS = [
 @pytest.mark.parametrize(("said", "code", "is_reset"), BROKEN_CALLS)
 def test_an_error_in_one_call_does_not_affect_others(said: bytes, code: grpc.StatusCode, *, is_reset: bool) -> None:
     connection = connected()
-    stream, heard = asked(connection)
-    other, well = asked(connection)
+    stream, received = started_call(connection)
+    other, well = started_call(connection)
     assert stream == 1
     connection.receive(said)
-    assert heard.code is code
+    assert received.code is code
     told = [kind for kind, _, number, _ in parse_frames(connection.take()) if number == stream]
     assert told == ([RST_STREAM] if is_reset else [])
     # What was still under way counts for nothing.
-    connection.receive(frame(DATA, 0, stream, packed(b"late")) + headers(stream, OK, END_STREAM) + grow(stream, 1))
+    connection.receive(
+        frame(DATA, 0, stream, packed(b"late")) + headers(stream, OK, END_STREAM) + window_update(stream, 1)
+    )
     connection.receive(frame(DATA, 0, other, packed(b"x")) + headers(other, OK, END_STREAM))
     assert (well.messages, well.code) == ([b"x"], grpc.StatusCode.OK)
 
@@ -299,26 +301,26 @@ def test_an_error_in_one_call_does_not_affect_others(said: bytes, code: grpc.Sta
         (frame(SETTINGS, 0, 1), PROTOCOL_ERROR),
         (frame(SETTINGS, 0, 0, b"abc"), FRAME_SIZE_ERROR),
         (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31)), FLOW_CONTROL_ERROR),
-        (grow(1, 1 << 30) + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, (1 << 31) - 1)), FLOW_CONTROL_ERROR),
+        (window_update(1, 1 << 30) + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, (1 << 31) - 1)), FLOW_CONTROL_ERROR),
         (frame(PING, 0, 1, bytes(8)), PROTOCOL_ERROR),
         (frame(PING, 0, 0, b"abc"), FRAME_SIZE_ERROR),
         (frame(PING, 0, 0, bytes(8)) * 1500, ENHANCE_YOUR_CALM),
         (frame(GOAWAY, 0, 0, bytes(4)), FRAME_SIZE_ERROR),
         (frame(RST_STREAM, 0, 1, bytes(3)), FRAME_SIZE_ERROR),
-        (grow(0, 0), PROTOCOL_ERROR),
-        (grow(0, (1 << 31) - 1), FLOW_CONTROL_ERROR),
+        (window_update(0, 0), PROTOCOL_ERROR),
+        (window_update(0, (1 << 31) - 1), FLOW_CONTROL_ERROR),
         (struct.pack(">I", 20_000)[1:] + bytes(6), FRAME_SIZE_ERROR),
     ],
 )
 def test_a_connection_error_ends_each_call_once(said: bytes, code: int) -> None:
     connection = connected()
-    calls = [asked(connection)[1], asked(connection)[1]]
+    calls = [started_call(connection)[1], started_call(connection)[1]]
     with pytest.raises(ConnectionFault) as caught:
         connection.receive(said)
     assert caught.value.code == code
     *_, (kind, _, _, payload) = parse_frames(connection.take())
     assert (kind, int.from_bytes(payload[4:8], "big")) == (GOAWAY, code)
-    assert [heard.code for heard in calls] == [UNAVAILABLE, UNAVAILABLE]
+    assert [received.code for received in calls] == [UNAVAILABLE, UNAVAILABLE]
     connection.lose("and it is gone")
 
 
@@ -330,8 +332,8 @@ def test_a_peer_that_sends_no_settings_is_no_server() -> None:
 
 def test_a_server_that_sends_goaway_answers_the_calls_it_accepted() -> None:
     connection = connected()
-    first, answered = asked(connection)
-    _, refused = asked(connection)
+    first, answered = started_call(connection)
+    _, refused = started_call(connection)
     connection.receive(frame(GOAWAY, 0, 0, struct.pack(">II", first, 0) + b"bye"))
     assert connection.is_leaving
     assert refused.code is UNAVAILABLE
@@ -341,25 +343,25 @@ def test_a_server_that_sends_goaway_answers_the_calls_it_accepted() -> None:
 
 def test_a_lost_connection_ends_every_call_once() -> None:
     connection = connected()
-    calls = [asked(connection)[1] for _ in range(3)]
+    calls = [started_call(connection)[1] for _ in range(3)]
     connection.lose("the wire is cut")
     connection.lose("again")
-    assert [heard.ended for heard in calls] == [CallEnd(UNAVAILABLE, "the wire is cut")] * 3
+    assert [received.ended for received in calls] == [CallEnd(UNAVAILABLE, "the wire is cut")] * 3
 
 
 def test_a_cancelled_call_receives_nothing_more() -> None:
     connection = connected()
-    stream, heard = asked(connection)
+    stream, received = started_call(connection)
     connection.cancel(stream)
     assert parse_frames(connection.take()) == [(RST_STREAM, 0, stream, struct.pack(">I", 8))]
     connection.receive(frame(DATA, 0, stream, packed(b"x")) + headers(stream, OK, END_STREAM))
     connection.lose("gone")
-    assert (heard.messages, heard.ended) == ([], None)
+    assert (received.messages, received.ended) == ([], None)
 
 
 @dataclass
 class Peer:
-    """The server's end of a socket, by hand."""
+    """The server end of a socket, driven by the test."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -367,7 +369,7 @@ class Peer:
 
 @asynccontextmanager
 async def sockets() -> AsyncIterator[tuple[Http2Client, Peer]]:
-    """A client and who it is connected to."""
+    """Yield a client and its peer."""
     came: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -386,7 +388,7 @@ async def sockets() -> AsyncIterator[tuple[Http2Client, Peer]]:
 
 async def test_pending_data_is_sent_before_the_connection_closes() -> None:
     async with sockets() as (client, peer):
-        call = client.call(ASK, Heard())
+        call = client.call(ASK, ReceivedCall())
         client.send(call, b"the last word")
         client.cancel(call)
         client.close()
@@ -395,13 +397,13 @@ async def test_pending_data_is_sent_before_the_connection_closes() -> None:
         assert said[3][-1] == packed(b"the last word")
 
 
-class Persistent(Heard):
-    """Asks again as soon as it is told no."""
+class Persistent(ReceivedCall):
+    """Starts another call as soon as one fails."""
 
     def __init__(self, client: Http2Client) -> None:
         super().__init__()
         self._client = client
-        self.again = Heard()
+        self.again = ReceivedCall()
 
     def on_end(self, ended: CallEnd) -> None:
         super().on_end(ended)
@@ -410,7 +412,7 @@ class Persistent(Heard):
 
 async def test_a_call_started_while_the_connection_is_being_lost_fails_too() -> None:
     async with sockets() as (client, peer):
-        caller, late = Persistent(client), Heard()
+        caller, late = Persistent(client), ReceivedCall()
         client.call(ASK, caller)
         peer.writer.transport.abort()
         await client.closed
@@ -420,7 +422,7 @@ async def test_a_call_started_while_the_connection_is_being_lost_fails_too() -> 
 
 async def test_the_last_call_of_a_closing_connection_ends_it_even_when_cancelled() -> None:
     async with sockets() as (client, peer):
-        call = client.call(ASK, Heard())
+        call = client.call(ASK, ReceivedCall())
         peer.writer.write(frame(SETTINGS, 0, 0) + frame(GOAWAY, 0, 0, struct.pack(">II", call, 0)))
         await client.closed
         client.cancel(call)
@@ -430,8 +432,8 @@ async def test_the_last_call_of_a_closing_connection_ends_it_even_when_cancelled
 
 async def test_data_that_the_kernel_does_not_take_at_once_is_sent_later() -> None:
     async with sockets() as (client, peer):
-        call, said = client.call(ASK, Heard()), b""
-        windows = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 26)) + grow(0, 1 << 26)
+        call, said = client.call(ASK, ReceivedCall()), b""
+        windows = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 26)) + window_update(0, 1 << 26)
         peer.writer.write(windows + frame(PING, 0, 0, b"are read"))
         while b"are read" not in said:
             said += await peer.reader.read(1 << 20)
@@ -451,16 +453,16 @@ async def test_data_that_the_kernel_does_not_take_at_once_is_sent_later() -> Non
     st.integers(1, 700),
 )
 def test_both_ends_understand_each_other(asks: list[int], answers: list[int], window: int, cut: int) -> None:
-    """Whatever the sizes, the windows, and the pieces in which bytes arrive."""
-    client, server, heard = ClientConnection(MAX_BYTES), ServerConnection(8192), Heard()
-    stream = client.begin(ASK, heard)
+    """For any sizes, windows and pieces in which bytes arrive."""
+    client, server, received = ClientConnection(MAX_BYTES), ServerConnection(8192), ReceivedCall()
+    stream = client.begin(ASK, received)
     questions = [bytes([number]) * size for number, size in enumerate(asks)]
     replies = [bytes([number]) * size for number, size in enumerate(answers)]
     for question in questions:
         client.send(stream, question, is_last=question is questions[-1])
     client.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window)))
     got, is_ended, is_first = b"", False, True
-    while heard.ended is None:
+    while received.ended is None:
         data = client.take()
         back = b"" if is_first else server.take()
         if is_first:
@@ -478,12 +480,12 @@ def test_both_ends_understand_each_other(asks: list[int], answers: list[int], wi
         if is_ended:
             server.finish(stream, OK)
         else:
-            client.receive(grow(stream, 333))
+            client.receive(window_update(stream, 333))
         for at in range(0, len(back), cut):
             client.receive(back[at : at + cut])
     assert got == packed(*questions)
-    assert heard.messages == replies
-    assert heard.code is grpc.StatusCode.OK
+    assert received.messages == replies
+    assert received.code is grpc.StatusCode.OK
 
 
 CONVERSATION = (
@@ -494,7 +496,7 @@ CONVERSATION = (
     + frame(HEADERS, 0, 3, BEGIN[:4])
     + frame(CONTINUATION, END_HEADERS, 3, BEGIN[4:])
     + frame(0xEE, 0xFF, 5, b"of a later version")
-    + grow(0, 5_000)
+    + window_update(0, 5_000)
     + frame(RST_STREAM, 0, 3, bytes(4))
     + frame(DATA, 0, 1, packed(b"d" * 300)[:100])
     + frame(DATA, 0, 1, packed(b"d" * 300)[100:])
@@ -504,13 +506,13 @@ CONVERSATION = (
 
 @given(st.lists(st.integers(0, len(CONVERSATION)), max_size=6))
 def test_the_result_does_not_depend_on_how_bytes_are_split(cuts: Sequence[int]) -> None:
-    connection, heard = ClientConnection(MAX_BYTES), [Heard(), Heard()]
-    for one in heard:
+    connection, received = ClientConnection(MAX_BYTES), [ReceivedCall(), ReceivedCall()]
+    for one in received:
         connection.begin(ASK, one)
     for start, stop in pairwise([0, *sorted(cuts), len(CONVERSATION)]):
         connection.receive(CONVERSATION[start:stop])
-    assert [one.messages for one in heard] == [[b"abc", b"d" * 300], []]
-    assert [one.code for one in heard] == [grpc.StatusCode.OK, INTERNAL]
+    assert [one.messages for one in received] == [[b"abc", b"d" * 300], []]
+    assert [one.code for one in received] == [grpc.StatusCode.OK, INTERNAL]
 
 
 FRAMES = st.builds(
@@ -525,7 +527,7 @@ FRAMES = st.builds(
 @given(st.lists(FRAMES, max_size=12), st.data())
 def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], data: st.DataObject) -> None:
     connection = connected()
-    calls = [asked(connection) for _ in range(2)]
+    calls = [started_call(connection) for _ in range(2)]
     for one in frames:
         try:
             connection.receive(one)
@@ -535,5 +537,5 @@ def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], d
             if data.draw(st.booleans()):
                 connection.send(stream, b"some")
     connection.lose("it is over")
-    assert all(heard.ended is not None for _, heard in calls)
+    assert all(received.ended is not None for _, received in calls)
     parse_frames(connection.take())

@@ -1,4 +1,4 @@
-"""A server's end of an HTTP/2 connection: what peers say, what they may not, and what waits for them to take it."""
+"""The server end of an HTTP/2 connection: what peers may send, what they may not, and what waits for their windows."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ BLOCK = write_headers(REQUEST)
 TRAILERS = b"\x00\x01t\x01v"
 
 
-def grow(stream: int, more: int) -> bytes:
+def window_update(stream: int, more: int) -> bytes:
     return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
 
 
-def opened(stream: int, flags: int = 0) -> bytes:
+def request_headers(stream: int, flags: int = 0) -> bytes:
     return frame(HEADERS, END_HEADERS | flags, stream, BLOCK)
 
 
@@ -65,7 +65,7 @@ def body_of(data: bytes, stream: int) -> bytes:
 
 
 def connected(first_window: int | None = None) -> ServerConnection:
-    """Past the greetings."""
+    """Return a connection after the exchange of settings."""
     connection = ServerConnection(8192)
     settings = b"" if first_window is None else struct.pack(">HI", 4, first_window)
     assert connection.receive(PREFACE + frame(SETTINGS, 0, 0, settings)) == []
@@ -74,7 +74,7 @@ def connected(first_window: int | None = None) -> ServerConnection:
 
 
 def fault_of(connection: ServerConnection, data: bytes) -> int:
-    """What these bytes end the connection with; the peer is told."""
+    """Return the error code with which these bytes end the connection; the peer gets it, too."""
     with pytest.raises(ConnectionFault) as caught:
         connection.receive(data)
     *_, (kind, _, _, payload) = parse_frames(connection.take())
@@ -85,7 +85,7 @@ def fault_of(connection: ServerConnection, data: bytes) -> int:
 
 def test_a_request_is_received_and_answered() -> None:
     connection = connected()
-    events = connection.receive(opened(1) + frame(DATA, 0, 1, b"ab") + frame(DATA, END_STREAM, 1, b"c"))
+    events = connection.receive(request_headers(1) + frame(DATA, 0, 1, b"ab") + frame(DATA, END_STREAM, 1, b"c"))
     assert events == [RequestReceived(1, REQUEST, False), DataReceived(1, b"ab", False), DataReceived(1, b"c", True)]
     connection.send_headers(1, b"h")
     assert connection.send(1, b"body")
@@ -116,7 +116,7 @@ def test_padding_priorities_and_continuations_are_decoded() -> None:
 
 def test_an_early_answer_asks_the_peer_to_stop_sending() -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     connection.finish(1, TRAILERS)
     assert [kind for kind, *_ in parse_frames(connection.take())] == [HEADERS, RST_STREAM]
     assert connection.receive(frame(DATA, 0, 1, b"was under way")) == []
@@ -124,15 +124,15 @@ def test_an_early_answer_asks_the_peer_to_stop_sending() -> None:
 
 def test_data_beyond_the_window_waits_in_order_before_the_trailers() -> None:
     connection = connected(first_window=10)
-    connection.receive(opened(1, END_STREAM))
+    connection.receive(request_headers(1, END_STREAM))
     assert not connection.send(1, b"0123456789abcdef")
     assert body_of(connection.take(), 1) == b"0123456789"
     assert not connection.send(1, b"ghij")
     connection.finish(1, TRAILERS)
     assert connection.take() == b""
-    assert connection.receive(grow(1, 8)) == []
+    assert connection.receive(window_update(1, 8)) == []
     assert body_of(connection.take(), 1) == b"abcdefgh"
-    connection.receive(grow(1, 100))
+    connection.receive(window_update(1, 100))
     data = connection.take()
     assert body_of(data, 1) == b"ij"
     assert parse_frames(data)[-1] == (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)
@@ -141,7 +141,7 @@ def test_data_beyond_the_window_waits_in_order_before_the_trailers() -> None:
 
 def test_sent_data_counts_towards_the_window() -> None:
     connection = connected(first_window=10)
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     assert connection.send(1, b"012345")
     assert not connection.send(1, b"6789ab")
     assert body_of(connection.take(), 1) == b"0123456789"
@@ -149,19 +149,19 @@ def test_sent_data_counts_towards_the_window() -> None:
 
 def test_a_waiting_writer_is_notified_once_its_data_is_sent() -> None:
     connection = connected(first_window=4)
-    connection.receive(opened(1) + opened(3))
+    connection.receive(request_headers(1) + request_headers(3))
     assert not connection.send(1, b"abcdef")
     assert connection.send(3, b"abcd"), "another stream's window is its own"
-    assert connection.receive(grow(1, 2)) == [StreamWritable(1)]
+    assert connection.receive(window_update(1, 2)) == [StreamWritable(1)]
     assert not connection.send(1, b"g")
     larger = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 5))
     assert connection.receive(larger) == [StreamWritable(1)], "a new size of all windows counts for those that are open"
 
 
 def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
-    """Until then the peer counts by the old ones, and takes what is beyond them for a fault."""
+    """Until then the peer counts by the old windows and treats data beyond them as an error."""
     connection = connected(first_window=4)
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     connection.send(1, b"abcdef")
     connection.take()
     connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 100)))
@@ -170,20 +170,20 @@ def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
 
 def test_the_window_of_the_connection_goes_to_the_longest_waiting_stream() -> None:
     connection = connected(first_window=1 << 20)
-    connection.receive(b"".join(opened(stream) for stream in (1, 3, 5)))
+    connection.receive(b"".join(request_headers(stream) for stream in (1, 3, 5)))
     assert not connection.send(1, b"x" * 65_536), "one byte more than the window"
     assert not connection.send(3, b"y" * 10)
     assert not connection.send(5, b"z" * 10)
     connection.take()
-    assert connection.receive(grow(0, 16)) == [StreamWritable(1), StreamWritable(3)]
-    assert connection.receive(grow(0, 100)) == [StreamWritable(5)]
+    assert connection.receive(window_update(0, 16)) == [StreamWritable(1), StreamWritable(3)]
+    assert connection.receive(window_update(0, 100)) == [StreamWritable(5)]
     data = connection.take()
     assert (body_of(data, 1), body_of(data, 3), body_of(data, 5)) == (b"x", b"y" * 10, b"z" * 10)
 
 
 def test_large_headers_are_split_into_frames_too() -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     connection.send_headers(1, b"h" * 16_384)
     connection.finish(1, b"t" * 40_000)
     frames = parse_frames(connection.take())
@@ -198,14 +198,14 @@ def test_large_headers_are_split_into_frames_too() -> None:
 
 def test_large_bodies_are_sent_in_frames_of_the_minimum_size() -> None:
     connection = connected(first_window=1 << 20)
-    connection.receive(opened(1) + grow(0, 1 << 20))
+    connection.receive(request_headers(1) + window_update(0, 1 << 20))
     assert connection.send(1, bytes(40_000))
     assert [len(payload) for *_, payload in parse_frames(connection.take())] == [16_384, 16_384, 7_232]
 
 
 def test_read_bytes_are_returned_to_the_windows() -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     given = {0: 16 << 20, 1: 1 << 20}
     for _ in range(3_000):
         connection.receive(frame(DATA, 0, 1, bytes(16_384)))
@@ -219,7 +219,7 @@ def test_read_bytes_are_returned_to_the_windows() -> None:
 
 def test_a_reset_ends_one_stream_alone() -> None:
     connection = connected()
-    connection.receive(opened(1) + opened(3))
+    connection.receive(request_headers(1) + request_headers(3))
     assert connection.receive(frame(RST_STREAM, 0, 1, struct.pack(">I", 8))) == [StreamReset(1)]
     assert connection.send(1, b"nobody reads this")
     connection.finish(1, TRAILERS)
@@ -230,40 +230,40 @@ def test_a_reset_ends_one_stream_alone() -> None:
 
 def test_a_stream_may_be_reset_before_its_waiting_data() -> None:
     connection = connected(first_window=4)
-    connection.receive(opened(1, END_STREAM))
+    connection.receive(request_headers(1, END_STREAM))
     connection.send(1, b"abcdef")
     connection.end(1, TRAILERS)
     frames = [(DATA, 0, 1, b"abcd"), (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)]
     assert parse_frames(connection.take()) == frames
-    assert connection.receive(grow(1, 100)) == []
+    assert connection.receive(window_update(1, 100)) == []
     connection.end(1, TRAILERS)
     assert connection.take() == b""
 
 
 def test_a_stream_error_does_not_affect_other_streams() -> None:
     connection = connected()
-    connection.receive(opened(1, END_STREAM) + opened(3))
+    connection.receive(request_headers(1, END_STREAM) + request_headers(3))
     assert connection.receive(frame(DATA, 0, 1, b"more")) == [StreamReset(1)]
-    assert connection.receive(grow(3, 0)) == [StreamReset(3)]
+    assert connection.receive(window_update(3, 0)) == [StreamReset(3)]
     assert [(kind, stream) for kind, _, stream, _ in parse_frames(connection.take())] == [
         (RST_STREAM, 1),
         (RST_STREAM, 3),
     ]
-    assert connection.receive(opened(5)) == [RequestReceived(5, REQUEST, False)]
+    assert connection.receive(request_headers(5)) == [RequestReceived(5, REQUEST, False)]
 
 
 def test_too_large_headers_are_answered_and_affect_no_other_stream() -> None:
     connection = connected()
     large = write_headers([("x", "y" * 9000)])
     assert connection.receive(frame(HEADERS, END_HEADERS, 1, large)) == [RequestReceived(1, None, False)]
-    assert connection.receive(opened(3)) == [RequestReceived(3, REQUEST, False)]
+    assert connection.receive(request_headers(3)) == [RequestReceived(3, REQUEST, False)]
 
 
 def test_a_closing_connection_takes_no_new_streams_and_ends_open_ones() -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     connection.leave()
-    assert connection.receive(opened(3)) == []
+    assert connection.receive(request_headers(3)) == []
     assert connection.send(1, b"x")
     frames = parse_frames(connection.take())
     assert [kind for kind, *_ in frames] == [GOAWAY, RST_STREAM, DATA]
@@ -286,8 +286,8 @@ def test_a_closing_connection_takes_no_new_streams_and_ends_open_ones() -> None:
         (frame(PING, 0, 0, b"short"), 6),
         (frame(SETTINGS, 0, 0, b"abc"), 6),
         (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31)), FLOW_CONTROL_ERROR),
-        (grow(0, 0), PROTOCOL_ERROR),
-        (grow(0, (1 << 31) - 1), FLOW_CONTROL_ERROR),
+        (window_update(0, 0), PROTOCOL_ERROR),
+        (window_update(0, (1 << 31) - 1), FLOW_CONTROL_ERROR),
         (frame(RST_STREAM, 0, 7, bytes(4)), PROTOCOL_ERROR),
         (b"\x00\x40\x01" + frame(DATA, 0, 1)[3:], 6),
     ],
@@ -310,12 +310,12 @@ def test_a_peer_that_only_sends_pings_and_settings_is_disconnected() -> None:
 
 
 def test_data_sent_and_time_replenish_the_flood_budget() -> None:
-    """A client that measures its bandwidth pings, and one whose windows are small gives them back, all day long."""
+    """A client that measures its bandwidth sends pings, one with small windows sends updates, all the time."""
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     for _ in range(10_000):
         connection.send(1, b"a token")
-        connection.receive(grow(1, 7) + grow(0, 7) + frame(PING, 0, 0, bytes(8)))
+        connection.receive(window_update(1, 7) + window_update(0, 7) + frame(PING, 0, 0, bytes(8)))
         connection.take()
     for _ in range(10):
         connection.receive(frame(PING, 0, 0, bytes(8)) * 1_000)
@@ -325,17 +325,17 @@ def test_data_sent_and_time_replenish_the_flood_budget() -> None:
 
 def test_a_peer_that_only_sends_window_updates_is_disconnected() -> None:
     connection = connected()
-    connection.receive(opened(1))
-    assert fault_of(connection, (grow(0, 1) + grow(1, 1)) * 501) == ENHANCE_YOUR_CALM
+    connection.receive(request_headers(1))
+    assert fault_of(connection, (window_update(0, 1) + window_update(1, 1)) * 501) == ENHANCE_YOUR_CALM
 
 
 def test_a_peer_that_only_causes_refused_streams_is_disconnected() -> None:
     connection = connected()
     for stream in range(1, 2_001, 2):
-        connection.receive(opened(stream, END_STREAM))
+        connection.receive(request_headers(stream, END_STREAM))
         connection.refuse(stream, TRAILERS)
         connection.take()
-    connection.receive(opened(2_001, END_STREAM))
+    connection.receive(request_headers(2_001, END_STREAM))
     with pytest.raises(ConnectionFault) as caught:
         connection.refuse(2_001, TRAILERS)
     assert caught.value.code == ENHANCE_YOUR_CALM
@@ -344,14 +344,14 @@ def test_a_peer_that_only_causes_refused_streams_is_disconnected() -> None:
 
 def test_a_peer_that_sends_a_request_byte_by_byte_is_disconnected() -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     connection.receive(frame(DATA, 0, 1, b"x") * 1_000)
     assert fault_of(connection, frame(DATA, 0, 1, b"x")) == ENHANCE_YOUR_CALM
 
 
 def test_frames_for_ended_streams_are_charged_too() -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     connection.finish(1, TRAILERS)
     connection.take()
     assert fault_of(connection, frame(DATA, 0, 1, bytes(64)) * 1_001) == ENHANCE_YOUR_CALM
@@ -362,7 +362,7 @@ def test_more_streams_are_allowed_later() -> None:
     (settings, _) = parse_frames(connection.take())
     assert settings[3][:6] == struct.pack(">HI", 3, 2)
     connection.receive(PREFACE + frame(SETTINGS, 0, 0))
-    assert [type(one) for one in connection.receive(opened(1) + opened(3) + opened(5))] == [
+    assert [type(one) for one in connection.receive(request_headers(1) + request_headers(3) + request_headers(5))] == [
         RequestReceived,
         RequestReceived,
     ]
@@ -370,19 +370,19 @@ def test_more_streams_are_allowed_later() -> None:
     connection.allow_streams(3)
     connection.allow_streams(3)
     assert parse_frames(connection.take()) == [(SETTINGS, 0, 0, struct.pack(">HI", 3, 3))]
-    assert connection.receive(opened(7)) == [RequestReceived(7, REQUEST, False)]
+    assert connection.receive(request_headers(7)) == [RequestReceived(7, REQUEST, False)]
 
 
 def test_a_peer_that_opens_streams_only_to_reset_them_is_disconnected() -> None:
     connection = connected()
-    pairs = [opened(s, END_STREAM) + frame(RST_STREAM, 0, s, bytes(4)) for s in range(1, 6_001, 2)]
+    pairs = [request_headers(s, END_STREAM) + frame(RST_STREAM, 0, s, bytes(4)) for s in range(1, 6_001, 2)]
     assert fault_of(connection, b"".join(pairs)) == ENHANCE_YOUR_CALM
 
 
 def test_a_peer_that_reads_answers_may_reset_many_streams() -> None:
     connection = connected()
     for stream in range(1, 12_001, 2):
-        connection.receive(opened(stream, END_STREAM))
+        connection.receive(request_headers(stream, END_STREAM))
         if stream % 3:
             connection.receive(frame(RST_STREAM, 0, stream, bytes(4)))
         else:
@@ -394,12 +394,12 @@ def test_a_peer_that_reads_answers_may_reset_many_streams() -> None:
 CONVERSATION = (
     PREFACE
     + frame(SETTINGS, 0, 0, struct.pack(">HIHI", 4, 70_000, 5, 16_384))
-    + opened(1)
+    + request_headers(1)
     + frame(DATA, PADDED, 1, b"\x02abc\0\0")
     + frame(HEADERS, 0, 3, BLOCK[:4])
     + frame(CONTINUATION, END_HEADERS, 3, BLOCK[4:])
     + frame(PING, 0, 0, bytes(8))
-    + grow(0, 5_000)
+    + window_update(0, 5_000)
     + frame(RST_STREAM, 0, 3, bytes(4))
     + frame(0xEE, 0xFF, 5, b"of a later version")
     + frame(DATA, END_STREAM, 1, b"def")
@@ -460,7 +460,7 @@ def test_any_bytes_of_a_peer_are_at_most_a_protocol_error(frames: list[bytes], d
 )
 def test_a_peer_that_sends_only_useless_frames_is_disconnected(useless: bytes) -> None:
     connection = connected()
-    connection.receive(opened(1))
+    connection.receive(request_headers(1))
     for _ in range(5):
         connection.receive(useless * 900)
         connection.take()
@@ -470,7 +470,7 @@ def test_a_peer_that_sends_only_useless_frames_is_disconnected(useless: bytes) -
 
 def test_changing_the_initial_window_is_charged_by_the_number_of_streams() -> None:
     connection = connected()
-    connection.receive(b"".join(opened(stream) for stream in range(1, 20_001, 2)))
+    connection.receive(b"".join(request_headers(stream) for stream in range(1, 20_001, 2)))
     one_frame = frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", 4, size) for size in range(2_000)))
     connection.receive(one_frame)
     connection.take()
@@ -479,9 +479,9 @@ def test_changing_the_initial_window_is_charged_by_the_number_of_streams() -> No
 
 
 def test_a_peer_that_makes_the_server_reset_its_streams_is_disconnected() -> None:
-    """CVE-2025-8671: a stream that is broken on purpose costs as much as one that is reset."""
+    """CVE-2025-8671: a deliberate stream error costs as much as a reset."""
     connection = connected()
-    pairs = [opened(stream, END_STREAM) + grow(stream, 0) for stream in range(1, 4_003, 2)]
+    pairs = [request_headers(stream, END_STREAM) + window_update(stream, 0) for stream in range(1, 4_003, 2)]
     for pair in pairs[:-1]:
         connection.receive(pair)
         connection.take()
@@ -503,37 +503,37 @@ def test_a_header_value_with_outer_blanks_or_controls_is_a_stream_error(name: st
 def test_unread_answers_count_as_open_streams() -> None:
     connection = connected()
     for stream in range(1, 20_001, 2):
-        connection.receive(opened(stream, END_STREAM))
+        connection.receive(request_headers(stream, END_STREAM))
         connection.finish(stream, TRAILERS)
-    assert connection.receive(opened(20_001)) == [], "refused"
+    assert connection.receive(request_headers(20_001)) == [], "refused"
     connection.take()
-    assert connection.receive(opened(20_003)) == [RequestReceived(20_003, REQUEST, False)]
+    assert connection.receive(request_headers(20_003)) == [RequestReceived(20_003, REQUEST, False)]
 
 
 def test_frames_for_a_stream_that_was_reset_are_ignored() -> None:
-    """The peer could not know yet: after an answer before its end, a refusal, a fault."""
+    """The peer could not know yet of an early answer, a refusal or an error."""
     connection = connected()
-    connection.receive(opened(1) + opened(3) + opened(5))
+    connection.receive(request_headers(1) + request_headers(3) + request_headers(5))
     connection.finish(1, TRAILERS)
     connection.end(3, TRAILERS)
-    connection.receive(grow(5, 0))
+    connection.receive(window_update(5, 0))
     connection.leave()
-    connection.receive(opened(7))
-    late = [frame(DATA, 0, s, b"x") + grow(s, 1) + frame(HEADERS, 5, s, TRAILERS) for s in (1, 3, 5, 7)]
+    connection.receive(request_headers(7))
+    late = [frame(DATA, 0, s, b"x") + window_update(s, 1) + frame(HEADERS, 5, s, TRAILERS) for s in (1, 3, 5, 7)]
     assert connection.receive(b"".join(late)) == []
 
 
 def test_frames_for_a_stream_that_was_reset_long_ago_are_ignored() -> None:
     connection = connected()
     for stream in range(1, 4_001, 2):
-        connection.receive(opened(stream))
+        connection.receive(request_headers(stream))
         connection.finish(stream, TRAILERS)
     assert connection.receive(frame(DATA, 0, 1, b"x") + frame(DATA, 0, 3_999, b"x")) == []
 
 
 def test_a_peer_that_sends_on_a_stream_it_ended_is_disconnected() -> None:
     connection = connected()
-    connection.receive(opened(1, END_STREAM))
+    connection.receive(request_headers(1, END_STREAM))
     connection.finish(1, TRAILERS)
     assert fault_of(connection, frame(DATA, 0, 1, b"x")) == STREAM_CLOSED
 

@@ -1,4 +1,4 @@
-"""Compressed headers: RFC 7541's own examples, what is no header, and what would be larger than it may."""
+"""Compressed headers: the examples of RFC 7541, invalid headers, and limits on their size."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_header_list_is_bounded_by_its_uncompressed_size() -> None:
 
 
 def test_headers_beyond_the_bound_are_not_kept() -> None:
-    """A block of the largest size, of nothing but the shortest headers."""
+    """A block of the largest size with the shortest headers."""
     ours = reader(max_list_bytes=4096)
     block = b"\0\x01a\x01b" * 3_276
     tracemalloc.start()
@@ -83,7 +83,7 @@ def test_headers_beyond_the_bound_are_not_kept() -> None:
 
 
 def test_a_compression_bomb_is_not_decoded_to_its_end() -> None:
-    """One byte stands for four thousand: so does each of the next sixteen thousand."""
+    """Each of sixteen thousand bytes stands for four thousand bytes."""
     ours = reader(max_list_bytes=8192)
     entry = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4_000
     assert ours.read(entry) is not None
@@ -92,7 +92,7 @@ def test_a_compression_bomb_is_not_decoded_to_its_end() -> None:
 
 
 def test_every_letter_is_decoded_from_its_huffman_code() -> None:
-    """Appendix B. The code of each byte behind and before another one, ended by ones."""
+    """Appendix B: the code of each byte between others, padded with ones."""
     table = {0: (0x1FF8, 13), 48: (0x0, 5), 97: (0x3, 5), 32: (0x14, 6), 255: (0x3FFFFEE, 26), 249: (0xFFFFFFE, 28)}
     for letter, (code, length) in table.items():
         bits = f"00011{code:0{length}b}00011"

@@ -1,4 +1,4 @@
-"""What a router tells operators: the fields of dataclass and protobuf message are the same, and absent is None."""
+"""Messages to operators: dataclass and protobuf message have the same fields, and absent is None."""
 
 from __future__ import annotations
 

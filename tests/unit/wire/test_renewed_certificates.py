@@ -35,7 +35,7 @@ def certs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def ports(certs: Path) -> AsyncIterator[list[int]]:
-    """Of a server between processes and of one for clients."""
+    """The ports of a server for processes and of one for clients."""
     files = certificate_files(certs, "router")
     servers = (
         RpcServer((), FaultBarrier(), files.live(), asks_certificates=True),
@@ -49,8 +49,8 @@ async def ports(certs: Path) -> AsyncIterator[list[int]]:
         await server.stop(0)
 
 
-async def shown(port: int, certs: Path) -> bytes | None:
-    """The certificate that who connects now is shown."""
+async def presented_certificate(port: int, certs: Path) -> bytes | None:
+    """Return the certificate that a new connection gets."""
     context = ssl.create_default_context(cafile=str(certs / "ca.crt"))
     context.load_cert_chain(certs / "operator.crt", certs / "operator.key")
     context.set_alpn_protocols(["h2"])
@@ -70,18 +70,18 @@ async def test_new_connections_get_the_current_certificates(certs: Path, tmp_pat
     dialer = Dialer.to_role(CallerRole.ROUTER, "default", certificate_files(certs, "node").live())
     async with dialer.channel(f"127.0.0.1:{ports[0]}") as before:
         await answers(before)
-        first = [await shown(port, certs) for port in ports]
+        first = [await presented_certificate(port, certs) for port in ports]
         make(certs)  # the same authority, new certificates
-        second = [await shown(port, certs) for port in ports]
+        second = [await presented_certificate(port, certs) for port in ports]
         assert all(one != other for one, other in zip(first, second, strict=True))
         (certs / "router.crt").write_text("still being written")
-        assert [await shown(port, certs) for port in ports] == second
+        assert [await presented_certificate(port, certs) for port in ports] == second
 
         make(tmp_path / "other")  # another authority: those of before could not shake hands any more
         shutil.copytree(tmp_path / "other", certs, dirs_exist_ok=True)
         async with dialer.channel(f"127.0.0.1:{ports[0]}") as after:
             await answers(after)
-        assert all([await shown(port, certs) not in second for port in ports])
+        assert all([await presented_certificate(port, certs) not in second for port in ports])
         await answers(before)
 
 

@@ -1,4 +1,4 @@
-"""Reports that leave out what both ends know: whatever a node says, its router reads the same."""
+"""Reports without the fields that both ends know: a router reads exactly what the node wrote."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _report(*deltas: RequestDelta) -> StepReport:
 
 
 def _in_order(deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
-    """By what they are about. Only there the order matters: index by index, the end last."""
+    """Return deltas grouped by sequence. Order matters only within a sequence: index by index, the end last."""
     plain = [
         RequestDelta(
             delta.attempt,

@@ -1,4 +1,4 @@
-"""The loop of processes that live from gRPC: its wake-ups don't pile up, and no event is missed."""
+"""The event loop of processes with gRPC: its wake-ups do not pile up, and no event is missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
 
 
 class Poller:
-    """Wakes and takes as grpc.aio does: one byte a time, all events. Its name is that of the real one's module."""
+    """Wakes and polls as grpc.aio does: one byte each time, all events. It has the module name of the real one."""
 
     def __init__(self, expected: int) -> None:
         self.reads, self.writes = socket.socketpair()
@@ -82,7 +82,7 @@ def test_the_installed_version_of_grpc_is_recognised_and_another_is_logged(
 
 
 class EndsWhenAllIsSent(asyncio.Protocol):
-    """Ends its connection from `resume_writing`, as asyncio's own TLS may."""
+    """Closes its connection in `resume_writing`, as asyncio's TLS may."""
 
     def __init__(self, fault: Exception | None) -> None:
         self.num_ends = 0

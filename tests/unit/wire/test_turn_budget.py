@@ -9,7 +9,7 @@ from baton.wire.turn_budget import TurnBudget
 
 
 class Source:
-    """Has so many steps to do, each of which takes a millisecond."""
+    """Has this number of steps to do, each of one millisecond."""
 
     def __init__(self, name: str, steps: int, clock: FakeClock, done: list[str]) -> None:
         self._name, self._steps, self._clock, self._done = name, steps, clock, done

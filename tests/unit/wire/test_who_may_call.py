@@ -1,4 +1,4 @@
-"""The table of who may call what: every RPC there is, every role; and the doors that keep it."""
+"""The table of permitted calls: every RPC and every role; and the authenticators that enforce it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a stream's reader is too slow, and when it only seems so."""
+"""When the reader of a stream is too slow, and when it only seems so."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_search_ends_within_a_tenth_of_the_limit(first: float, limit: float)
 
 
 @given(st.lists(st.booleans(), min_size=20, max_size=20), st.integers(1, 20))
-def test_whatever_comes_the_search_ends_with_a_rate_that_was_kept(kept: list[bool], max_tries: int) -> None:
+def test_the_search_always_ends_with_a_rate_that_was_kept(kept: list[bool], max_tries: int) -> None:
     search = GoodputSearch(3.0, max_tries=max_tries)
     tried = []
     for answer in kept:

@@ -132,7 +132,7 @@ def test_the_quick_comparison_of_the_documented_load_has_time_for_all_its_runs()
 
 
 @pytest.mark.parametrize("finished", [0, 1, 2])
-def test_what_was_measured_is_kept_when_an_arrangement_dies(finished: int) -> None:
+def test_measurements_are_kept_when_an_arrangement_dies(finished: int) -> None:
     whole = FormulaMachine(FakeClock(), (0.8, 2.0))
     compared(whole, config_of(finished))
     machine = FormulaMachine(FakeClock(), (0.8, 2.0), dies_in_run=len(whole.plans) + 5)

@@ -117,7 +117,7 @@ def test_config_view_shows_every_setting_and_no_internal_one(
     assert {key for key in settings_of(NodeConfig) if key not in public_settings(NodeConfig)} == {"notify_fd"}
 
 
-def test_what_baton_up_is_given_arrives_in_the_processes_that_have_such_a_setting(
+def test_flags_of_baton_up_reach_the_processes_that_have_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All settings at once, from the command line of `baton up` to the settings of each process that it starts."""

@@ -51,7 +51,7 @@ def test_a_block_has_its_name_once_it_was_filled(lost: bool) -> None:
     tier.check_invariant()
 
 
-def test_what_is_here_under_its_name_is_shared_and_not_copied_again() -> None:
+def test_a_block_that_is_already_here_is_shared_and_not_copied_again() -> None:
     tier = HostTier(5)
     tier.put("first", device(1, 2), KEYS[:2])
     tier.begin_step(1)

@@ -46,7 +46,7 @@ def test_a_prefix_may_begin_on_the_device_and_continue_in_the_host_tier() -> Non
     assert rig.core.make_stats().prefix_cache.num_hit_tokens == {"device": 4, "host": 8, "remote": 0}
 
 
-def test_what_the_host_tier_has_is_not_copied_out_again() -> None:
+def test_blocks_in_the_host_tier_are_not_copied_out_again() -> None:
     rig = rig_of()
     for name, prompt in {"a": FIRST, "b": SECOND, "c": FIRST}.items():
         admit(rig, name, prompt)

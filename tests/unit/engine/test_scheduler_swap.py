@@ -83,7 +83,7 @@ def test_blocks_that_are_still_in_the_prefix_cache_are_not_copied_back() -> None
     assert rig.tokens["new"] == rig.expected("new", 8)
 
 
-def test_what_the_host_tier_has_is_not_copied_out_again() -> None:
+def test_blocks_in_the_host_tier_are_not_copied_out_again() -> None:
     rig = swapping(num_blocks=11)
     for number in range(3):
         rig.add(f"r{number}", 8, max_tokens=24)

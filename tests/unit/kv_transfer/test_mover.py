@@ -194,7 +194,7 @@ def test_an_idle_mover_leaves_its_agent_alone(bench: Bench) -> None:
     assert bench.backend.calls == before > 0
 
 
-def test_it_pumps_exactly_while_a_lease_is_out(bench: Bench) -> None:
+def test_the_mover_pumps_exactly_while_a_lease_is_open(bench: Bench) -> None:
     peer = bench.attach("sender")
     assert bench.backend.calls == 0
     pumped = bench.backend.pumped = threading.Event()

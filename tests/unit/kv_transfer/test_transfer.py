@@ -359,7 +359,7 @@ def test_a_plan_for_a_live_attempt_is_a_fault_of_the_caller(book: TransferBook) 
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(seed: int) -> None:
+def test_a_transfer_ends_once_and_no_block_is_released_under_a_read(seed: int) -> None:
     rng, book = Random(seed), TransferBook(max_quarantined_blocks=1000)
     flying: dict[int, int] = {}
     told: list[str] = []
@@ -422,7 +422,7 @@ def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(see
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_whatever_a_sender_sends_reads_stay_within_the_plan_and_the_pool(seed: int) -> None:
+def test_reads_stay_within_the_plan_and_the_pool_whatever_a_sender_sends(seed: int) -> None:
     rng, book = Random(seed), TransferBook(max_quarantined_blocks=1000, vocab_size=100)
     edges = [0, 1, 4, 5, 6, 99, 100, 2**31, 2**32 - 1, -1]
     filled: list[int] = []

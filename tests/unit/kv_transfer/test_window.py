@@ -124,7 +124,7 @@ def test_peers_take_turns() -> None:
     assert [p.incarnation for p in pop_all(w)] == ["a", "b", "a", "b"]
 
 
-def test_what_was_withdrawn_is_never_popped() -> None:
+def test_a_withdrawn_read_is_never_popped() -> None:
     w = window()
     w.submit(1, "a", [ReadRange(0, 0, 5)])
     w.submit(2, "a", [ReadRange(9, 9, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,17 @@ from tests.process.shell import Shell
 from tests.support.browser import Browser, NoBrowser, browser
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.tiny_models import TINY_MODELS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_reaches_children() -> None:
+    """Let SIGINT end the processes that tests start, also if the tests themselves were started with SIGINT ignored.
+
+    That is how a shell without job control starts its background commands. Children inherit an ignored signal, but not
+    one that has a handler.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ class Metric:
     """
 
     name: str
-    """Without the prefix `baton_`. Of a number: a counter if the name ends in `_total`, else a gauge."""
+    """The name without the prefix `baton_`. A number is a counter if its name ends in `_total`, else a gauge."""
     help: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the field, where several fields are one metric."""
+    """The labels of this field, if several fields are one metric."""
     label: str = ""
     """The label that tells the keys of a mapping apart; empty: the value is no mapping."""
     keys: Iterable[Any] = ()

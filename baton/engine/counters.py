@@ -1,4 +1,4 @@
-"""What an engine counts for the metrics page."""
+"""The counters of an engine that its metrics page shows."""
 
 from __future__ import annotations
 

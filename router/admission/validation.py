@@ -126,7 +126,7 @@ def check_text(field: str, text: str, max_bytes: int) -> None:
 
 
 def _check_name(field: str, text: str, max_bytes: int) -> None:
-    """As `check_text`, but NUL is refused, since no model has written this text."""
+    """Check a text like `check_text`, and refuse NUL in it, since no model has written this text."""
     check_text(field, text, max_bytes)
     if "\0" in text:
         raise InvalidRequest(field, "contains NUL")

@@ -74,7 +74,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.parser = httptools.HttpRequestParser(self)
-        # As in uvicorn: bytes after a request with `connection: close` do not undo that request.
+        # Bytes after a request with `connection: close` do not undo that request; uvicorn sets the same.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._real = transport
         self.transport = closing = _ClosingTransport(self, transport)  # type: ignore[assignment]

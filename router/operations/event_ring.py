@@ -50,7 +50,7 @@ class EventRing:
         return [event for event in self._events if event.seq > seq]
 
     async def follow(self, seq: int) -> AsyncIterator[ClusterEvent]:
-        """As `after`, and then each new event. Ends when it is closed."""
+        """Yield the events that `after` returns, and then each new event. The iterator ends when it is closed."""
         while True:
             changed = self._changed
             for event in self.after(seq):

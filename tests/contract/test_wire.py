@@ -482,7 +482,7 @@ async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
 
 
 async def test_the_port_of_a_stopped_router_is_closed(node: Node) -> None:
-    """It closes nothing and its kernel still acknowledges; without this its requests would run for nobody."""
+    """A stopped router closes no connection and its kernel still acknowledges, so its requests would run for nobody."""
     script = f"""
 import asyncio
 from baton.wire.clients.node_client import NodeClient

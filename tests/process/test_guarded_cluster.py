@@ -265,7 +265,7 @@ def test_garbage_at_every_port_harms_no_process(guarded: Guarded, tmp_path: Path
 def shoot(host: str, port: int, shot: bytes, context: ssl.SSLContext | None) -> None:
     try:
         with socket.create_connection((host, port), timeout=BOUND_S) as raw:
-            # As far as it is read: UCX's own port never answers, and a handshake with it would never end.
+            # Bounds a handshake with a port that never answers, such as UCX's own.
             raw.settimeout(0.1)
             if context is None:
                 raw.sendall(shot)

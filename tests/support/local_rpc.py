@@ -56,7 +56,7 @@ class _Context:
     async def write(self, message: Any) -> None:
         self._reply.messages.append(self.serialize(message))
         if len(self._reply.messages) == self._leave_after:
-            # As in gRPC, the handler is cancelled in its write.
+            # gRPC cancels a handler in its write, too.
             raise asyncio.CancelledError
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> None:

@@ -153,7 +153,7 @@ class _Hasher(Executor):
             try:
                 future.set_result(fn(*args, **kwargs))
             except Exception as error:
-                # As in a real executor, only the future has the error.
+                # A real executor hands the error to the future alone, too.
                 future.set_exception(error)
 
         self._queue.append(run)

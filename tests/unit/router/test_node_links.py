@@ -187,7 +187,7 @@ async def test_a_cut_link_is_lost_at_once_when_another_incarnation_answers() -> 
 
 
 async def test_a_router_that_hung_until_its_links_closed_keeps_running_attempts() -> None:
-    """It sees the end of its stream after sixteen seconds of silence, which was its own."""
+    """The router sees the end of its stream after sixteen seconds of silence, in which it was the router that hung."""
     rig = Rig(decode())
     rig.links.update([record_of(decode())])
     assert await rig.next_event() == ("attached", "d1.1")

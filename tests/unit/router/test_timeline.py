@@ -109,7 +109,7 @@ def test_overlapping_stages_are_cut() -> None:
 
 
 def test_the_decode_node_may_report_the_first_token() -> None:
-    """As in a beam search, whose tokens come all at once."""
+    """A beam search is such a case: its tokens come all at once."""
     quicker = replace(PAIR, moments=replace(PAIR.moments, first_token=10.1), at_first_token=PAIR.at_end)
     assert [stage[:3] for stage in stages(quicker)[2:]] == [
         ("queue", "p", 4.0),

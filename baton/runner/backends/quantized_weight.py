@@ -1,0 +1,65 @@
+"""A weight as small integers with scales, whatever file format it came in: what readers make and operations pack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight W [n, k] in groups of `group` neighbouring elements of k, G = k / group groups a row.
+
+    W[i, j] = scale[i, g] * (codes[i, j] - zero[i, g]) + offset[i, g], with g = j // group. All of these numbers are
+    exact in float32, so formats differ in how many bytes they take and not in what their products mean.
+    """
+
+    codes: torch.Tensor
+    """uint8 [n, k], below 2 ** bits."""
+    bits: int
+    """How many bits a code takes in memory after packing: 4 or 8. Codes of 5 and 6 bits take 8."""
+    group: int
+    """Number of elements of k that share a scale; it divides k."""
+    scales: torch.Tensor
+    """float16, bfloat16 or float32 [n, G]; or int8 or uint8 [n, G], which `scale_factors` multiply."""
+    scale_factors: torch.Tensor | None = None
+    """float16 [n, G / r]: one factor for every r neighbouring groups (r is 8 or 16 in GGUF's K formats); None: 1."""
+    zeros: int | torch.Tensor = 0
+    """The code that means zero: one number for the whole weight, or uint8 [n, G]."""
+    offsets: torch.Tensor | None = None
+    """float16, bfloat16 or float32 [n, G], or uint8 [n, G], which `offset_factors` multiply; None: no offsets."""
+    offset_factors: torch.Tensor | None = None
+    """float16 [n, G / r], with its sign; None: 1."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """n, the number of outputs, and k, the number of inputs."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def float32_scales(self) -> torch.Tensor:
+        """The scales of all groups: float32 [n, G]."""
+        return _multiplied(self.scales, self.scale_factors)
+
+    def float32_offsets(self) -> torch.Tensor | None:
+        """The offsets of all groups: float32 [n, G]; None: no offsets."""
+        return None if self.offsets is None else _multiplied(self.offsets, self.offset_factors)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """W in `dtype` [n, k], computed in that dtype (float64 for oracles) or, if it is narrower, in float32."""
+        n, k = self.shape
+        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        codes = self.codes.view(n, k // self.group, self.group).to(wide)
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.to(wide)[..., None]
+        weight = (codes - zeros) * self.float32_scales().to(wide)[..., None]
+        offsets = self.float32_offsets()
+        if offsets is not None:
+            weight += offsets.to(wide)[..., None]
+        return weight.view(n, k).to(dtype)
+
+
+def _multiplied(values: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    wide = values.float()
+    if factors is None:
+        return wide
+    return wide * factors.float().repeat_interleave(values.shape[1] // factors.shape[1], dim=1)

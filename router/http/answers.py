@@ -6,14 +6,14 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from baton.errors import BatonError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
 from baton.wire.codec.generation import path_to_metadata
 from router.http.client import Client
 from router.http.errors import Headers
-from router.http.events import AnswerOptions, EventWriter, Label, usage_of
+from router.http.events import AnswerOptions, Label, usage_of
 from router.http.logprobs import Spelling
 from router.http.shapes import Shape
 
@@ -22,7 +22,34 @@ _log = logging.getLogger(__name__)
 Events = AsyncGenerator[GenerateEvent, None]
 
 
-async def stream(client: Client, events: Events, writer: EventWriter, opening: bytes) -> None:
+class StreamWriter(Protocol):
+    """Writes the server-sent events of one stream in the format of one API, from the core's events."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def opening(self) -> bytes:
+        """The events before all text."""
+        ...
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """The events for tokens and their text; empty if there is nothing to send for them."""
+        ...
+
+    def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        """The events for the end of a sequence."""
+        ...
+
+    def finish(self, finished: Finished) -> bytes:
+        """The last events of a request that ended well."""
+        ...
+
+    def error(self, error: BatonError) -> bytes:
+        """The last events of a request that failed."""
+        ...
+
+
+async def stream(client: Client, events: Events, writer: StreamWriter, opening: bytes) -> None:
     """Send events as they come. An error before anything was sent is raised; a later one becomes the last event.
 
     `opening` is sent with the first tokens, so that a failure before them is answered with its own status.

@@ -32,7 +32,7 @@ _ANY_OBJECT = '{"type": "object"}'
 _MAX_NAME_CHARS = 80
 """Longer names of fields are cut in refusals, and not compared with known names, which would take seconds."""
 B = TypeVar("B", bound="Body")
-M = TypeVar("M", bound="_Strict")
+M = TypeVar("M", bound="Strict")
 
 
 def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
@@ -149,11 +149,13 @@ NotServed = Annotated[None, PlainValidator(_not_served)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A model that takes its own fields alone, each of its own type; the base of all bodies."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream contains beside the text."""
 
     include_usage: bool | None = None
@@ -161,7 +163,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """A schema in OpenAI's wrapping. Every answer conforms to it, whether `strict` is set or not."""
 
     name: str | None = None
@@ -170,7 +172,7 @@ class JsonSchema(_Strict):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """The format that the text of an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -185,7 +187,7 @@ class ResponseFormat(_Strict):
         return json.dumps(self.json_schema.schema_)
 
 
-class RepetitionBody(_Strict):
+class RepetitionBody(Strict):
     """Which repetition ends the output with an error; as in vLLM."""
 
     max_pattern_size: int
@@ -197,7 +199,7 @@ class RepetitionBody(_Strict):
         return RepetitionDetection(self.max_pattern_size, self.min_pattern_size, self.min_count)
 
 
-class Body(_Strict):
+class Body(Strict):
     """The fields that completions and chats have in common."""
 
     model: str | None = None
@@ -316,7 +318,7 @@ class CompletionBody(Body):
     suffix: NotServed = None
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a chat. Fields of our own answers are accepted while they are empty: clients send them back."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -364,7 +366,7 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class EmbeddingBody(_Strict):
+class EmbeddingBody(Strict):
     """POST /v1/embeddings"""
 
     inputs: Inputs = Field(alias="input")
@@ -414,7 +416,7 @@ def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
         raise _refusal(kind, error) from None
 
 
-def _refusal(kind: type[_Strict], error: ValidationError) -> InvalidRequest:
+def _refusal(kind: type[Strict], error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     place = first["loc"]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")

@@ -22,14 +22,15 @@ STREAM_HEADERS: Headers = [
 class Client:
     """A context in which the current task is cancelled when the client leaves; it then continues after the context.
 
-    A separate task watches the client, so sending costs nothing more. It also sends a comment when nothing was sent for
-    `keep_alive_s` (at most twice that). The body must have been read before.
+    A separate task watches the client, so sending costs nothing more. It also sends `keep_alive`, a comment, when
+    nothing was sent for `keep_alive_s` (at most twice that). The body must have been read before.
     """
 
-    def __init__(self, receive: Receive, send: Send, keep_alive_s: float) -> None:
+    def __init__(self, receive: Receive, send: Send, keep_alive_s: float, keep_alive: bytes = COMMENT) -> None:
         self._receive = receive
         self._send = send
         self._keep_alive_s = keep_alive_s
+        self._keep_alive = keep_alive
         self._owner: asyncio.Task[object] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stream_headers: Headers | None = None
@@ -101,7 +102,7 @@ class Client:
                     message = await self._receive()
             except TimeoutError:
                 if self._was_silent and self._stream_headers is not None and not self._is_sending:
-                    await self.write(COMMENT)
+                    await self.write(self._keep_alive)
                 self._was_silent = True
                 continue
             if message["type"] == "http.disconnect":

@@ -7,18 +7,19 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
-from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from router.admission.validation import check_model
 from router.http.answers import (
     Collected,
     Events,
+    StreamWriter,
     accepted_of,
     collect,
     path_headers,
@@ -29,12 +30,14 @@ from router.http.answers import (
 from router.http.bodies import Body, ChatBody, CompletionBody, read
 from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
-from router.http.events import AnswerOptions, EventWriter, Label
+from router.http.errors import Headers
+from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
 from router.http.model import ServedModel
 from router.http.position import parse_event_id
 from router.http.shapes import CHAT, COMPLETION, Shape
 
 T = TypeVar("T")
+P = TypeVar("P", bound="EndpointRequest")
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
 
@@ -73,28 +76,23 @@ class EndpointRequest:
     """The parsed request of a client."""
 
     request_id: str
-    body: Body
     requests: Sequence[GenerateRequest]
     """One request to the core for each prompt."""
-    options: AnswerOptions
+    is_stream: bool
+    num_sequences: int
+    """Number of sequences for each prompt, once the core has accepted it."""
     timeout_s: float | None
 
-    def traced(self, traceparent: str) -> EndpointRequest:
-        """The same request from a caller whose span has this W3C traceparent."""
-        return replace(self, requests=[replace(request, traceparent=traceparent) for request in self.requests])
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences for each prompt, once the core has accepted it."""
-        return 1 if self.body.n is None else self.body.n
+class Endpoint(Generic[P]):
+    """The common part of the endpoints for text: an ASGI application, whose exceptions the front turns into answers."""
 
-
-class Endpoint:
-    """The common part of both endpoints: an ASGI application, whose exceptions the front turns into answers."""
-
-    shape: Shape
     names: Mapping[str, Sequence[str]] = {}
     """The client's names of the core's fields that have other names here; the first one that it sent counts."""
+    keep_alive = COMMENT
+    """Sent in a stream while there is nothing else to send."""
+    can_resume = False
+    """Whether a client may continue a stream with `Last-Event-ID`."""
 
     def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
         self._handler = handler
@@ -109,77 +107,101 @@ class Endpoint:
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
         with with_client_names(self.names, found):
-            async with Client(receive, send, self._keep_alive_s) as client:
+            async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 about = found, scope["state"]["request_id"], timeout_s, self._model.card
                 parsed = await in_thread_if_large(self._handler, content, self._parse, *about)
                 if (traceparent := headers.get(b"traceparent")) is not None:
-                    parsed = parsed.traced(traceparent.decode("latin-1"))
+                    parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
+                    if not self.can_resume:
+                        raise InvalidRequest("last-event-id", "is not for this API: its streams can't be continued")
                     positions = _positions(last_event_id, b"x-request-id" in headers, parsed)
                     await self._resume(client, parsed, positions)
-                elif parsed.body.stream:
+                elif parsed.is_stream:
                     await self._stream(client, parsed)
                 else:
                     await self._whole(client, parsed)
 
-    def _parse(
-        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> EndpointRequest:
+    def _parse(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard) -> P:
         """Make the request from the parsed JSON; raises InvalidRequest. May be called in a thread."""
         raise NotImplementedError
 
-    async def _stream(self, client: Client, parsed: EndpointRequest) -> None:
+    def _writer(self, parsed: P, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
+        """The writer of a stream. `positions`: where each sequence begins."""
+        raise NotImplementedError
+
+    def _whole_answer(self, parsed: P, answers: Sequence[Collected]) -> bytes:
+        """The answer as one JSON object, from the answers of all prompts."""
+        raise NotImplementedError
+
+    def _id_headers(self, request_id: str) -> Headers:
+        """The headers of an answer that name its request."""
+        return [(b"x-request-id", request_id.encode())]
+
+    async def _stream(self, client: Client, parsed: P) -> None:
         if len(parsed.requests) > 1:
             raise InvalidRequest("prompt", f"has {len(parsed.requests)} prompts; a stream takes one")
         events = self._handler.generate(parsed.requests[0], parsed.timeout_s)
         await self._send_events(client, parsed, events, None)
 
-    async def _resume(self, client: Client, parsed: EndpointRequest, positions: Sequence[int]) -> None:
+    async def _resume(self, client: Client, parsed: P, positions: Sequence[int]) -> None:
         events = self._handler.resume(parsed.request_id, positions, parsed.timeout_s, repeat=parsed.requests[0])
         await self._send_events(client, parsed, events, positions)
 
-    async def _send_events(
-        self, client: Client, parsed: EndpointRequest, events: Events, positions: Sequence[int] | None
-    ) -> None:
+    async def _send_events(self, client: Client, parsed: P, events: Events, positions: Sequence[int] | None) -> None:
         """Send a stream. `positions`: where a stream that was begun before continues; None: at its beginning."""
         async with aclosing(events):
             accepted = await accepted_of(events)
-            client.will_stream([(b"x-request-id", accepted.request_id.encode()), *seed_headers(accepted)])
-            writer = EventWriter(
-                self.shape,
-                self._label(accepted.request_id),
-                parsed.options,
-                [0] * parsed.num_sequences if positions is None else positions,
-                accepted.prompt_tokens,
-                self._model.spelling,
-            )
+            client.will_stream([*self._id_headers(accepted.request_id), *seed_headers(accepted)])
+            writer = self._writer(parsed, accepted, [0] * parsed.num_sequences if positions is None else positions)
             await stream(client, events, writer, writer.opening() if positions is None else b"")
 
-    async def _whole(self, client: Client, parsed: EndpointRequest) -> None:
+    async def _whole(self, client: Client, parsed: P) -> None:
         answers = await gather_all([self._collect(request, parsed) for request in parsed.requests])
+        headers = [
+            (b"content-type", b"application/json"),
+            *self._id_headers(parsed.request_id),
+            *seed_headers(answers[0].accepted),
+            *path_headers(answers[0].finished),
+        ]
+        await client.answer(200, headers, self._whole_answer(parsed, answers))
+
+    async def _collect(self, request: GenerateRequest, parsed: P) -> Collected:
+        async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
+            return await collect(await accepted_of(events), events, parsed.num_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionsRequest(EndpointRequest):
+    """The parsed request of a client that chooses what its answer has beside the text."""
+
+    options: AnswerOptions
+
+
+class _OpenAiEndpoint(Endpoint[OptionsRequest]):
+    """The common part of completions and chats."""
+
+    shape: Shape
+    can_resume = True
+
+    def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
+        label = self._label(accepted.request_id)
+        return EventWriter(self.shape, label, parsed.options, positions, accepted.prompt_tokens, self._model.spelling)
+
+    def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         choices = [
             choice
             for place, answer in enumerate(answers)
             for choice in answer.choices(self.shape, parsed.options, self._model.spelling, place * parsed.num_sequences)
         ]
         ends = [answer.finished for answer in answers]
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"x-request-id", parsed.request_id.encode()),
-            *seed_headers(answers[0].accepted),
-            *path_headers(ends[0]),
-        ]
-        await client.answer(200, headers, whole_answer(self.shape, self._label(parsed.request_id), choices, ends))
-
-    async def _collect(self, request: GenerateRequest, parsed: EndpointRequest) -> Collected:
-        async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
-            return await collect(await accepted_of(events), events, parsed.num_sequences)
+        return whole_answer(self.shape, self._label(parsed.request_id), choices, ends)
 
     def _label(self, request_id: str) -> Label:
         return Label(self.shape.id_prefix + request_id, self._model.card.name, int(self._clock.wall()))
 
 
-class Completions(Endpoint):
+class Completions(_OpenAiEndpoint):
     """POST /v1/completions"""
 
     shape = COMPLETION
@@ -192,15 +214,15 @@ class Completions(Endpoint):
 
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> EndpointRequest:
+    ) -> OptionsRequest:
         body = read(CompletionBody, found)
         check_request_id(body.request_id, request_id)
         ids = part_ids(request_id, len(body.prompts))
         requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(body.prompts, ids, strict=True)]
-        return EndpointRequest(request_id, body, requests, _options(body, body.logprobs is not None), timeout_s)
+        return _with_options(body, request_id, requests, timeout_s, logprobs=body.logprobs is not None)
 
 
-class ChatCompletions(Endpoint):
+class ChatCompletions(_OpenAiEndpoint):
     """POST /v1/chat/completions"""
 
     shape = CHAT
@@ -213,7 +235,7 @@ class ChatCompletions(Endpoint):
 
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
-    ) -> EndpointRequest:
+    ) -> OptionsRequest:
         body = read(ChatBody, found)
         check_request_id(body.request_id, request_id)
         check_model(body.model or "", card)
@@ -223,7 +245,7 @@ class ChatCompletions(Endpoint):
             # The default of chats is as many as the model takes; that of completions is 16.
             max_tokens = max(1, card.max_model_len - len(prompt))
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
-        return EndpointRequest(request_id, body, [request], _options(body, bool(body.logprobs)), timeout_s)
+        return _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
 
 
 async def in_thread_if_large(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:
@@ -253,8 +275,16 @@ def check_request_id(in_body: str | None, request_id: str) -> None:
         raise InvalidRequest("request_id", "differs from x-request-id: send only the header")
 
 
-def _options(body: Body, logprobs: bool) -> AnswerOptions:
-    return AnswerOptions(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
+def _with_options(
+    body: Body, request_id: str, requests: Sequence[GenerateRequest], timeout_s: float | None, *, logprobs: bool
+) -> OptionsRequest:
+    options = AnswerOptions(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
+    return OptionsRequest(request_id, requests, bool(body.stream), 1 if body.n is None else body.n, timeout_s, options)
+
+
+def _traced(parsed: P, traceparent: str) -> P:
+    """The same request from a caller whose span has this W3C traceparent."""
+    return replace(parsed, requests=[replace(request, traceparent=traceparent) for request in parsed.requests])
 
 
 def timeout_of(header: bytes | None) -> float | None:
@@ -270,7 +300,7 @@ def timeout_of(header: bytes | None) -> float | None:
 def _positions(last_event_id: bytes, has_request_id: bool, parsed: EndpointRequest) -> Sequence[int]:
     if not has_request_id:
         raise InvalidRequest("x-request-id", "is required with last-event-id: it names the stream that goes on")
-    if not parsed.body.stream:
+    if not parsed.is_stream:
         raise InvalidRequest("stream", "must be true with last-event-id")
     positions = parse_event_id(last_event_id.decode("latin-1"))
     if len(positions) != parsed.num_sequences:

@@ -72,16 +72,17 @@ def _trim() -> None:
 
 
 @contextmanager
-def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """The tensors of these files by name, as objects that transformers' loader reads one after the other.
+def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, TensorOnFile]]:
+    """The tensors of these files by name, which transformers' loader and layers read one after the other.
 
-    A tensor is read from its file when the loader slices it. Raises SafetensorError for files that can't be read.
+    A tensor is read from its file when the loader slices it, and also later, as long as somebody holds it. Raises
+    SafetensorError for files that can't be read.
     """
     tensors = _Tensors(paths)
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"
     try:
-        yield {name: _TensorOnFile(tensors, file, name) for file in tensors.files for name in sorted(file.keys())}
+        yield {name: TensorOnFile(tensors, file, name) for file in tensors.files for name in sorted(file.keys())}
     finally:
         if before is None:
             del os.environ[_ONE_BY_ONE]
@@ -111,7 +112,7 @@ class _Tensors:
         return tensor
 
 
-class _TensorOnFile:
+class TensorOnFile:
     """A tensor that is read from its file when it is sliced, as safetensors' own slices are."""
 
     def __init__(self, tensors: _Tensors, file: Any, name: str) -> None:
@@ -119,5 +120,18 @@ class _TensorOnFile:
         self._file = file
         self._name = name
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(self._name).get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it: F16, I32, F8_E4M3, …"""
+        return str(self._file.get_slice(self._name).get_dtype())
+
+    def read(self) -> Tensor:
+        """The whole tensor, in the file's mapped memory: copy what must outlive the next reads."""
+        return self._tensors.read(self._file, self._name)
+
     def __getitem__(self, index: Any) -> Tensor:
-        return self._tensors.read(self._file, self._name)[index]
+        return self.read()[index]

@@ -54,7 +54,10 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
     "/health": frozenset({CallerRole.ANYONE}),
     "/metrics": frozenset({CallerRole.MONITOR, CallerRole.OPERATOR}),
     "/ui": frozenset({CallerRole.MONITOR, CallerRole.OPERATOR}),
+    "/version": _ALL_WITH_KEY,
     "/v1": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
+    "/tokenize": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
+    "/detokenize": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
 }
 """The roles for each first segment of a path. A path with another first segment is not served: see `is_page`."""
 

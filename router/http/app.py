@@ -18,11 +18,13 @@ from baton.security.callers import current_caller
 from baton.security.matrix import is_page
 from baton.security.pages import PageAuthenticator
 from router.http.body import CLOSE, ClientGone, check_headers, is_unread
+from router.http.elsewhere import use_instead
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import HttpError, Kind, error_body, error_headers, kind_of
 from router.http.model import ServedModel
 from router.http.pages import pages
+from router.http.tokens import Detokenize, Tokenize
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class HttpFront:
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
                 Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
+                Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
+                Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
                 *pages(model, clock.wall(), why_not_ready, figures),
                 *more,
             ],
@@ -100,7 +104,9 @@ class HttpFront:
 
 
 async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:
-    message = f"there is no {scope['path'][:200]!r}"
+    path = scope["path"]
+    instead = use_instead(path)
+    message = f"{path[:200]!r} is not served here: {instead}" if instead else f"there is no {path[:200]!r}"
     raise HttpError(Kind(404, "invalid_request_error", "unknown_url"), message)
 
 

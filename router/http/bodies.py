@@ -69,14 +69,18 @@ def _is_ids(value: Any) -> bool:
     return True
 
 
+def _token_ids(value: Any) -> Sequence[int]:
+    if not _is_ids(value):
+        raise ValueError("must be a list of token ids")
+    return list(value)
+
+
 def _stop_token_ids(value: Any) -> Sequence[int]:
     if value is None:
         return ()
     if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
         raise ValueError(f"has {len(value)} entries; at most {MAX_STOP_TOKEN_IDS} are taken")
-    if not _is_ids(value):
-        raise ValueError("must be a list of token ids")
-    return list(value)
+    return _token_ids(value)
 
 
 def _stop(value: Any) -> Sequence[str]:
@@ -141,6 +145,7 @@ def _not_served(value: Any) -> None:
 
 Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts)]
 Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs)]
+TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids)]
 Stop = Annotated[Sequence[str], PlainValidator(_stop)]
 StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids)]
 LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias)]
@@ -331,30 +336,35 @@ class Message(Strict):
     tool_calls: NotServed = None
 
 
-class ChatBody(Body):
-    """POST /v1/chat/completions"""
+class ChatPrompt(Strict):
+    """Messages, and how the chat template makes a prompt of them."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    chat_template: NotServed = None
+    documents: NotServed = None
+    mm_processor_kwargs: NotServed = None
+    tools: NotServed = None
+
+
+class ChatBody(ChatPrompt, Body):
+    """POST /v1/chat/completions"""
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
-    add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    continue_final_message: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None
     echo: Literal[False] | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto"] | None = None
     audio: NotServed = None
-    chat_template: NotServed = None
-    documents: NotServed = None
     function_call: NotServed = None
     functions: NotServed = None
-    mm_processor_kwargs: NotServed = None
     prediction: NotServed = None
     reasoning_effort: NotServed = None
-    tools: NotServed = None
     verbosity: NotServed = None
     web_search_options: NotServed = None
 

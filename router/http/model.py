@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
+from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.text.chat_template import ChatTemplate
 from router.admission.validation import check_text
-from router.http.bodies import ChatBody
+from router.http.bodies import ChatPrompt
 
 _MAX_RENDERED_BYTES = 2 << 20
 
@@ -18,7 +19,11 @@ _MAX_RENDERED_BYTES = 2 << 20
 class Vocabulary(Protocol):
     """The tokenizer as the HTTP front uses it; `baton.text.tokenizer.Tokenizer` is the real one."""
 
+    def encode(self, text: str) -> list[int]: ...
+
     def encode_rendered(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def spelling(self, token_id: int) -> bytes: ...
 
@@ -49,7 +54,25 @@ class ServedModel:
             return b"token_id:%d" % token_id
         return self._vocabulary.spelling(token_id)
 
-    def chat_prompt(self, body: ChatBody) -> list[int]:
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a text; raises InvalidRequest. May be called in a thread.
+
+        `special`: with the special tokens that the tokenizer puts around a text, as for /v1/completions.
+        """
+        check_text("prompt", text, MAX_PROMPT_BYTES)
+        vocabulary = self._with_text()
+        return vocabulary.encode(text) if special else vocabulary.encode_rendered(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens; raises InvalidRequest. May be called in a thread."""
+        return self._with_text().decode(token_ids)
+
+    def _with_text(self) -> Vocabulary:
+        if self._vocabulary is None:
+            raise InvalidRequest("model", "is served without a tokenizer")
+        return self._vocabulary
+
+    def chat_prompt(self, body: ChatPrompt) -> list[int]:
         """The token ids of a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
         if self._vocabulary is None or self._template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"

@@ -1,4 +1,4 @@
-"""Pages: the models, the health of this router, and its metrics."""
+"""Pages: the models, the health of this router, its version and its metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+import baton
 from baton.errors import UnknownModel
 from baton.observe.metrics import CONTENT_TYPE
 from router.http.model import ServedModel
@@ -46,6 +47,9 @@ def pages(
         reason = why_not_ready()
         return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
 
+    async def version(_request: Request) -> Response:
+        return JSONResponse({"version": baton.__version__})
+
     async def metrics(_request: Request) -> Response:
         return Response(figures(), media_type=CONTENT_TYPE)
 
@@ -55,5 +59,6 @@ def pages(
         Route("/livez", alive),
         Route("/readyz", ready),
         Route("/health", ready),
+        Route("/version", version),
         Route("/metrics", metrics),
     ]

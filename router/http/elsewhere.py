@@ -1,0 +1,109 @@
+"""Paths that servers like this one have and this one has not, and what a client uses instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_MAX_SEGMENTS = 3
+"""The most segments that a path of the table has."""
+_TEXT_ONLY = "models of text alone are served here: send text to /v1/chat/completions"
+_EMBEDDINGS = "get vectors from /v1/embeddings and compare them: their norm is 1, so a dot product is the similarity"
+_NO_STORE = "nothing is stored here: send the requests themselves, as many at once as you like, with a low priority"
+_NO_AGENTS = "conversations are not stored here: send all messages to /v1/chat/completions"
+_NO_TRAINING = "models are not trained here: train one elsewhere, then serve it with baton up --model DIRECTORY"
+_NO_ADAPTERS = (
+    "adapters are not loaded here: merge one into the weights, then serve them with baton up --model DIRECTORY"
+)
+_BASE_URL = "the base URL of a client of OpenAI's API ends in /v1, so that it asks for /v1{path}"
+_PROFILE = "baton trace REQUEST has where the time of a request went, baton bench engine what a step costs"
+_SLEEP = "baton drain NODE takes a node out of service, baton uncordon NODE puts it back"
+_COMPLETION = "send the prompt to /v1/completions, with stream: true for a stream"
+_CHAT = "send the messages to /v1/chat/completions, with stream: true for a stream"
+_MODELS = "GET /v1/models lists the model"
+
+INSTEAD: Mapping[str, str] = {
+    # OpenAI
+    "/v1/assistants": _NO_AGENTS,
+    "/v1/audio": _TEXT_ONLY,
+    "/v1/batches": _NO_STORE,
+    "/v1/containers": _NO_AGENTS,
+    "/v1/conversations": _NO_AGENTS,
+    "/v1/edits": _CHAT,
+    "/v1/engines": "name the model in the body's field model, and " + _COMPLETION,
+    "/v1/evals": _NO_TRAINING,
+    "/v1/files": _NO_STORE,
+    "/v1/fine_tuning": _NO_TRAINING,
+    "/v1/images": _TEXT_ONLY,
+    "/v1/moderations": "no model for moderation is served here; ask the served one with a response_format",
+    "/v1/realtime": _TEXT_ONLY,
+    "/v1/threads": _NO_AGENTS,
+    "/v1/uploads": _NO_STORE,
+    "/v1/vector_stores": _NO_STORE,
+    "/v1/videos": _TEXT_ONLY,
+    # OpenAI's paths under a wrong base URL
+    "/chat/completions": _BASE_URL,
+    "/completions": _BASE_URL,
+    "/embeddings": _BASE_URL,
+    "/models": _BASE_URL,
+    "/v1/v1": "the base URL of the client has /v1, and its paths have it again: take it out of one of them",
+    # Anthropic
+    "/v1/complete": _COMPLETION,
+    # vLLM
+    "/classify": _EMBEDDINGS,
+    "/is_sleeping": _SLEEP,
+    "/load": "/metrics has the load of this router",
+    "/ping": "/health says whether requests are served",
+    "/pooling": _EMBEDDINGS,
+    "/rerank": _EMBEDDINGS,
+    "/reset_mm_cache": _TEXT_ONLY,
+    "/reset_prefix_cache": "baton cache reset empties the prefix caches of the nodes",
+    "/score": _EMBEDDINGS,
+    "/server_info": "baton config view has the settings, baton get nodes -o wide the nodes",
+    "/sleep": _SLEEP,
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/tokenizer_info": "/tokenize has the tokens of a text, /v1/models the model",
+    "/v1/load_lora_adapter": _NO_ADAPTERS,
+    "/v1/rerank": _EMBEDDINGS,
+    "/v1/score": _EMBEDDINGS,
+    "/v1/tokenize": "send it to /tokenize",
+    "/v1/detokenize": "send it to /detokenize",
+    "/v1/unload_lora_adapter": _NO_ADAPTERS,
+    "/v2/rerank": _EMBEDDINGS,
+    "/wake_up": _SLEEP,
+    # SGLang
+    "/encode": _EMBEDDINGS,
+    "/flush_cache": "baton cache reset empties the prefix caches of the nodes",
+    "/get_model_info": _MODELS,
+    "/get_server_info": "baton config view has the settings, baton get nodes -o wide the nodes",
+    # Text Generation Inference
+    "/generate": _COMPLETION,
+    "/generate_stream": _COMPLETION,
+    "/info": _MODELS,
+    # llama.cpp
+    "/apply-template": "/tokenize with messages has the tokens that the chat template makes of them",
+    "/completion": _COMPLETION,
+    "/embedding": "send the text to /v1/embeddings",
+    "/infill": _COMPLETION,
+    "/props": _MODELS,
+    "/slots": "baton get requests lists what runs",
+    # Ollama
+    "/api": "this is no Ollama; set its clients to OpenAI's API, with a base URL that ends in /v1",
+    "/api/chat": _CHAT,
+    "/api/embed": "send the text to /v1/embeddings",
+    "/api/generate": _COMPLETION,
+    "/api/tags": _MODELS,
+    # Amazon SageMaker, KServe and Triton
+    "/invocations": _CHAT,
+    "/v2": "inference requests of the KServe protocol are not served; " + _COMPLETION,
+}
+"""What to use instead of a path, or of any path below it. `{path}` stands for the path that was asked for."""
+
+
+def use_instead(path: str) -> str:
+    """What to use instead of PATH; empty if neither it nor a path above it is in the table."""
+    segments = path.split("/", _MAX_SEGMENTS + 1)[1 : _MAX_SEGMENTS + 1]
+    for count in range(len(segments), 0, -1):
+        if found := INSTEAD.get("/" + "/".join(segments[:count])):
+            return found.format(path=path[:200])
+    return ""

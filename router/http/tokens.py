@@ -1,0 +1,107 @@
+"""The endpoints /tokenize and /detokenize: what tokens a text or a chat becomes, and back. Fields are vLLM's."""
+
+from __future__ import annotations
+
+import json
+
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import InvalidRequest
+from baton.messages.generation import ModelCard
+from baton.messages.request_limits import MAX_TOKEN_IDS
+from router.admission.validation import check_model, check_token_ids
+from router.http.bodies import ChatPrompt, Strict, TokenIds, read_as
+from router.http.body import parse_json, read_body
+from router.http.client import Client
+from router.http.endpoints import Handler, in_thread_if_large
+from router.http.model import ServedModel
+
+_NO_COMMENTS_S = 3600.0
+
+
+class TokenizeText(Strict):
+    """POST /tokenize for a text"""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatPrompt):
+    """POST /tokenize for the messages of a chat"""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Strict):
+    """POST /detokenize"""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+class _TokenEndpoint:
+    """The common part of both endpoints: an ASGI application, whose exceptions the front turns into answers.
+
+    All of the work is done at once, in a thread if the body is so large that it may take long.
+    """
+
+    def __init__(self, handler: Handler, model: ServedModel) -> None:
+        self._handler = handler
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content = await read_body(scope, receive)
+        async with Client(receive, send, _NO_COMMENTS_S) as client:
+            answer = await in_thread_if_large(self._handler, content, self._answer, content, self._model.card)
+            name = scope["state"]["request_id"].encode()
+            await client.answer(200, [(b"content-type", b"application/json"), (b"x-request-id", name)], answer)
+
+    def _answer(self, content: bytes, card: ModelCard) -> bytes:
+        """The JSON of the answer; raises InvalidRequest. May be called in a thread."""
+        raise NotImplementedError
+
+
+class Tokenize(_TokenEndpoint):
+    """POST /tokenize"""
+
+    def _answer(self, content: bytes, card: ModelCard) -> bytes:
+        found = parse_json(content)
+        if (found.get("prompt") is None) == (found.get("messages") is None):
+            raise InvalidRequest("prompt", "or messages is required, and not both")
+        if found.get("messages") is None:
+            body: TokenizeText | TokenizeChat = read_as(TokenizeText, found)
+        else:
+            body = read_as(TokenizeChat, found)
+        check_model(body.model or "", card)
+        if isinstance(body, TokenizeText):
+            field, tokens = "prompt", self._model.encode(body.prompt, special=body.add_special_tokens is not False)
+        else:
+            field, tokens = "messages", self._model.chat_prompt(body)
+        if len(tokens) > MAX_TOKEN_IDS:
+            raise InvalidRequest(field, f"has {len(tokens)} tokens; at most {MAX_TOKEN_IDS} are returned")
+        spelling = self._model.spelling
+        answer = {
+            "count": len(tokens),
+            "max_model_len": card.max_model_len,
+            "tokens": tokens,
+            "token_strs": [spelling(one).decode(errors="replace") for one in tokens]
+            if body.return_token_strs
+            else None,
+        }
+        return json.dumps(answer, ensure_ascii=False).encode()
+
+
+class Detokenize(_TokenEndpoint):
+    """POST /detokenize"""
+
+    def _answer(self, content: bytes, card: ModelCard) -> bytes:
+        body = read_as(DetokenizeBody, parse_json(content))
+        check_model(body.model or "", card)
+        if len(body.tokens) > card.max_model_len:
+            message = f"has {len(body.tokens)} token ids; at most {card.max_model_len} are taken, as many as it reads"
+            raise InvalidRequest("tokens", message)
+        check_token_ids("tokens", body.tokens, card.vocab_size)
+        return json.dumps({"prompt": self._model.decode(body.tokens)}, ensure_ascii=False).encode()

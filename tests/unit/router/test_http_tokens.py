@@ -1,0 +1,117 @@
+"""The endpoints /tokenize and /detokenize, and the paths of other servers that are refused with advice."""
+
+from __future__ import annotations
+
+import pytest
+
+import baton
+from router.http.elsewhere import INSTEAD, use_instead
+from tests.support.http_rig import HttpRig
+
+CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def tokens_of(body: dict[str, object]) -> list[int]:
+    exchange = await HttpRig().post("/tokenize", body).end()
+    assert exchange.status == 200, exchange.body
+    assert exchange.json["count"] == len(exchange.json["tokens"])
+    assert exchange.json["max_model_len"] == 64
+    found: list[int] = exchange.json["tokens"]
+    return found
+
+
+async def test_a_text_has_tokens_and_tokens_have_their_text() -> None:
+    assert await tokens_of({"prompt": "ab"}) == [97, 98]
+    assert await tokens_of({"prompt": ""}) == []
+    exchange = await HttpRig().post("/detokenize", {"tokens": [97, 98], "model": ""}).end()
+    assert (exchange.status, exchange.json) == (200, {"prompt": "ab"})
+
+
+async def test_the_spelling_of_each_token_is_returned_if_it_is_wanted() -> None:
+    exchange = await HttpRig().post("/tokenize", {"prompt": "é", "return_token_strs": True}).end()
+    assert exchange.json["token_strs"] == ["é"]
+    assert (await HttpRig().post("/tokenize", {"prompt": "é"}).end()).json["token_strs"] is None
+
+
+async def test_a_chat_has_the_tokens_with_which_it_would_be_generated() -> None:
+    rig = HttpRig()
+    whole = await tokens_of(CHAT)
+    assert "".join(map(chr, whole)) == "user: hi\nassistant:"
+    generating = rig.post("/v1/chat/completions", CHAT)
+    call = await rig.next_call()
+    assert call.request is not None
+    assert call.request.prompt == whole
+    generating.disconnect()
+    await generating.task
+    assert "".join(map(chr, await tokens_of({**CHAT, "add_generation_prompt": False}))) == "user: hi\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", **CHAT}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {**CHAT, "tools": [{}]}, "tools"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
+        ("/detokenize", {"tokens": [97] * 65}, "tokens"),
+        ("/detokenize", {"tokens": [97], "x": 1}, "x"),
+    ],
+)
+async def test_a_wrong_field_is_named(path: str, body: dict[str, object], param: str) -> None:
+    exchange = await HttpRig().post(path, body).end()
+    assert (exchange.status, exchange.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_another_model_is_not_found(path: str) -> None:
+    exchange = (
+        await HttpRig()
+        .post(path, {"model": "x", "prompt": "a"} if path == "/tokenize" else {"tokens": [1], "model": "x"})
+        .end()
+    )
+    assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
+
+
+async def test_a_large_body_is_tokenized_in_a_thread() -> None:
+    rig = HttpRig()
+    assert (await rig.post("/tokenize", {"prompt": "a" * 20_000}).end()).json["count"] == 20_000
+    assert rig.handler.num_in_threads == 1
+    await rig.post("/tokenize", {"prompt": "a"}).end()
+    assert rig.handler.num_in_threads == 1
+
+
+async def test_more_tokens_than_any_prompt_may_have_are_not_returned() -> None:
+    exchange = await HttpRig().post("/tokenize", {"prompt": "a" * 300_000}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "prompt")
+
+
+async def test_the_version_is_that_of_the_package() -> None:
+    assert (await HttpRig().get("/version").end()).json == {"version": baton.__version__}
+
+
+@pytest.mark.parametrize("path", sorted(INSTEAD))
+async def test_a_path_of_another_server_is_refused_with_what_to_use_instead(path: str) -> None:
+    for asked in (path, f"{path}/x/y", f"{path}/"):
+        exchange = await HttpRig().post(asked, {}).end()
+        assert (exchange.status, exchange.error["code"]) == (404, "unknown_url")
+        assert exchange.error["message"] == f"{asked!r} is not served here: {use_instead(asked)}"
+
+
+async def test_a_path_of_no_server_is_refused_without_advice() -> None:
+    for path in ("/nothing", "/v1", "/v1/filesx", "/" * 1000, "/V1/files"):
+        assert use_instead(path) == ""
+        assert (await HttpRig().post(path, {}).end()).status == 404
+    assert len(use_instead("/models/" + "x" * 5000)) < 400
+
+
+async def test_a_served_path_with_another_method_is_no_unknown_path() -> None:
+    for path in ("/tokenize", "/v1/completions"):
+        exchange = await HttpRig().get(path).end()
+        assert (exchange.status, exchange.error["code"]) == (405, "method_not_allowed")

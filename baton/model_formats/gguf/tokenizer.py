@@ -1,0 +1,228 @@
+"""A GGUF file's tokenizer as the content of tokenizer.json, tokenizer_config.json and generation_config.json."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.model_formats.gguf.facts import Facts
+from baton.model_formats.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+_SPACE = "\u2581"
+"""SentencePiece's character for a blank."""
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<EOT>")
+"""Special tokens that end an answer by their name alone, as in llama.cpp."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's special tokens that leave the blanks after them; all others take them."""
+_MAX_PIECE = 256
+"""The longest token, in characters, for which pairs that make it are searched; longer ones are never merged."""
+
+
+class TokenKind(enum.IntEnum):
+    """The values of `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a file, by their ids."""
+
+    texts: Sequence[str]
+    kinds: Sequence[float]
+    ids: Mapping[str, int]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Vocabulary:
+        """The vocabulary; raises ConfigError if tokens are missing, there twice, or more than the model has."""
+        texts = facts.texts("tokenizer.ggml.tokens")
+        kinds: Sequence[float] = [TokenKind.NORMAL] * len(texts)
+        if facts.has("tokenizer.ggml.token_type"):
+            kinds = facts.numbers("tokenizer.ggml.token_type", len(texts))
+        ids = {text: place for place, text in enumerate(texts)}
+        if not texts or len(ids) != len(texts) or len(texts) > facts.vocab_size:
+            raise ConfigError(
+                f"{facts.file.path} has {len(texts)} tokens, of which {len(ids)} differ, for {facts.vocab_size} rows"
+            )
+        return cls(texts, kinds, ids)
+
+    def of_kind(self, *kinds: TokenKind) -> Iterable[int]:
+        """The ids of the tokens of these kinds."""
+        return (place for place, kind in enumerate(self.kinds) if kind in kinds)
+
+
+def tokenizer_json(facts: Facts) -> dict[str, Any]:
+    """The content of tokenizer.json; raises ConfigError for a kind of tokenizer that is not known."""
+    vocabulary = Vocabulary.of(facts)
+    kind = facts.text("tokenizer.ggml.model")
+    if kind == "gpt2":
+        parts = _byte_level_parts(facts, vocabulary)
+    elif kind == "llama":
+        parts = _sentencepiece_parts(facts, vocabulary)
+    else:
+        raise ConfigError(f"{facts.file.path} has a tokenizer of kind {kind[:40]!r}; gpt2 and llama are read")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(facts, vocabulary, kind),
+        "post_processor": _post_processor(facts, vocabulary, kind),
+        **parts,
+    }
+
+
+def tokenizer_config_json(facts: Facts) -> dict[str, Any]:
+    """The content of tokenizer_config.json: the special tokens by name, and the chat template if there is one."""
+    texts = Vocabulary.of(facts).texts
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+    tokens = {name: facts.token(key) for name, key in names.items()}
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    found |= {
+        f"{name}_token": texts[token] for name, token in tokens.items() if token is not None and token < len(texts)
+    }
+    found["model_max_length"] = facts.whole(".context_length")
+    if facts.has("tokenizer.chat_template"):
+        found["chat_template"] = facts.text("tokenizer.chat_template")
+    return found
+
+
+def generation_config_json(facts: Facts) -> dict[str, Any]:
+    """The content of generation_config.json: the ids of the first token, and of all tokens that end an answer."""
+    vocabulary = Vocabulary.of(facts)
+    named = [facts.token(key) for key in ("eos", "eot", "eom")]
+    control = set(vocabulary.of_kind(TokenKind.CONTROL))
+    listed = [vocabulary.ids.get(text) for text in _ENDS_OF_TURNS]
+    ends = [token for token in named if token is not None] + [token for token in listed if token in control]
+    found = {"bos_token_id": facts.token("bos"), "eos_token_id": list(dict.fromkeys(ends)) or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _byte_level_parts(facts: Facts, vocabulary: Vocabulary) -> dict[str, Any]:
+    how = _pre_tokenizer(facts)
+    merges = [merge.split(" ") for merge in facts.texts("tokenizer.ggml.merges")]
+    if any(len(merge) != 2 for merge in merges):
+        raise ConfigError(f"{facts.file.path}: tokenizer.ggml.merges has an entry that is not two tokens")
+    return {
+        "normalizer": None if how.normalizer is None else {"type": how.normalizer},
+        "pre_tokenizer": how.to_json(),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _bpe(vocabulary, merges, ignore_merges=how.takes_whole_words),
+    }
+
+
+def _pre_tokenizer(facts: Facts) -> PreTokenizer:
+    name = facts.text("tokenizer.ggml.pre", "without a name")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
+        raise ConfigError(f"{facts.file.path} has the pre-tokenizer {name[:40]!r}; known ones are {known}")
+    return PRE_TOKENIZERS[name]
+
+
+def _sentencepiece_parts(facts: Facts, vocabulary: Vocabulary) -> dict[str, Any]:
+    has_prefix = facts.switch("tokenizer.ggml.add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    unreplace = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
+    scores = facts.numbers("tokenizer.ggml.scores", len(vocabulary.texts))
+    unknown = next(iter(vocabulary.of_kind(TokenKind.UNKNOWN)), facts.token("unknown"))
+    has_bytes = next(iter(vocabulary.of_kind(TokenKind.BYTE)), None) is not None
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [unreplace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": _bpe(
+            vocabulary,
+            _merges_by_score(vocabulary, scores),
+            unk_token=None if unknown is None else vocabulary.texts[unknown],
+            fuse_unk=True,
+            byte_fallback=has_bytes,
+        ),
+    }
+
+
+def _merges_by_score(vocabulary: Vocabulary, scores: Sequence[float]) -> list[list[str]]:
+    """All pairs of tokens that make a token, those of the token with the highest score first.
+
+    SentencePiece merges the pair whose result has the highest score; merges of the same token are equally good.
+    """
+    ids, merges = vocabulary.ids, list[list[str]]()
+    normal = vocabulary.of_kind(TokenKind.NORMAL)
+    for token in sorted(normal, key=lambda token: -scores[token]):
+        text = vocabulary.texts[token]
+        if len(text) <= _MAX_PIECE:
+            pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+            merges += [[first, second] for first, second in pairs if first in ids and second in ids]
+    return merges
+
+
+def _bpe(vocabulary: Vocabulary, merges: Sequence[Sequence[str]], **differences: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary.ids,
+        "merges": merges,
+        **differences,
+    }
+
+
+def _added_tokens(facts: Facts, vocabulary: Vocabulary, kind: str) -> list[dict[str, Any]]:
+    """The tokens that are found in a text before anything else. Special ones are not part of an answer's text."""
+    strips = facts.architecture == "phi3" and kind == "llama"
+    special = set(vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN))
+    return [
+        {
+            "id": token,
+            "content": vocabulary.texts[token],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips and token in special and vocabulary.texts[token] not in _NOT_STRIPPED,
+            "normalized": False,
+            "special": token in special,
+        }
+        for token in vocabulary.of_kind(TokenKind.CONTROL, TokenKind.UNKNOWN, TokenKind.USER_DEFINED)
+    ]
+
+
+def _post_processor(facts: Facts, vocabulary: Vocabulary, kind: str) -> dict[str, Any] | None:
+    """What is put around a text: BOS and EOS, if the file says so."""
+    bos_by_default = kind == "llama" or _pre_tokenizer(facts).adds_bos
+    before = _token_if(facts, vocabulary, "bos", facts.switch("tokenizer.ggml.add_bos_token", bos_by_default))
+    after = _token_if(facts, vocabulary, "eos", facts.switch("tokenizer.ggml.add_eos_token", False))
+    if before is None and after is None:
+        return None
+    single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    pair: list[dict[str, Any]] = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
+    specials = {}
+    for text, token in filter(None, (before, after)):
+        specials[text] = {"id": text, "ids": [token], "tokens": [text]}
+    first = [{"SpecialToken": {"id": before[0], "type_id": 0}}] if before else []
+    last = [{"SpecialToken": {"id": after[0], "type_id": 0}}] if after else []
+    return {
+        "type": "TemplateProcessing",
+        "single": [*first, *single, *last],
+        "pair": [*first, *pair, *last],
+        "special_tokens": specials,
+    }
+
+
+def _token_if(facts: Facts, vocabulary: Vocabulary, key: str, wanted: bool) -> tuple[str, int] | None:
+    """A special token's text and id, if it is wanted and exists."""
+    token = facts.token(key)
+    if not wanted or token is None or token >= len(vocabulary.texts):
+        return None
+    return vocabulary.texts[token], token

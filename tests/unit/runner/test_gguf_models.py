@@ -1,0 +1,196 @@
+"""GGUF files as models: they compute what the model computes from which llama.cpp's converter would make the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+
+from baton.errors import ConfigError
+from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.model.gguf.convert import convert, main
+from baton.runner.model.gguf.read import read_quantized
+from tests.support.gguf_models import ARCHITECTURES, VOCAB_SIZE, random_module, write_module
+
+TOKENS = torch.arange(3, 43)[None] * 7 % VOCAB_SIZE
+LAYERS = 6
+"""As many as Gemma 3 needs for a layer that attends to all tokens."""
+WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+
+
+def tiny(name: str) -> Any:
+    if not name.startswith("gemma"):
+        return random_module(name)
+    # Files of these have no output matrix, and the scale of attention follows from the size of the heads.
+    more: dict[str, Any] = {"tie_word_embeddings": True, "query_pre_attn_scalar": 16}
+    if name == "gemma3_text":
+        more |= {"num_hidden_layers": LAYERS, "layer_types": WINDOWS}
+    return random_module(name, **more)
+
+
+def converted(source: Path, directory: Path) -> Path:
+    directory.mkdir()
+    convert(source, directory, lambda _done, _total: None)
+    return directory
+
+
+def loaded(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def logits(module: Any) -> torch.Tensor:
+    found: torch.Tensor = module(TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_converted_file_has_the_weights_and_the_logits_of_the_model(tmp_path: Path, name: str) -> None:
+    module = tiny(name)
+    again = loaded(converted(write_module(tmp_path / "model.gguf", module), tmp_path / "model"))
+    for key, weight in module.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[key], weight, rtol=0, atol=2e-7)
+    torch.testing.assert_close(logits(again), logits(module), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0"])
+def test_quantised_matrices_are_written_as_bfloat16(tmp_path: Path, name: str, kind: str) -> None:
+    module = tiny(name)
+    source = write_module(tmp_path / "model.gguf", module, kind)
+    again = loaded(converted(source, tmp_path / "model")).state_dict()
+    for key, weight in module.state_dict().items():
+        expected = weight
+        if weight.dim() == 2:
+            # The order of rows does not matter here: a block is a part of a row.
+            blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+            values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+            expected = torch.from_numpy(values).bfloat16().float()
+        torch.testing.assert_close(again[key], expected, rtol=0, atol=2e-7)
+
+
+def test_quantised_weights_are_read_one_by_one_in_transformers_row_order(tmp_path: Path) -> None:
+    module = tiny("llama")
+    found = dict(read_quantized(write_module(tmp_path / "model.gguf", module, "Q8_0")))
+    assert found.keys() == module.state_dict().keys()
+    for name, weight in module.state_dict().items():
+        read = found[name]
+        assert isinstance(read, QuantizedWeight) == (weight.dim() == 2)
+        whole = read.dequantized() if isinstance(read, QuantizedWeight) else read
+        torch.testing.assert_close(whole, weight, rtol=0, atol=float(weight.abs().max()) / 200)
+
+
+def test_a_file_without_an_output_matrix_has_a_tied_head(tmp_path: Path) -> None:
+    module = random_module("llama", tie_word_embeddings=True)
+    again = loaded(converted(write_module(tmp_path / "model.gguf", module), tmp_path / "model"))
+    assert again.config.tie_word_embeddings
+    torch.testing.assert_close(logits(again), logits(module), rtol=1e-4, atol=1e-4)
+
+
+def llama3_module() -> tuple[Any, list[float]]:
+    """A model with Llama 3's scaling, and the factors that llama.cpp's converter computes for it."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    module = random_module("llama", rope_parameters=rope, head_dim=32)
+    plain = random_module("llama", rope_parameters={"rope_type": "default", "rope_theta": 500_000.0}, head_dim=32)
+    factors = plain.model.rotary_emb.inv_freq / module.model.rotary_emb.inv_freq
+    return module, factors.tolist()
+
+
+def test_factors_of_frequencies_become_llama3_scaling(tmp_path: Path) -> None:
+    module, factors = llama3_module()
+    assert any(1.0 < factor < 31.0 for factor in factors), "no frequency is between both ends"
+    source = write_module(tmp_path / "model.gguf", module, more={"rope_freqs.weight": factors})
+    again = loaded(converted(source, tmp_path / "model"))
+    assert again.config.rope_parameters["rope_type"] == "llama3"
+    torch.testing.assert_close(again.model.rotary_emb.inv_freq, module.model.rotary_emb.inv_freq)
+
+
+def test_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
+    module, factors = llama3_module()
+    factors[3] += 0.5
+    source = write_module(tmp_path / "model.gguf", module, more={"rope_freqs.weight": factors})
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight of an unknown kind"):
+        converted(source, tmp_path / "model")
+
+
+def test_yarn_and_linear_scaling_are_taken_over(tmp_path: Path) -> None:
+    module = random_module("qwen2")
+    scaling = {
+        "qwen2.rope.scaling.type": "yarn",
+        "qwen2.rope.scaling.factor": 4.0,
+        "qwen2.rope.scaling.original_context_length": 128,
+    }
+    again = loaded(converted(write_module(tmp_path / "yarn.gguf", module, metadata=scaling), tmp_path / "yarn"))
+    parameters = again.config.rope_parameters
+    assert (parameters["rope_type"], parameters["factor"]) == ("yarn", 4.0)
+    assert parameters["original_max_position_embeddings"] == 128
+    scaling["qwen2.rope.scaling.type"] = "linear"
+    again = loaded(converted(write_module(tmp_path / "linear.gguf", module, metadata=scaling), tmp_path / "linear"))
+    assert again.config.rope_parameters["rope_type"] == "linear"
+
+
+def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
+    module = random_module("phi3")
+    factors = {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": [2.0] * 8}
+    source = write_module(
+        tmp_path / "model.gguf",
+        module,
+        more=factors,
+        metadata={"phi3.rope.scaling.original_context_length": 128, "phi3.rope.scaling.attn_factor": 1.5},
+    )
+    parameters = loaded(converted(source, tmp_path / "model")).config.rope_parameters
+    assert (parameters["rope_type"], parameters["attention_factor"]) == ("longrope", 1.5)
+    assert (parameters["short_factor"], parameters["long_factor"]) == ([1.0] * 8, [2.0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba'; GGUF files are read of llama, qwen2, qwen3"),
+        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"split.count": 3}, "llama-gguf-split --merge"),
+        ({"llama.block_count": 2}, "has no place in a llama model of 2 layers"),
+        ({"llama.block_count": "many"}, "llama.block_count is not a positive whole number"),
+        ({"llama.embedding_length": 0}, "llama.embedding_length is not a positive whole number"),
+        ({"llama.rope.dimension_count": 8}, "rotates only a part of each head"),
+        ({"llama.rope.scaling.type": "su"}, "scales its rotary embedding by 'su'"),
+        ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base is not a finite number"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer of kind 'bert'; gpt2 and llama are read"),
+        ({"tokenizer.ggml.pre": "viking"}, "pre-tokenizer 'viking'; known ones are gpt-2"),
+        ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "has 2 tokens, of which 1 differ"),
+        ({"tokenizer.ggml.tokens": ["a"]}, "tokenizer.ggml.token_type is not a list of 1 numbers"),
+        (
+            {"tokenizer.ggml.tokens": [str(n) for n in range(999)], "tokenizer.ggml.token_type": [1] * 999},
+            "has 999 tokens",
+        ),
+        ({"tokenizer.ggml.merges": ["a b c"]}, "an entry that is not two tokens"),
+        ({"tokenizer.ggml.merges": ["nothing known"]}, "a tokenizer that can't be built"),
+    ],
+)
+def test_a_file_that_no_model_can_be_made_of_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], complaint: str
+) -> None:
+    source = write_module(tmp_path / "model.gguf", random_module("llama"), metadata=changes)
+    (tmp_path / "model").mkdir()
+    assert main(str(source), str(tmp_path / "model")) == 78
+    complaint_line = capsys.readouterr().err
+    assert complaint in complaint_line
+    assert str(source) in complaint_line
+    assert complaint_line.count("\n") == 1
+
+
+def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    source = write_module(tmp_path / "model.gguf", random_module("llama"), more={"blk.0.ssm_a": [1.0]})
+    with pytest.raises(ConfigError, match=r"tensor blk\.0\.ssm_a has no place"):
+        converted(source, tmp_path / "model")

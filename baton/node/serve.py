@@ -11,7 +11,6 @@ from random import SystemRandom
 
 import structlog
 
-from baton import __version__
 from baton.background import BackgroundWatch, OnFault, current_watch
 from baton.clock import SystemClock
 from baton.config import NodeConfig
@@ -22,10 +21,11 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.messages.ids import new_incarnation
-from baton.messages.node import NodeDescription, Role
+from baton.messages.node import NodeDescription
 from baton.messages.node_report import OpenHandoff
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.grammars import load_compiler
+from baton.node.description import describe
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
 from baton.node.name_claim import Asks, require_first, start_number
@@ -181,7 +181,15 @@ class Node:
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush, grammars)
-        description = self._describe(address, key_fields)
+        description = describe(
+            config,
+            self._runner,
+            self.incarnation,
+            key_fields,
+            self.scheduler.max_model_len,
+            address=address,
+            link_protocol=role.link_protocol,
+        )
         service = NodeService(
             description,
             role,
@@ -265,32 +273,3 @@ class Node:
             _log.warning("the drain ended before all work had", left=service.work_left())
         else:
             self.left = idle.result()
-
-    def _describe(self, address: str, key_fields: CacheKeyFields) -> NodeDescription:
-        model, layout = self._runner.model, self._runner.layout
-        return NodeDescription(
-            node_id=self._config.node_id,
-            incarnation=self.incarnation,
-            role=Role(self._config.role),
-            address=address,
-            pid=os.getpid(),
-            version=__version__,
-            model=model.name,
-            model_fingerprint=model.fingerprint,
-            dtype=model.dtype,
-            numerics=model.numerics,
-            bit_exact=model.bit_exact,
-            vocab_size=model.vocab_size,
-            max_model_len=self.scheduler.max_model_len,
-            block_size=layout.block_size,
-            num_blocks=self._runner.memory.num_blocks,
-            eos_token_ids=model.eos_token_ids,
-            on_transfer_failure=self._config.on_transfer_failure,
-            kv_layout=key_fields.layout,
-            block_bytes=layout.block_bytes * len(layout.groups),
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
-            link_protocol=self.role.link_protocol,
-            embedding_size=model.embedding_size,
-            num_threads=self._config.num_threads,
-        )

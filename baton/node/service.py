@@ -21,7 +21,6 @@ from baton.engine.batch import (
     EngineCoreOutput,
 )
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
-from baton.engine.request import Request
 from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import ConfigError, Draining, InvalidRequest
 from baton.messages.ids import AttemptKey
@@ -46,6 +45,7 @@ from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, Tra
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.attempts import Attempt, AttemptBook
+from baton.node.attempts.engine_request import engine_request
 from baton.node.attempts.submit_check import objection
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
@@ -313,7 +313,7 @@ class NodeService:
         self._idle.clear()
         # This tells the router that the attempt has begun here. One that had not may be tried elsewhere at no cost.
         port.push(StepReport((RequestDelta(submit.attempt),), self._load))
-        self._driver.submit(self._request(port, submit))
+        self._driver.submit(engine_request(submit, self._description.eos_token_ids, port.client_index))
 
     def _owner_name(self, attempt: Attempt) -> str:
         owner = self._ports.get(attempt.owner) if attempt.owner is not None else None
@@ -421,20 +421,6 @@ class NodeService:
         if running is not None and running.owner == port.client_index:
             self._abort(port, Abort(attempt, error))
         self._reject(port, attempt, error)
-
-    def _request(self, port: Port, submit: Submit) -> Request:
-        return Request(
-            str(submit.attempt),
-            submit.prompt_token_ids,
-            submit.sampling_params,
-            eos_token_ids=self._description.eos_token_ids,
-            client_index=port.client_index,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-            leg=submit.leg,
-            kv_source=submit.kv_source,
-            output_token_ids=submit.output_token_ids,
-        )
 
     def _close_port(self, port: Port) -> None:
         self._ports.pop(port.client_index, None)

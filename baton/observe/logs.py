@@ -97,6 +97,20 @@ def configure_logging(
     )
 
 
+def log_to_standard_loggers() -> None:
+    """Send our lines to the standard loggers (`baton`, ...) of a program that uses Baton as a library.
+
+    Their handlers and levels are the program's own. Does nothing where logs are set up already.
+    """
+    if structlog.is_configured():
+        return
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
 def _rendering(out: TextIO, environ: Mapping[str, str], form: str) -> list[Processor]:
     if form == "text" or (form == "auto" and out.isatty()):
         return [structlog.dev.ConsoleRenderer(colors=out.isatty() and not environ.get("NO_COLOR"))]

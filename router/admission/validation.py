@@ -112,6 +112,11 @@ def check_model(name: str, card: ModelCard) -> None:
         raise UnknownModel("model", f"{name[:80]!r} is not served here; there is {card.name!r}")
 
 
+def longest_answer(card: ModelCard, num_prompt_tokens: int) -> int:
+    """The `max_tokens` of a chat that sets none: as many as the model takes. That of other prompts is 16."""
+    return max(1, card.max_model_len - num_prompt_tokens)
+
+
 def check_text(field: str, text: str, max_bytes: int) -> None:
     """Raises InvalidRequest for text that is not valid Unicode, or that is too long.
 

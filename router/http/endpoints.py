@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
-from router.admission.validation import check_model
+from router.admission.validation import check_model, longest_answer
 from router.http.answers import (
     Collected,
     Events,
@@ -242,8 +242,7 @@ class ChatCompletions(_OpenAiEndpoint):
         prompt = self._model.chat_prompt(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
-            # The default of chats is as many as the model takes; that of completions is 16.
-            max_tokens = max(1, card.max_model_len - len(prompt))
+            max_tokens = longest_answer(card, len(prompt))
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
         return _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
 

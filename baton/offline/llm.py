@@ -1,0 +1,235 @@
+"""The class of offline use: a model that this process computes itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from random import Random
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, cast
+
+import numpy as np
+
+from baton.errors import BatonError, ConfigError, InvalidRequest
+from baton.messages.generation import GenerateRequest, ModelCard
+from baton.node.process import log_slow_paths
+from baton.node.runner_spec import runner_spec
+from baton.observe.logs import log_to_standard_loggers
+from baton.offline.engine import OfflineEngine, at_prompt
+from baton.offline.outputs import EmbeddingOutput, RequestOutput, RequestsFailed
+from baton.offline.progress import progress_bar
+from baton.offline.running_request import RunningRequest
+from baton.offline.sampling_params import SamplingParams
+from baton.offline.settings import EngineSettings, node_config
+from baton.runner import load
+from baton.text.chat_template import ChatTemplate
+from baton.text.schema_sandbox import SchemaSandbox
+from baton.text.tokenizer import Tokenizer
+from router.admission.request import ValidRequest
+from router.admission.validation import longest_answer, validate
+from router.http.bodies import ChatBody, read_as
+from router.http.model import ServedModel
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
+Message = Mapping[str, Any]
+"""A message of a chat, as OpenAI's API has it: `role`, and `content` as a text or as text parts."""
+Result = TypeVar("Result", RequestOutput, EmbeddingOutput)
+
+
+class LLM:
+    """A model in this process: it generates, chats and embeds. A context manager, which closes it.
+
+    A request has the same tokens as the same request to a cluster of the same model, dtype and kind of processor, alone
+    or in a list of others. Calls from several threads take turns.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, seed: int | None = None, **settings: Unpack[EngineSettings]
+    ) -> None:
+        """Load the transformers model in the directory `model` (config, tokenizer, safetensors), and its KV cache.
+
+        `seed`: from it are drawn the seeds of requests that set none, in the order of the prompts; None: by chance.
+        `settings`: the engine's settings of `baton node`, by the same names (docs/configuration.md). Neither
+        environment nor configuration file is read. Raises ConfigError, which says what is missing or wrong.
+        """
+        log_to_standard_loggers()
+        config = node_config(model, settings)
+        self._codec = Tokenizer.load(config.model)
+        template = ChatTemplate.load(config.model)
+        runner = load(runner_spec(config))
+        log_slow_paths(runner.model)
+        self._engine = OfflineEngine(config, runner)
+        described = self._engine.description
+        self._card = ModelCard(
+            described.model,
+            described.max_model_len,
+            described.vocab_size,
+            bool(described.eos_token_ids),
+            described.embedding_size,
+        )
+        self._chats = ServedModel(lambda: self._card, self._codec, template, datetime.now)
+        self._schemas = SchemaSandbox()
+        self._rng = Random(seed)
+        self._turn = threading.Lock()
+        self._is_closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate from one prompt or from a list; the results are in the order of the prompts.
+
+        `sampling_params`: one for all prompts, or a list with one for each. `use_tqdm`: show a progress bar, if stderr
+        is a terminal. All prompts are checked before the first is computed: raises InvalidRequest, whose field is
+        `prompts[INDEX]`. Raises RequestsFailed, which has the results of the others, if requests failed while they ran.
+        Ctrl-C (KeyboardInterrupt) ends all requests of the call; the engine can be used again.
+        """
+        listed = _listed(prompts)
+        params = _one_each(sampling_params, len(listed))
+
+        def request(place: int) -> GenerateRequest:
+            return params[place].request(_checked_prompt(listed[place]))
+
+        return self._run(len(listed), request, lambda place, one: _generated(one, listed[place]), use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one chat or of a list of chats, with the model's chat template.
+
+        `chat_template_kwargs`: further variables for the template. All else is as in `generate`, except that an output
+        may have as many tokens as the model takes if `max_tokens` is not set.
+        """
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        params = _one_each(sampling_params, len(chats))
+        options = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
+
+        def request(place: int) -> GenerateRequest:
+            body = read_as(ChatBody, {"messages": chats[place], **options})
+            prompt = self._chats.chat_prompt(body)
+            given = params[place].request(prompt)
+            if given.max_tokens is not None:
+                return given
+            return replace(given, max_tokens=longest_answer(self._card, len(prompt)))
+
+        return self._run(len(chats), request, lambda place, one: _generated(one), use_tqdm=use_tqdm)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[EmbeddingOutput]:
+        """Embed one text or a list of texts; the results are in the order of the texts.
+
+        Raises what `generate` raises, and InvalidRequest if the model computes no embeddings.
+        """
+        listed = _listed(prompts)
+
+        def request(place: int) -> GenerateRequest:
+            return GenerateRequest(_checked_prompt(listed[place]), embeds=True)
+
+        return self._run(len(listed), request, lambda place, one: _embedded(one), use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """End the engine's thread and free the KV cache; later calls raise ConfigError. Idempotent."""
+        with self._turn:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._engine.close()
+            self._schemas.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        count: int,
+        request: Callable[[int], GenerateRequest],
+        result: Callable[[int, RunningRequest], Result],
+        *,
+        use_tqdm: bool,
+    ) -> list[Result]:
+        """Check all requests, compute them, and return their results."""
+        with self._turn:
+            if self._is_closed:
+                raise ConfigError("this LLM is closed; make another one")
+            requests = [self._validated(place, request) for place in range(count)]
+            running = [RunningRequest(one, self._codec, self._engine.description) for one in requests]
+            with progress_bar(count, is_wanted=use_tqdm) as on_progress:
+                self._engine.run(running, on_progress)
+        results = [one.error or result(place, one) for place, one in enumerate(running)]
+        good = [one for one in results if not isinstance(one, BatonError)]
+        if len(good) < len(results):
+            raise RequestsFailed(results)
+        return good
+
+    def _validated(self, place: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
+        try:
+            valid = validate(request(place), self._card, self._codec.encode, self._rng)
+            if valid.sampling_params.has_grammar:
+                self._schemas.check(valid.sampling_params.json_schema)
+            return valid
+        except InvalidRequest as error:
+            raise at_prompt(place, error) from None
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether this is one prompt: a text, or token ids."""
+    return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], int))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[object]:
+    if _is_prompt(prompts):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise InvalidRequest("prompts", "must be a text, a list of token ids, or a list of such")
+    return prompts
+
+
+def _checked_prompt(prompt: object) -> Prompt:
+    if not _is_prompt(prompt):
+        raise InvalidRequest("prompt", "must be a text or a list of token ids")
+    return cast(Prompt, prompt)
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    """The parameters of each prompt; raises InvalidRequest if there are not as many as prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest("sampling_params", f"has {len(params)} entries, but there are {count} prompts")
+    if not all(isinstance(one, SamplingParams) for one in params):
+        raise InvalidRequest("sampling_params", "must be baton.SamplingParams, or a list of them")
+    return params
+
+
+def _generated(one: RunningRequest, prompt: object = None) -> RequestOutput:
+    request, finish = one.request, one.finish
+    return RequestOutput(
+        request.request_id,
+        prompt if isinstance(prompt, str) else None,
+        request.prompt_token_ids,
+        one.outputs(),
+        request.sampling_params.seed,
+        finish.timings.cached_tokens if finish is not None else 0,
+    )
+
+
+def _embedded(one: RunningRequest) -> EmbeddingOutput:
+    vector = one.finish.embedding if one.finish is not None else b""
+    return EmbeddingOutput(one.request.prompt_token_ids, np.frombuffer(vector, dtype="<f4").astype(np.float32))

@@ -1,0 +1,83 @@
+"""The sampling parameters of offline use: those that a client of a cluster can send, with the same defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from baton.errors import InvalidRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import RepetitionDetection
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, and when the output ends. None stands for the default of a cluster.
+
+    Their ranges are checked by `LLM.generate`, which raises InvalidRequest. What each field means stands at the field
+    of the same name in `baton/messages/sampling.py`, and in vLLM's documentation.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
+
+    temperature: float | None = None
+    """0: greedy. Default: 1."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    top_n_sigma: float | None = None
+    seed: int | None = None
+    """With the same seed a request has the same tokens, offline and in a cluster. Default: drawn (see `LLM`)."""
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """A number that is added to the logit of a token, by token id."""
+    max_tokens: int | None = None
+    """The most tokens of the output. Default: 16; of a chat, as many as the model takes."""
+    min_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    """Strings that end the output, which does not contain them."""
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    """How many of the most likely tokens are returned for each position, with log-probabilities. None: nothing is; 0:
+    those of the sampled tokens alone."""
+    n: int | None = None
+    """Outputs for each prompt. Default: 1."""
+    best_of: int | None = None
+    """Outputs that are generated; the `n` most likely ones are returned. Default: `n`."""
+    beam_width: int | None = None
+    """Beams of a beam search. Default: none."""
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    """The JSON schema that the output must satisfy, as text or as a dictionary."""
+    repetition_detection: RepetitionDetection | None = None
+
+    def request(self, prompt: str | Sequence[int]) -> GenerateRequest:
+        """The request that a client with these parameters would send. Raises InvalidRequest for a wrong type."""
+        try:
+            _TYPES.validate_python(self)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            message = first["msg"].replace("Input should be", "must be")
+            raise InvalidRequest(str(first["loc"][0]) if first["loc"] else "sampling_params", message) from None
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        schema = self.json_schema
+        return GenerateRequest(
+            prompt,
+            **values
+            | {
+                "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+                "logit_bias": dict(self.logit_bias),
+                "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
+            },
+        )
+
+
+_TYPES = TypeAdapter(SamplingParams)

@@ -1,0 +1,225 @@
+"""`baton.LLM`: what it refuses and when, a request that fails among others, Ctrl-C, the progress bar, its imports."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import baton
+from baton import LLM, RequestOutput, RequestsFailed, SamplingParams
+from baton.config.node import NodeSettings
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
+from baton.errors import ConfigError, EngineFault, InvalidRequest, RepetitiveOutput
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import RepetitionDetection
+from baton.offline import EngineSettings
+from baton.offline.progress import progress_bar
+from baton.runner.model_runner import TorchModelRunner
+
+DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
+ROOT = Path(__file__).parents[3]
+SHORT = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LLM]:
+    with LLM(DEMO_MODEL, dtype="float32", threads=1) as llm:
+        yield llm
+
+
+def num_lookups(llm: LLM) -> int:
+    """The number of prompt tokens that the engine has looked up in its cache: 0 before it has begun a prompt."""
+    return llm._engine.scheduler.make_stats().prefix_cache.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (["good", ""], SHORT, "prompts[1]"),
+        (["good", "good"], [SHORT, SamplingParams(temperature=3.0)], "prompts[1]"),
+        (["good", [5, 10**9]], SHORT, "prompts[1]"),
+        (["good", 7], SHORT, "prompts[1]"),
+        (["good", "word " * 100_000], SHORT, "prompts[1]"),
+        (["good", "x"], SamplingParams(json_schema='{"not": {}}'), "prompts[0]"),
+        (["good", "x"], [SHORT], "sampling_params"),
+        (["good"], [{"temperature": 1}], "sampling_params"),
+        (7, SHORT, "prompts"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_computed(prompts: Any, params: Any, field: str) -> None:
+    with LLM(DEMO_MODEL, dtype="float32", threads=1) as llm:
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate(prompts, params)
+        assert caught.value.field == field
+        assert num_lookups(llm) == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(temperature="hot"), "prompts[0]: temperature: must be"),  # type: ignore[arg-type]
+        (SamplingParams(stop=[1]), "prompts[0]: stop"),  # type: ignore[list-item]
+        (SamplingParams(max_tokens=10**6), "prompts[0]: max_tokens: is 1000000, but the prompt leaves"),
+        (SamplingParams(logprobs=-1), "prompts[0]: logprobs"),
+    ],
+)
+def test_parameters_are_checked_as_a_router_does(shared: LLM, params: SamplingParams, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        shared.generate("x", params)
+
+
+@pytest.mark.parametrize("messages", [[{"role": "nobody", "content": "x"}], ["hello"], [[]], [[{"content": "x"}]]])
+def test_bad_chats_are_refused(shared: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape("prompts[0]: messages")):
+        shared.chat(messages)
+
+
+def test_a_request_that_fits_the_model_but_not_the_cache_is_refused() -> None:
+    with LLM(DEMO_MODEL, dtype="float32", threads=1, kv_cache_memory="1MiB") as llm:
+        prompts: list[str | Sequence[int]] = ["a", [5] * 200]
+        with pytest.raises(InvalidRequest, match=r"prompts\[1\]: has 200 tokens; demo_model takes at most \d+"):
+            llm.generate(prompts, SHORT)
+        assert num_lookups(llm) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seq": 3}, "unknown setting 'max_num_seq' (did you mean max_num_seqs?)"),
+        ({"port": 80}, "unknown setting 'port'"),
+        ({"block_size": 0}, "block_size 0"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens (4) must be at least"),
+    ],
+)
+def test_wrong_settings_are_named(settings: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LLM(DEMO_MODEL, **settings)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        LLM(tmp_path / "nothing")
+
+
+def test_nothing_to_do_and_a_closed_model() -> None:
+    llm = LLM(DEMO_MODEL, dtype="float32", threads=1)
+    assert llm.generate([]) == []
+    llm.close()
+    llm.close()
+    with pytest.raises(ConfigError, match="closed"):
+        llm.generate("x")
+
+
+def test_a_request_that_fails_leaves_the_others_their_results(shared: LLM) -> None:
+    looping = SamplingParams(
+        temperature=0.0, max_tokens=50, logit_bias={40: 100.0}, repetition_detection=RepetitionDetection(1, 1, 5)
+    )
+    expected = shared.generate("def f(x):", SHORT)[0].outputs
+    with pytest.raises(RequestsFailed, match="1 of 3 requests failed, first prompt 1") as caught:
+        shared.generate(["def f(x):"] * 3, [SHORT, looping, SHORT])
+    first, failed, last = caught.value.outputs
+    assert isinstance(failed, RepetitiveOutput)
+    assert isinstance(first, RequestOutput)
+    assert isinstance(last, RequestOutput)
+    assert first.outputs == last.outputs == expected
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+    """Call `action` in the engine's thread before the step of this number from now on."""
+    execute, steps = TorchModelRunner.execute_model, iter(range(number + 1))
+
+    def counted(self: TorchModelRunner, decided: SchedulerOutput) -> ModelRunnerOutput:
+        if next(steps, None) == number:
+            action()
+        return execute(self, decided)
+
+    monkeypatch.setattr(TorchModelRunner, "execute_model", counted)
+
+
+@pytest.mark.parametrize("async_scheduling", ["off", "on"])
+def test_ctrl_c_ends_the_call_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch, async_scheduling: Any) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with LLM(DEMO_MODEL, dtype="float32", threads=1, async_scheduling=async_scheduling) as llm:
+            expected = llm.generate("def f(x):", SHORT)
+            at_step(monkeypatch, 5, lambda: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["def f(x):", "class A:"], long)
+            assert [one.outputs for one in llm.generate("def f(x):", SHORT)] == [one.outputs for one in expected]
+            stats = llm._engine.scheduler.make_stats()
+            assert (stats.num_running, stats.num_waiting) == (0, 0)
+            assert stats.free_blocks == stats.total_blocks
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_death_of_the_engine_is_reported_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(DEMO_MODEL, dtype="float32", threads=1) as llm:
+        # The scheduler itself, since an error of the runner fails one step's requests and no more.
+        monkeypatch.setattr(llm._engine.scheduler, "schedule", lambda: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(EngineFault, match="the engine died: ZeroDivisionError"):
+                llm.generate("x", SHORT)
+
+
+def test_parameters_are_those_of_a_client() -> None:
+    of_no_output = {
+        "prompt",
+        "request_id",
+        "model",
+        "priority",
+        "cache_salt",
+        "tenant",
+        "traceparent",
+        "call",
+        "embeds",
+    }
+    of_no_output |= {"ttft_slo_ms", "tpot_slo_ms"}
+    assert {one.name for one in fields(SamplingParams)} == {one.name for one in fields(GenerateRequest)} - of_no_output
+
+
+def test_settings_are_those_of_nodes() -> None:
+    assert EngineSettings.__annotations__.keys() <= NodeSettings.model_fields.keys()
+
+
+def test_the_bar_is_shown_on_a_terminal_only() -> None:
+    for is_wanted, is_terminal, is_shown in [(True, True, True), (True, False, False), (False, True, False)]:
+        written = io.StringIO()
+        with progress_bar(3, is_wanted=is_wanted, console=Console(file=written, force_terminal=is_terminal)) as move:
+            move(3, 40)
+        assert ("3/3" in written.getvalue() and "40 tokens" in written.getvalue()) is is_shown
+        assert bool(written.getvalue()) is is_shown
+
+
+def test_importing_baton_loads_nothing_until_it_is_used() -> None:
+    program = """
+import sys, baton
+assert not {"torch", "pydantic", "rich", "router", "baton.offline"} & sys.modules.keys()
+assert baton.SamplingParams(seed=1).seed == 1 and "torch" not in sys.modules
+try:
+    baton.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "module 'baton' has no attribute 'nothing'\n"
+
+
+def test_the_programs_of_the_page_run(capfd: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "offline.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(programs) >= 2
+    for program in programs:
+        exec(compile(program, "docs/offline.md", "exec"), {})  # noqa: S102
+    assert capfd.readouterr().out

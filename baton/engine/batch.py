@@ -185,8 +185,10 @@ class SchedulerStats:
 
     num_running: Annotated[int, Metric("num_requests_running", "Requests in the running batch.")]
     num_waiting: Annotated[int, Metric("num_requests_waiting", "Requests that wait for anything.")]
-    num_uncomputed_tokens: int
-    """Tokens of prompts that wait or are being computed here. Some of those that wait may be found in the cache."""
+    num_uncomputed_tokens: Annotated[
+        int, Metric("num_uncomputed_prompt_tokens", "Tokens of prompts that wait or are being computed.")
+    ]
+    """Some of the tokens that wait may be found in the cache."""
     num_context_tokens: int
     """Tokens of running requests in the KV cache."""
     num_requests_waiting_by_reason: Annotated[

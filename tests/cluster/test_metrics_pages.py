@@ -31,6 +31,7 @@ SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+CHART_VALUES = MONITORING.parent / "helm/baton/values.yaml"
 
 
 async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
@@ -148,6 +149,7 @@ NODE = {
     "num_requests_running": gauge(),
     "num_requests_waiting": gauge(),
     "num_requests_waiting_by_reason": gauge("reason"),
+    "num_uncomputed_prompt_tokens": gauge(),
     "num_requests_kv_fetch_by_stage": gauge("stage"),
     "kv_cache_usage_perc": gauge(),
     "prefix_cache_queries_total": counter(),
@@ -263,6 +265,11 @@ async def _check_every_process(tmp_path: Path) -> None:
     for rule in rules():
         assert ("alert" in rule) == ("annotations" in rule)
         check_expression(rule["expr"], found, recorded)
+    for role, page in (("prefill", prefill), ("decode", decode)):
+        # The chart's autoscalers compare a sum over the pods of a role with a multiple of these values.
+        scaled_by = yaml.safe_load(CHART_VALUES.read_text())[role]["autoscaling"]["metrics"]
+        assert scaled_by
+        assert {page[name.removeprefix("baton_")] for name in scaled_by} == {gauge()}
     panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     assert len(expressions) > 30

@@ -37,6 +37,22 @@ EMITTED = UpConfig.model_validate(
         "registry": "rediss://r",
     }
 )
+SPECIAL: dict[str, Any] = {
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "llm", "app.kubernetes.io/component": "mine"},
+    "extraEnv": [{"name": "UCX_TLS", "value": "tcp"}],
+    "extraVolumes": [{"name": "cache", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "initContainers": [{"name": "fetch", "image": "fetcher", "volumeMounts": [{"name": "cache", "mountPath": "/c"}]}],
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "nodeSelector": {"pool": "gpus"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+}
 CASES: dict[str, dict[str, Any]] = {
     "safe": SAFE,
     "open": OPEN,
@@ -58,6 +74,48 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one set": {**OPEN, "nodes": {"kind": "DisaggregatedSet"}},
     "sets": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}, "redis": {"enabled": False, "urlSecret": {"name": "u"}}},
+    "scaled by Kubernetes": {
+        **OPEN,
+        "prefill": {"autoscaling": {"kind": "HorizontalPodAutoscaler"}},
+        "decode": {"autoscaling": {"kind": "HorizontalPodAutoscaler", "minReplicas": 2, "maxReplicas": 9}},
+    },
+    "scaled by KEDA": {
+        **OPEN,
+        "nodes": {"kind": "LeaderWorkerSet"},
+        "prometheus": {"url": "http://prometheus.monitoring:9090"},
+        "prefill": {"autoscaling": {"kind": "ScaledObject", "scaleDownSeconds": 60}},
+        "decode": {
+            "autoscaling": {"kind": "ScaledObject", "metrics": {"baton_kv_cache_usage_perc": 0.5}},
+        },
+    },
+    "open to clients": {
+        **SAFE,
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "public", "namespace": "gateways", "sectionName": "https"}],
+            "hostnames": ["llm.example.com"],
+            "grpcHostnames": ["grpc.example.com"],
+            "requestTimeout": "0s",
+            "annotations": {"a": "b"},
+        },
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "tlsSecret": "public-tls",
+            "host": "llm.example.com",
+            "grpcHost": "grpc.example.com",
+            "annotations": {"nginx.ingress.kubernetes.io/proxy-buffering": "off"},
+            "grpcAnnotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPCS"},
+        },
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True},
+    },
+    "special pods": {
+        **OPEN,
+        "serviceAccount": {"name": "reader", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/r"}},
+        **dict.fromkeys(("router", "prefill", "decode"), SPECIAL),
+    },
+    "no account": {**OPEN, "serviceAccount": {"create": False}},
     "bare": {**OPEN, "networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
     "no protection": {},
     "no keys": {"tls": {"existingSecret": "t"}},
@@ -65,6 +123,29 @@ CASES: dict[str, dict[str, Any]] = {
     "no place for the model": {**OPEN, "model": {"volume": {"emptyDir": {}}}},
     "unknown value": {**OPEN, "prefil": {}},
     "no decode node": {**OPEN, "decode": {"replicas": 0}},
+    "a flag of nodes for routers": {**OPEN, "router": {"flags": {"max-num-seqs": 4}}},
+    "a flag of routers for nodes": {**OPEN, "decode": {"flags": {"max-queue": 4}}},
+    "a flag that the chart sets": {**OPEN, "prefill": {"flags": {"drain-s": 4}}},
+    "a flag out of its range": {**OPEN, "decode": {"flags": {"block-size": 0}}},
+    "on that YAML reads as true": {**OPEN, "decode": {"flags": {"async-scheduling": True}}},
+    "a number as a word": {**OPEN, "decode": {"flags": {"max-num-seqs": "many"}}},
+    "a set that can not be scaled": {
+        **OPEN,
+        "nodes": {"kind": "DisaggregatedSet"},
+        "decode": {"autoscaling": {"kind": "ScaledObject"}},
+    },
+    "fewest above most": {**OPEN, "prefill": {"autoscaling": {"kind": "ScaledObject", "minReplicas": 5}}},
+    "scaled by nothing": {
+        **OPEN,
+        "prefill": {
+            "autoscaling": {
+                "kind": "ScaledObject",
+                "metrics": {"baton_num_uncomputed_prompt_tokens": None},
+            }
+        },
+    },
+    "a route without a gateway": {**OPEN, "gateway": {"enabled": True}},
+    "an ingress without a host": {**OPEN, "ingress": {"enabled": True}},
 }
 REFUSED = {
     "no protection": "tls.existingSecret",
@@ -73,7 +154,25 @@ REFUSED = {
     "no place for the model": "model.path",
     "unknown value": "prefil",
     "no decode node": "decode",
+    "a flag of nodes for routers": "max-num-seqs",
+    "a flag of routers for nodes": "max-queue",
+    "a flag that the chart sets": "drain-s",
+    "a flag out of its range": "block-size",
+    "on that YAML reads as true": "async-scheduling",
+    "a number as a word": "max-num-seqs",
+    "a set that can not be scaled": "decode.autoscaling.kind",
+    "fewest above most": "prefill.autoscaling.minReplicas",
+    "scaled by nothing": "prefill.autoscaling.metrics",
+    "a route without a gateway": "gateway.parentRefs",
+    "an ingress without a host": "ingress.host",
 }
+WRONG_ROUTE: dict[str, Any] = {
+    "apiVersion": "gateway.networking.k8s.io/v1",
+    "kind": "GRPCRoute",
+    "metadata": {"name": "r", "labels": {}},
+    "spec": {"parentRefs": [{"name": "g"}], "rules": [{"timeouts": {"request": "1s"}}]},
+}
+"""Only HTTPRoutes have timeouts."""
 Objects = list[dict[str, Any]]
 
 
@@ -92,6 +191,7 @@ def answers() -> dict[str, Any]:
             without_name(composed),
             {"services": {"a": {"imgae": "x"}}},
         ],
+        "custom": WRONG_ROUTE,
     }
     done = subprocess.run(
         [sys.executable, ROOT / "tests/support/chart.py"],
@@ -253,3 +353,138 @@ def test_compose_files_follow_the_compose_specification(answers: dict[str, Any])
     ours, emitted, wrong = answers["compose"]
     assert (ours, emitted) == ([], [])
     assert len(wrong) == 1
+
+
+def test_kubernetes_scales_each_role_by_its_own_metrics(answers: dict[str, Any]) -> None:
+    found = objects(answers, "scaled by Kubernetes")
+    prefill, decode = (one(found, "HorizontalPodAutoscaler", f"-{role}")["spec"] for role in ("prefill", "decode"))
+    assert prefill["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "demo-baton-prefill"}
+    assert (prefill["minReplicas"], prefill["maxReplicas"]) == (1, 4)
+    assert (decode["minReplicas"], decode["maxReplicas"]) == (2, 9)
+    (metric,) = prefill["metrics"]
+    assert metric["pods"]["metric"] == {"name": "baton_num_uncomputed_prompt_tokens"}
+    targets = {each["pods"]["metric"]["name"]: each["pods"]["target"]["averageValue"] for each in decode["metrics"]}
+    assert targets == {"baton_num_requests_running": "48000m", "baton_kv_cache_usage_perc": "700m"}
+    # An upgrade would reset a number of replicas that is written here.
+    scaled = [each for each in found if each["kind"] == "Deployment" and "replicas" not in each["spec"]]
+    assert {each["metadata"]["name"] for each in scaled} == {"demo-baton-prefill", "demo-baton-decode"}
+
+
+def test_keda_asks_for_the_sum_over_the_pods_of_a_role(answers: dict[str, Any]) -> None:
+    found = objects(answers, "scaled by KEDA")
+    prefill = one(found, "ScaledObject", "-prefill")["spec"]
+    assert prefill["scaleTargetRef"]["kind"] == "LeaderWorkerSet"
+    (trigger,) = prefill["triggers"]
+    selector = 'namespace="prod", role="prefill", node=~"demo-baton-prefill-.+"'
+    assert trigger["metadata"] == {
+        "serverAddress": "http://prometheus.monitoring:9090",
+        "query": f"sum(baton_num_uncomputed_prompt_tokens{{{selector}}})",
+        "threshold": "4096",
+    }
+    behavior = prefill["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleDown"]["stabilizationWindowSeconds"] == 60
+    triggers = one(found, "ScaledObject", "-decode")["spec"]["triggers"]
+    assert {each["metadata"]["threshold"] for each in triggers} == {"48", "0.5"}
+
+
+def test_nothing_is_scaled_or_exposed_unless_asked_for(answers: dict[str, Any]) -> None:
+    optional = {
+        *("HorizontalPodAutoscaler", "ScaledObject", "HTTPRoute", "GRPCRoute", "Ingress"),
+        *("ServiceMonitor", "PrometheusRule"),
+    }
+    assert not optional & {each["kind"] for each in objects(answers, "safe")}
+
+
+def test_routes_and_ingresses_lead_to_the_public_ports_of_the_service(answers: dict[str, Any]) -> None:
+    found = objects(answers, "open to clients")
+    service = one(found, "Service", "baton")
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    name = service["metadata"]["name"]
+    for kind, port, host in (("HTTPRoute", "http", "llm.example.com"), ("GRPCRoute", "grpc", "grpc.example.com")):
+        (route,) = [each["spec"] for each in found if each["kind"] == kind]
+        assert route["hostnames"] == [host]
+        assert route["rules"][0]["backendRefs"] == [{"name": name, "port": ports[port]}]
+        (entry,) = [
+            each["spec"] for each in found if each["kind"] == "Ingress" and each["spec"]["rules"][0]["host"] == host
+        ]
+        (path,) = entry["rules"][0]["http"]["paths"]
+        assert path["backend"] == {"service": {"name": name, "port": {"name": port}}}
+        assert entry["tls"] == [{"hosts": [host], "secretName": "public-tls"}]
+
+
+def test_the_rules_and_the_dashboard_of_the_repository_are_in_the_chart(answers: dict[str, Any]) -> None:
+    found = objects(answers, "open to clients")
+    (rules,) = [each["spec"] for each in found if each["kind"] == "PrometheusRule"]
+    assert rules == yaml.safe_load((ROOT / "deploy/monitoring/rules.yml").read_text())
+    dashboard = one(found, "ConfigMap", "-dashboard")
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(dashboard["data"]["baton.json"]) == json.loads(
+        (ROOT / "deploy/monitoring/dashboard.json").read_text()
+    )
+
+
+def test_the_archive_of_the_chart_has_the_files_behind_its_links(answers: dict[str, Any]) -> None:
+    packaged = answers["packaged"]
+    for name in ("rules.yml", "dashboard.json"):
+        assert packaged[f"baton/monitoring/{name}"] == (ROOT / "deploy/monitoring" / name).read_text()
+    assert packaged["baton/README.md"] == (CHART / "README.md").read_text()
+
+
+def test_the_schema_and_the_values_have_the_same_keys() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    node = schema["definitions"]["nodeRole"]
+
+    def keys(part: dict[str, Any], place: str) -> set[str]:
+        part = node if place in (".prefill", ".decode") else part
+        if part.get("additionalProperties") is not False:
+            return {place}
+        return set().union(*(keys(each, f"{place}.{name}") for name, each in part["properties"].items()))
+
+    def given(value: Any, place: str, known: set[str]) -> set[str]:
+        if place in known or not isinstance(value, dict):
+            return {place}
+        return set().union(*(given(each, f"{place}.{name}", known) for name, each in value.items()))
+
+    known = keys(schema, "") - {".global"}  # Helm's own, for charts that contain this one
+    assert given(yaml.safe_load((CHART / "values.yaml").read_text()), "", known) == known
+
+
+@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
+def test_pods_get_what_the_values_add_to_them(answers: dict[str, Any], role: str) -> None:
+    found = objects(answers, "special pods")
+    (template,) = [
+        each["spec"]["template"]
+        for each in found
+        if each["kind"] == "Deployment" and each["metadata"]["name"].endswith(f"-{role}")
+    ]
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    assert SPECIAL["extraEnv"][0] in container["env"]
+    assert SPECIAL["extraVolumes"][0] in pod["volumes"]
+    assert SPECIAL["extraVolumeMounts"][0] in container["volumeMounts"]
+    for name in ("initContainers", "priorityClassName", "runtimeClassName", "nodeSelector", "tolerations", "affinity"):
+        assert pod[name] == SPECIAL[name]
+    (spread,) = pod["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+    labels = template["metadata"]["labels"]
+    assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert (labels["team"], labels["app.kubernetes.io/component"]) == ("llm", role)
+    assert template["metadata"]["annotations"]["a"] == "b"
+    account = one(found, "ServiceAccount", "reader")
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("reader", False)
+    assert "eks.amazonaws.com/role-arn" in account["metadata"]["annotations"]
+
+
+def test_pods_without_an_account_of_their_own_use_the_default_one(answers: dict[str, Any]) -> None:
+    found = objects(answers, "no account")
+    assert not [each for each in found if each["kind"] == "ServiceAccount"]
+    assert {pod["serviceAccountName"] for role, pod in pods(found).items() if role != "redis"} == {"default"}
+    (account,) = [each["metadata"]["name"] for each in objects(answers, "open") if each["kind"] == "ServiceAccount"]
+    assert {pod["serviceAccountName"] for role, pod in pods(objects(answers, "open")).items() if role != "redis"} == {
+        account
+    }
+
+
+def test_an_unknown_field_of_a_custom_kind_is_detected(answers: dict[str, Any]) -> None:
+    (complaint,) = answers["custom"]
+    assert "timeouts" in complaint

@@ -86,6 +86,32 @@ def test_a_state_machine_without_a_place_in_its_page_is_named(shell: Shell, copy
 
 
 @pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("values.schema.json", '"max-queue"', '"max-queues"'),
+        ("values.schema.json", '"minimum": 1, ', ""),
+        ("README.md", "| `model.path` |", "| `model.place` |"),
+        ("values.yaml", "# Fewest pods.", "# Fewest pods of the role."),
+    ],
+)
+def test_rendered_files_of_the_chart_that_are_out_of_date_are_noticed(
+    shell: Shell, copy: Path, name: str, old: str, new: str
+) -> None:
+    chart = copy / "deploy/helm/baton"
+    chart.mkdir(parents=True)
+    for file in ("values.yaml", "values.schema.json", "README.md"):
+        shutil.copy(ROOT / "deploy/helm/baton" / file, chart)
+    assert shell.run([str(copy / "scripts/chart"), "--check"]).returncode == 0
+    replace(chart / name, old, new)
+    checked = shell.run([str(copy / "scripts/chart"), "--check"])
+    rendered = "README.md" if name == "values.yaml" else name
+    assert (checked.returncode, checked.stdout) == (1, "")
+    assert checked.stderr == f"scripts/chart: deploy/helm/baton/{rendered} is out of date; run scripts/chart\n"
+    assert shell.run([str(copy / "scripts/chart")]).returncode == 0
+    assert shell.run([str(copy / "scripts/chart"), "--check"]).returncode == 0
+
+
+@pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
         ("| `--address ADDRESS` |", "| `--addresses` |", "docs/cli.md is out of date; run scripts/cli_reference"),

@@ -2,9 +2,11 @@
 
 It is run as a program, by a Python that has helm_python and kubernetes_validate.
 
-Standard input: {"chart": DIR, "cases": [{"values", "versions": [...]}], "compose": [...]}. Standard output: "cases",
-each {"error": why it does not render} or {"objects": [...], "complaints": [...]}; "lint"; "compose", the errors of
-each.
+Standard input: {"chart": DIR, "cases": [{"values", "versions": [...]}], "compose": [...], "custom": OBJECT}.
+
+Standard output: "cases", each {"error": why it does not render} or {"objects": [...], "complaints": [...]}; "lint";
+"compose", the errors of each; "custom", the errors of this object of a custom kind; "packaged", the texts of the files
+in the chart's archive.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -26,6 +31,8 @@ POD_HOMES = {
     "DisaggregatedSet": lambda spec: [role["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in spec["roles"]],
 }
 """The pod templates of kinds that are not built into Kubernetes."""
+CUSTOM_KINDS = yaml.safe_load((Path(__file__).parent / "custom_resources.yaml").read_text())["kinds"]
+"""The JSON schemas of other kinds that are not built in."""
 
 
 # Without a cache it reads megabytes for each object.
@@ -37,7 +44,15 @@ def main() -> None:
     with helm_python.Chart.load(task["chart"]) as chart:
         answers = [answer(chart, case) for case in task["cases"]]
     lint = helm_python.lint(task["chart"], task["cases"][0]["values"], strict=True)
-    json.dump({"cases": answers, "lint": lint, "compose": compose_complaints(task["compose"])}, sys.stdout)
+    with tempfile.TemporaryDirectory() as directory:
+        archive = Path(helm_python.package(task["chart"], destination=directory))
+        shutil.unpack_archive(archive, directory)
+        archive.unlink()
+        files = [path for path in Path(directory).rglob("*") if path.is_file()]
+        packaged = {str(path.relative_to(directory)): path.read_text() for path in files}
+    compose, custom = compose_complaints(task["compose"]), complaints(task["custom"], "")
+    said = {"cases": answers, "lint": lint, "compose": compose, "custom": custom}
+    json.dump({**said, "packaged": packaged}, sys.stdout)
 
 
 def answer(chart: Any, case: dict[str, Any]) -> dict[str, Any]:
@@ -53,12 +68,16 @@ def answer(chart: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def complaints(each: dict[str, Any], version: str) -> list[str]:
-    """Return the errors that Kubernetes of this version finds in an object; for custom kinds, in its pods."""
+    """Return the errors that Kubernetes of this version finds in an object.
+
+    Of kinds that are not built in, pods are held against it, and other fields against schemas of our own.
+    """
     if each["kind"] in POD_HOMES:
         pods = POD_HOMES[each["kind"]](each["spec"])
         return [error for pod in pods for error in complaints(deployment_of(pod), version)]
-    if each["kind"] == "ServiceMonitor":
-        return []
+    if schema := CUSTOM_KINDS.get(each["kind"]):
+        errors = jsonschema.Draft7Validator(schema).iter_errors(each)
+        return [f"{each['kind']} {each['metadata']['name']} {error.json_path}: {error.message}" for error in errors]
     try:
         kubernetes_validate.validate(each, version, strict=True)
     except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:

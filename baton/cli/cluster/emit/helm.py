@@ -15,10 +15,11 @@ FILE = "values.yaml"
 TLS_SECRET = "baton-tls"
 KEYS_SECRET = "baton-keys"
 REDIS_SECRET = "baton-redis"
-_OF_THE_CHART = frozenset(
+FLAGS_OF_THE_CHART = frozenset(
     {
-        *("--model", "--model-name", "--config", "--tls-cert", "--tls-key", "--tls-ca", "--api-keys", "--drain-s"),
-        *("--grpc-port", "--http-port", "--metrics-port", "--operator-port"),
+        *("--cluster", "--host", "--drain-s", "--model", "--model-name", "--config", "--registry", "--insecure"),
+        *("--tls-cert", "--tls-key", "--tls-ca", "--api-keys", "--router-id", "--node-id", "--role"),
+        *("--port", "--grpc-port", "--http-port", "--metrics-port", "--operator-port"),
     }
 )
 """Flags that the chart renders from its own values, or with fixed paths and ports."""
@@ -61,7 +62,7 @@ def _flags(processes: Sequence[EmittedProcess]) -> dict[str, Any]:
     own = {
         flag.removeprefix("--"): value or True
         for flag, value in shared_flags(processes).items()
-        if flag not in _OF_THE_CHART
+        if flag not in FLAGS_OF_THE_CHART
     }
     return {"flags": own} if own else {}
 

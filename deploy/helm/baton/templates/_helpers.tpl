@@ -23,6 +23,17 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if not .Values.apiKeys.existingSecret }}{{ fail "apiKeys.existingSecret: name a secret with the file of `baton keys add`, or say insecure: true if this network is trusted" }}{{ end }}
 {{- end }}
 {{- if and (not .Values.redis.enabled) (not .Values.redis.url) (not .Values.redis.urlSecret.name) }}{{ fail "redis.url or redis.urlSecret: say where Redis is, or redis.enabled: true" }}{{ end }}
+{{- range $role := list "prefill" "decode" }}
+{{- with (index $.Values $role).autoscaling }}
+{{- if .kind }}
+{{- if eq $.Values.nodes.kind "DisaggregatedSet" }}{{ fail (printf "%s.autoscaling.kind: a DisaggregatedSet can't be scaled; use nodes.kind Deployment or LeaderWorkerSet" $role) }}{{ end }}
+{{- if gt (int .minReplicas) (int .maxReplicas) }}{{ fail (printf "%s.autoscaling.minReplicas: must be at most maxReplicas (%d)" $role (int .maxReplicas)) }}{{ end }}
+{{- if not .metrics }}{{ fail (printf "%s.autoscaling.metrics: name a metric and its value for one pod" $role) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) }}{{ fail "gateway.parentRefs: name the gateway that is to serve the routes" }}{{ end }}
+{{- if and .Values.ingress.enabled (not .Values.ingress.host) (not .Values.ingress.grpcHost) }}{{ fail "ingress.host, ingress.grpcHost: name the host of at least one Ingress" }}{{ end }}
 {{- if and .Values.model.volume (not .Values.model.path) }}{{ fail "model.path: say where model.volume is to be mounted" }}{{ end }}
 {{- end }}
 
@@ -101,7 +112,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- else }}
   value: {{ .root.Values.redis.url | quote }}
 {{- end }}
-{{- with .own.env }}
+{{- with .own.extraEnv }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -119,6 +130,9 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 {{- if .root.Values.apiKeys.existingSecret }}
 - {name: keys, mountPath: /etc/baton/keys, readOnly: true}
+{{- end }}
+{{- with .own.extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
@@ -147,12 +161,16 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 - name: keys
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
+{{- with .own.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- /* What a pod is, whoever makes it. */}}
 {{- define "baton.podMeta" -}}
 labels:
-  {{- include "baton.labels" . | nindent 2 }}
+  {{- /* The chart's own labels win: services and policies choose pods by them. */}}
+  {{- toYaml (mergeOverwrite (deepCopy .own.podLabels) (include "baton.labels" . | fromYaml)) | nindent 2 }}
 annotations:
   {{- /* A changed configuration file is a new revision. */}}
   checksum/config: {{ .root.Values.config | sha256sum }}
@@ -161,7 +179,12 @@ annotations:
   {{- end }}
 {{- end }}
 
+{{- define "baton.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (ternary (include "baton.name" .) "default" .Values.serviceAccount.create) }}
+{{- end }}
+
 {{- define "baton.podSpec" -}}
+serviceAccountName: {{ include "baton.serviceAccount" .root }}
 automountServiceAccountToken: false
 {{- /* Variables named after services would be taken for configuration. */}}
 enableServiceLinks: false
@@ -175,6 +198,16 @@ securityContext:
   runAsGroup: 10001
   fsGroup: 10001
   seccompProfile: {type: RuntimeDefault}
+{{- with .own.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .own.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .own.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .own.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -186,6 +219,13 @@ tolerations:
 {{- with .own.affinity }}
 affinity:
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- $selector := dict "labelSelector" (dict "matchLabels" (include "baton.selector" $ | fromYaml)) }}
+  {{- range . }}
+  - {{- toYaml (merge (deepCopy .) $selector) | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end }}
 

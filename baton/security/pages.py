@@ -42,19 +42,24 @@ class PageAuthenticator:
         self._now = now
 
     def check(self, path: str, headers: Headers) -> Caller:
-        """The caller of PATH, which is percent-decoded. Raises InvalidRequest, Unauthenticated or PermissionDenied."""
+        """The caller of PATH, which is percent-decoded. Raises InvalidRequest, Unauthenticated or PermissionDenied.
+
+        The key is in `authorization`, or else in `x-api-key`, where Anthropic's clients send it.
+        """
         if _CONTROL.search(path):
             raise InvalidRequest("path", f"has a control character: {path[:200]!r}")
-        key = ""
+        key = other_key = ""
         for name, value in headers:
             if name == b"host":
                 self._check_host(value.decode("latin-1"))
             elif name == b"authorization":
                 key = key_from_authorization(value.decode("latin-1"))
+            elif name == b"x-api-key":
+                other_key = value.decode("latin-1").strip()
         allowed = callers_of_page(path)
         if self._keys is None or CallerRole.ANYONE in allowed:
             return ANYONE
-        caller = self._keys.caller(key, self._now())
+        caller = self._keys.caller(key or other_key, self._now())
         if caller.role not in allowed:
             raise PermissionDenied(f"a key with the role {caller.role.value} may not request {path[:200]}")
         return caller

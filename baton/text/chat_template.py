@@ -25,6 +25,8 @@ DEFAULT_TEMPLATE = (
 )
 """The template for a model without one: a line for each message, such as `user: Hello`, and at last `assistant:`."""
 
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the place in a message where the model continues it; the same as in transformers."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OWN_NAMES = frozenset({"messages", "add_generation_prompt", *_SPECIAL_TOKENS})
 
@@ -59,11 +61,17 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt's text, special tokens included; raises InvalidRequest for messages that the template rejects.
 
-        `variables`: further variables for the template, such as `enable_thinking`.
+        `variables`: further variables for the template, such as `enable_thinking`. `continue_final_message`: the text
+        ends within the last message, which the model then continues, as in transformers.
         """
+        if continue_final_message:
+            *before, last = messages
+            tagged = [*before, {**last, "content": last["content"] + _CONTINUED}]
+            return _cut_at_tag(self.render(tagged, now, variables, add_generation_prompt=False))
         if taken := _OWN_NAMES.intersection(variables or ()):
             raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}, which the request itself sets")
         try:
@@ -96,6 +104,15 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _cut_at_tag(text: str) -> str:
+    """The rendered text before the tag; raises InvalidRequest if the template left the tag out."""
+    place = text.rfind(_CONTINUED.strip())
+    if place < 0:
+        raise InvalidRequest("messages", "the model's chat template changes the last one, so it can't be continued")
+    # A template that trims messages would have trimmed the end of this one, too.
+    return text[:place] if text.startswith(_CONTINUED, place) else text[:place].rstrip()
 
 
 def _to_json(

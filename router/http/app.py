@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and the barrier that turns every exception into OpenAI's error object."""
+"""The ASGI application: its routes, and the barrier that turns every exception into an error object of its API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from router.http.body import CLOSE, ClientGone, check_headers, is_unread
 from router.http.elsewhere import use_instead
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
-from router.http.errors import HttpError, Kind, error_body, error_headers, kind_of
+from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, kind_of
+from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_headers
+from router.http.messages.errors import error_object, status_of
 from router.http.model import ServedModel
 from router.http.pages import pages
 from router.http.tokens import Detokenize, Tokenize
@@ -29,7 +31,8 @@ from router.http.tokens import Detokenize, Tokenize
 _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
-"""A stream on which nothing was sent for so long gets a comment."""
+"""A stream on which nothing was sent for so long gets a comment, or a ping."""
+_MESSAGES = "/v1/messages"
 
 
 class HttpFront:
@@ -56,6 +59,8 @@ class HttpFront:
             [
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
+                Route(_MESSAGES, MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
+                Route(f"{_MESSAGES}/count_tokens", CountTokens(handler, model), methods=["POST"]),
                 Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
                 Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
                 Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
@@ -90,17 +95,24 @@ class HttpFront:
             await self._refuse(scope, send, BatonError("internal error; the log of the server has it"), request_id)
 
     async def _refuse(self, scope: Scope, send: Send, error: BatonError, request_id: str) -> None:
-        body = error_body(error)
+        status, body, named = _refusal(scope["path"], error, request_id or new_request_id(self._rng))
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            (b"x-request-id", (request_id or new_request_id(self._rng)).encode()),
+            *named,
             *error_headers(error),
         ]
         if is_unread(scope) and CLOSE not in headers:
             headers.append(CLOSE)
-        await send({"type": "http.response.start", "status": kind_of(error).status, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _refusal(path: str, error: BatonError, request_id: str) -> tuple[int, bytes, Headers]:
+    """The status and the body of a refusal, and headers that name the request, in the format of the path's API."""
+    if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
+        return status_of(error), error_object(error, request_id), id_headers(request_id)
+    return kind_of(error).status, error_body(error), [(b"x-request-id", request_id.encode())]
 
 
 async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:

@@ -125,8 +125,8 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
-def _messages(value: Any) -> Any:
-    """Only the number is checked here, before each message is."""
+def bounded_messages(value: Any) -> Any:
+    """Messages whose number is checked, before each message is; raises ValueError."""
     if isinstance(value, list) and len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are taken")
     return value
@@ -339,7 +339,7 @@ class Message(Strict):
 class ChatPrompt(Strict):
     """Messages, and how the chat template makes a prompt of them."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(bounded_messages)]
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: Literal[False] | None = None

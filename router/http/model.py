@@ -74,15 +74,23 @@ class ServedModel:
 
     def chat_prompt(self, body: ChatPrompt) -> list[int]:
         """The token ids of a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
-        if self._vocabulary is None or self._template is None:
-            message = "this model is served without a tokenizer; send token ids to /v1/completions"
-            raise InvalidRequest("messages", message)
-        text = self._template.render(
+        return self.prompt(
             [_plain(message.role, message.content, message.name) for message in body.messages],
-            self._now(),
             _checked(body.chat_template_kwargs),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None, **options: bool
+    ) -> list[int]:
+        """The token ids of messages, each with a role and a content; raises InvalidRequest for `messages`.
+
+        `variables` and `options` are those of `ChatTemplate.render`. May be called in a thread.
+        """
+        if self._vocabulary is None or self._template is None:
+            message = "this model is served without a tokenizer; send token ids to /v1/completions"
+            raise InvalidRequest("messages", message)
+        text = self._template.render(messages, self._now(), variables, **options)
         check_text("messages", text, _MAX_RENDERED_BYTES)
         return self._vocabulary.encode_rendered(text)
 

@@ -8,8 +8,7 @@ import json
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import openai
@@ -21,55 +20,13 @@ from baton.security.authority import make_certificates
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
-from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.server import HttpServer
-from tests.support.http_rig import HttpRig, chunk, finished
+from tests.support.http_rig import chunk, finished
 from tests.support.router_parts import MODEL
+from tests.support.served_http import served
 
 PROMPT = {"model": MODEL, "prompt": "ab"}
 STREAM = json.dumps({**PROMPT, "stream": True}).encode()
-
-
-class Served:
-    """An HTTP rig that listens on a port."""
-
-    def __init__(self, rig: HttpRig, server: HttpServer, port: int) -> None:
-        self.rig = rig
-        self.server = server
-        self.port = port
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[openai.AsyncOpenAI]:
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any") as client:
-            yield client
-
-    async def connect(self, **settings: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a plain connection."""
-        return await asyncio.open_connection("127.0.0.1", self.port, **settings)
-
-    async def post(self, writer: asyncio.StreamWriter, body: bytes) -> None:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
-        await writer.drain()
-
-
-@asynccontextmanager
-async def served(
-    stall_s: float = 30.0,
-    head_s: float = 20.0,
-    authenticator: PageAuthenticator | None = None,
-    tls: TlsFiles | None = None,
-) -> AsyncIterator[Served]:
-    rig = HttpRig(authenticator=authenticator)
-    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s, tls, head_s)
-    port = server.bind("127.0.0.1", 0)
-    before = asyncio.all_tasks()
-    await server.start()
-    try:
-        yield Served(rig, server, port)
-    finally:
-        await server.stop(1.0)
-    assert asyncio.all_tasks() == before
 
 
 async def test_the_openai_client_retries_when_told_to() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -86,16 +86,20 @@ class Exchange:
 
     async def wait_for_events(self, count: int) -> list[Event]:
         """Wait until `count` events of a stream have arrived, and return them."""
-        while len(self.events) < count:
-            assert not self.task.done(), self.body
-            self._changed.clear()
-            await self._changed.wait()
+        await self.wait_until_sent(lambda: len(self.events) >= count)
         return self.events
 
     async def wait_for_body(self, expected: bytes) -> None:
         """Wait until the body of the answer begins with these bytes."""
         while not self.body.startswith(expected):
             assert expected.startswith(self.body), self.body
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_until_sent(self, is_enough: Callable[[], bool]) -> None:
+        """Wait until what was sent so far is enough."""
+        while not is_enough():
+            assert not self.task.done(), self.body
             self._changed.clear()
             await self._changed.wait()
 
@@ -123,8 +127,9 @@ class Event:
 
     def __init__(self, block: str) -> None:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
-        assert set(fields) <= {"id", "data"}
+        assert set(fields) <= {"id", "event", "data"}
         self.id = fields.get("id")
+        self.name = fields.get("event")
         self.data = fields["data"]
 
     @property

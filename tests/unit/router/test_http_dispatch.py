@@ -13,9 +13,9 @@ from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
-from tests.support.http_client import AsgiClient
+from tests.support.http_client import AsgiClient, Exchange
 from tests.support.http_rig import CARD, HttpRig
-from tests.support.router_parts import decode, prefill
+from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 
 COMPLETIONS = "/v1/completions"
@@ -112,3 +112,35 @@ async def test_a_field_out_of_bounds_is_refused_before_any_node_is_asked() -> No
         exchange = await client.post(COMPLETIONS, PROMPT | {"model": "another"}).end()
         assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
         assert all(node.inbox.empty() for node in rig.nodes.values())
+
+
+MESSAGES = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+STREAMS: list[tuple[str, dict[str, object], str]] = [("/v1/messages", MESSAGES, "content_block_delta")]
+
+
+@pytest.mark.parametrize(("path", "body", "delta"), STREAMS)
+async def test_a_stream_of_every_api_goes_on_after_its_node_is_lost(
+    path: str, body: dict[str, object], delta: str
+) -> None:
+    async with rigs() as (rig, client):
+        rig.register(prefill("p1"), decode("d1"), decode("d2"))
+        await rig.wait_until_attached(3)
+        exchange = client.post(path, body | {"stream": True})
+        attempt = (await rig.next_submit("p1")).attempt
+        lost = next(name for name in ("d1", "d2") if not rig.nodes[name].inbox.empty())
+        other = "d2" if lost == "d1" else "d1"
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report(lost, attempt, 1, "b")
+        await exchange.wait_until_sent(lambda: text_of(exchange, delta) == "ab")
+        rig.nodes[lost].die()
+        second = await rig.next_submit(other)
+        assert list(second.output_token_ids) == [97, 98]
+        rig.report(other, second.attempt, 2, "cd", Outcome.LENGTH)
+        await exchange.end()
+        assert text_of(exchange, delta) == "abcd"
+
+
+def text_of(exchange: Exchange, kind: str) -> str:
+    """The text that a stream has so far; `kind`: the events that have it as their delta."""
+    deltas = [event.json["delta"] for event in exchange.events if event.name == kind]
+    return "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)

@@ -59,6 +59,28 @@ def test_the_functions_and_filters_of_templates_behave_as_in_transformers(
     assert "<b>brief</b>" in text
 
 
+TRIMMED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+KEPT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [KEPT, TRIMMED, LLAMA])
+@pytest.mark.parametrize(
+    "begun", ["The answer", "The answer is ", " two\n", "CONTINUE_FINAL_MESSAGE_TAG", "</assistant>"]
+)
+def test_a_message_is_continued_where_transformers_continues_it(source: str, begun: str) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": begun}]
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render(chat, NOW, continue_final_message=True)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_dir())
+    asked = {"chat_template": source, "tokenize": False, "continue_final_message": True}
+    assert text == tokenizer.apply_chat_template(chat, **asked)
+    assert text.rstrip().endswith(begun.strip())
+
+
+def test_a_message_that_the_template_leaves_out_can_not_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="can't be continued"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(CHAT, NOW, continue_final_message=True)
+
+
 def test_the_date_is_available_to_templates() -> None:
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render(CHAT, NOW) == "02 Jan 2026"
 

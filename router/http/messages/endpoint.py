@@ -1,0 +1,118 @@
+"""The endpoints /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import InvalidRequest
+from baton.messages.generation import Accepted, ModelCard
+from router.admission.validation import check_model
+from router.http.answers import Collected
+from router.http.bodies import read_as
+from router.http.body import parse_json, read_body
+from router.http.client import Client
+from router.http.endpoints import Endpoint, EndpointRequest, Handler, in_thread_if_large, with_client_names
+from router.http.errors import Headers
+from router.http.messages.bodies import CountBody, MessagesBody
+from router.http.messages.events import PING, MessageLabel, MessageWriter, usage_of
+from router.http.model import ServedModel
+
+VERSIONS = (b"2023-06-01", b"2026-10-21")
+"""The versions of Anthropic's API that clients may name in `anthropic-version`.
+
+Answers are the same in both. The later one has no temperature, top_p and top_k; here they are taken in both, since the
+models that are served need them.
+"""
+_NO_PINGS_S = 3600.0
+_NAMES: Mapping[str, Sequence[str]] = {
+    "request_id": ("x-request-id",),
+    "prompt": ("messages",),
+    "stop": ("stop_sequences",),
+    "json_schema": ("output_config",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest(EndpointRequest):
+    """The parsed request of a client for a message."""
+
+    label: MessageLabel
+
+
+class MessagesEndpoint(Endpoint[MessagesRequest]):
+    """POST /v1/messages"""
+
+    names = _NAMES
+    keep_alive = PING
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_version(scope)
+        await super().__call__(scope, receive, send)
+
+    def _parse(
+        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
+    ) -> MessagesRequest:
+        body = read_as(MessagesBody, found)
+        prompt = _prompt(self._model, body)
+        # A client that has to send max_tokens can't know what its prompt leaves, so more is no error.
+        left = max(1, card.max_model_len - len(prompt))
+        request = body.request(prompt, request_id, min(body.max_tokens, left))
+        label = MessageLabel(request_id, card.name, body.max_tokens > left)
+        return MessagesRequest(request_id, [request], bool(body.stream), 1, timeout_s, label)
+
+    def _writer(self, parsed: MessagesRequest, accepted: Accepted, positions: Sequence[int]) -> MessageWriter:
+        return MessageWriter(parsed.label, accepted.prompt_tokens)
+
+    def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> bytes:
+        (answer,) = answers
+        text = "".join(chunk.text for chunk in answer.chunks[0])
+        return parsed.label.message(text, usage_of(answer.finished), parsed.label.stop(*answer.ends[0]))
+
+    def _id_headers(self, request_id: str) -> Headers:
+        return id_headers(request_id)
+
+
+class CountTokens:
+    """POST /v1/messages/count_tokens: an ASGI application, whose exceptions the front turns into answers."""
+
+    def __init__(self, handler: Handler, model: ServedModel) -> None:
+        self._handler = handler
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_version(scope)
+        content = await read_body(scope, receive)
+        async with Client(receive, send, _NO_PINGS_S) as client:
+            with with_client_names(_NAMES, {}):
+                count = await in_thread_if_large(self._handler, content, self._count, content)
+            headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]
+            await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
+
+    def _count(self, content: bytes) -> int:
+        return len(_prompt(self._model, read_as(CountBody, parse_json(content))))
+
+
+def id_headers(request_id: str) -> Headers:
+    """The headers of an answer that name its request: Anthropic's and the one of all APIs."""
+    return [(b"request-id", request_id.encode()), (b"x-request-id", request_id.encode())]
+
+
+def _check_version(scope: Scope) -> None:
+    version = dict(scope["headers"]).get(b"anthropic-version", VERSIONS[0])
+    if version not in VERSIONS:
+        known = " or ".join(known.decode() for known in VERSIONS)
+        raise InvalidRequest("anthropic-version", f"must be {known}, not {version[:32].decode('latin-1')!r}")
+
+
+def _prompt(model: ServedModel, body: CountBody) -> list[int]:
+    """The token ids of a conversation; raises InvalidRequest or UnknownModel."""
+    check_model(body.model, model.card)
+    is_prefilled = body.is_prefilled
+    return model.prompt(
+        body.conversation(), add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled
+    )

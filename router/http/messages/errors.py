@@ -1,0 +1,36 @@
+"""Errors in the format of Anthropic's API: its types, its statuses, and the object around them."""
+
+from __future__ import annotations
+
+import json
+
+from baton.errors import BatonError
+from router.http.errors import kind_of
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_OVERLOADED = 529
+"""Anthropic's status for an overloaded service; the same error is 503 in OpenAI's API."""
+
+
+def status_of(error: BatonError) -> int:
+    """The HTTP status of an error."""
+    kind = kind_of(error)
+    if kind.type == "overloaded_error":
+        return _OVERLOADED
+    return kind.status if kind.status < 500 or kind.status in _TYPES else 500
+
+
+def error_object(error: BatonError, request_id: str) -> bytes:
+    """Anthropic's error object as JSON. A refused field is named at the beginning of the message."""
+    found = {"type": _TYPES.get(status_of(error), "invalid_request_error"), "message": str(error)}
+    # ASCII, since a message may quote text that is not valid Unicode.
+    return json.dumps({"type": "error", "error": found, "request_id": request_id}).encode()

@@ -55,6 +55,11 @@ class NodeSettings(ClusterSettings):
     kv_cache_memory: ByteSize = Field(
         ByteSize(256 << 20), gt=0, description="Size of a node's KV cache, such as 256MiB."
     )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="What the KV cache holds: numbers of the model's format (auto), or 8 bits for each number and a "
+        "scale for each key and value of a head, which halves the cache and what is moved, and rounds.",
+    )
     host_cache_memory: ByteSize = Field(
         ByteSize(0), ge=0, description="Size of a node's host tier, such as 4GiB; 0: there is none."
     )

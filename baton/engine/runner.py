@@ -63,18 +63,25 @@ class LayerGroup:
         return f"{self.window or 'all'}@{','.join(map(str, self.layers))}"
 
 
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+_SCALES_OF_A_TOKEN = 4
+"""Bytes of the scales of a head's key and value in 8 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of one block, which must be equal on both sides of a hand-off.
 
     The cache is one contiguous piece of memory, block-major. A block holds `block_size` tokens of one group of layers.
     The layers follow each other in the block, each with its keys [num_kv_heads, block_size, key_dim] and then its
-    values [num_kv_heads, block_size, value_dim]. All blocks have the same size, so any group can use any block.
+    values [num_kv_heads, block_size, value_dim]. In 8 bits a bfloat16 scale for each key and one for each value follow,
+    both [num_kv_heads, block_size]. All blocks have the same size, so any group can use any block.
     """
 
     block_size: int
     layers: tuple[LayerGeometry, ...]
     dtype: str
+    """float32 or bfloat16, the model's dtype, or in 8 bits int8 or fp8 (e4m3fn)."""
     groups: tuple[LayerGroup, ...] = ()
     """The groups of layers; every layer is in exactly one. Default: one group without a window."""
 
@@ -101,14 +108,23 @@ class KVLayout:
         return tuple(group.window for group in self.groups)
 
     @property
+    def has_scales(self) -> bool:
+        """Whether keys and values are in 8 bits, with scales."""
+        return _ELEMENT_BYTES[self.dtype] == 1
+
+    def layer_elements(self, layer: int) -> int:
+        """How many elements of a block a layer takes."""
+        geometry = self.layers[layer]
+        scales = geometry.num_kv_heads * _SCALES_OF_A_TOKEN if self.has_scales else 0
+        return self.block_size * (geometry.token_elements + scales)
+
+    @property
     def block_elements(self) -> int:
-        return self.block_size * max(
-            sum(self.layers[layer].token_elements for layer in group.layers) for group in self.groups
-        )
+        return max(sum(self.layer_elements(layer) for layer in group.layers) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        return self.block_elements * {"float32": 4, "bfloat16": 2}[self.dtype]
+        return self.block_elements * _ELEMENT_BYTES[self.dtype]
 
     @property
     def geometry(self) -> str:

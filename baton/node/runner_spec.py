@@ -23,6 +23,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             dtype=config.dtype,
             block_size=config.block_size,
             cache_bytes=int(config.kv_cache_memory),
+            cache_dtype=config.kv_cache_dtype,
             host_cache_bytes=int(config.host_cache_memory),
             num_threads=config.num_threads,
             name=config.served_model_name,

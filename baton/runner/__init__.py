@@ -25,6 +25,7 @@ def load(spec: RunnerSpec) -> ModelRunner:
         block_size=spec.block_size,
         num_blocks=spec.num_blocks,
         cache_bytes=spec.cache_bytes,
+        cache_dtype=spec.cache_dtype,
         host_cache_bytes=spec.host_cache_bytes,
         num_threads=spec.num_threads,
         name=spec.name,

@@ -27,7 +27,7 @@ from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
-from baton.runner.model.transformer import CacheSize, Transformer, elementwise_threads
+from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model
 from baton.runner.self_check import why_not_bit_exact
 
@@ -158,6 +158,7 @@ def load_runner(
     block_size: int = 16,
     num_blocks: int | None = None,
     cache_bytes: int | None = None,
+    cache_dtype: str = "auto",
     host_cache_bytes: int = 0,
     num_threads: int = 1,
     name: str = "",
@@ -166,8 +167,8 @@ def load_runner(
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
 
-    `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole process. `operations` replaces the
-    machine's kernels (tests). Raises ConfigError.
+    `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
+    process. `operations` replaces the machine's kernels (tests). Raises ConfigError.
     """
     torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
@@ -176,7 +177,8 @@ def load_runner(
     chosen = choose_operations(num_threads, where) if operations is None else operations
     loaded = load_model(model_dir, dtype, where)
     try:
-        transformer = Transformer(loaded, chosen, block_size, CacheSize(num_blocks, cache_bytes), num_threads)
+        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
+        transformer = Transformer(loaded, chosen, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
     except UnsupportedAttention as error:
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
@@ -204,12 +206,16 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
     reason = _settle(loaded, transformer, operations)
+    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    if transformer.layout.has_scales:
+        # A stream must not move between decode nodes whose caches round differently.
+        numerics += f"/kv-{transformer.layout.dtype}"
     return ModelInfo(
         name=name,
         fingerprint=loaded.checkpoint.fingerprint,
         architecture=loaded.architecture,
         dtype=loaded.dtype,
-        numerics=f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}",
+        numerics=numerics,
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=loaded.checkpoint.eos_token_ids,

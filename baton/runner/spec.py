@@ -20,6 +20,8 @@ class TorchSpec:
     """Size of the KV cache in blocks. Exactly one of `num_blocks` and `cache_bytes` must be set."""
     cache_bytes: int | None = None
     """Size of the KV cache in bytes."""
+    cache_dtype: str = "auto"
+    """auto, the dtype of the model; or int8 or fp8, 8 bits for each number."""
     host_cache_bytes: int = 0
     """Size of the host tier in bytes."""
     num_threads: int = 1

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
-from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts
+from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 
@@ -40,6 +42,35 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
         path = answer.end.path
         assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
         assert answer.end.kv_bytes > 0
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, cache_dtype: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS["gemma3_text"], seed=5)
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        return load_runner(tmp_path, block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype)
+
+    prompts = make_prompts(256)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
+    alone = make_runner("alone")
+    expected = run_all(make_engine(alone), [Request(key, prompt, params) for key, prompt in prompts.items()])
+    as_they_are = load_runner(tmp_path, block_size=BLOCK_SIZE, num_blocks=96)
+    # A head of 16 numbers takes 16 bytes and 2 for its scale, instead of 32 in bfloat16 or 64 in float32.
+    numbers = as_they_are.layout.block_elements
+    assert alone.layout.block_bytes == numbers * 18 // 16
+    assert alone.model.numerics != as_they_are.model.numerics
+    async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
+        requests = [
+            GenerateRequest(prompt, request_id=key, temperature=0.7, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
+            for key, prompt in prompts.items()
+        ]
+        answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+        await cluster.wait_until_idle()
+    for key, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[key], key
+        assert answer.end.path.prefill_node == "prefill-0"
+        assert answer.end.kv_bytes % alone.layout.block_bytes == 0 < answer.end.kv_bytes
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,15 @@ import torch
 
 from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
 from baton.messages.sampling import SamplingParams
+from baton.runner.backends.cache_rows import keys_and_values, scales
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.torch_operations import TorchOperations, keys_and_values
+from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSize, Transformer, elementwise_threads
+from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
 from baton.runner.model.weights import load_model
 from baton.runner.self_check import why_not_bit_exact
 from tests.support.tiny_models import TINY_MODELS
@@ -37,6 +37,8 @@ MOST_MATES = 31
 ODD_WIDTHS = {**TINY_MODELS["llama"], "intermediate_size": 120, "head_dim": 24}
 """Widths that don't fill vectors: every tensor has a tail unless rows are padded."""
 MODELS = {**TINY_MODELS, "llama_odd_widths": ODD_WIDTHS}
+CACHED_IN_8_BITS = ("llama_odd_widths", "gemma3_text", "deepseek_v3", "gpt_oss")
+"""Models with odd widths, windows, keys wider than values, and sinks."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Run:
         host = self.transformer.host_blocks(1 + len(device))
         out = [BlockCopy(block, 1 + index) for index, block in enumerate(device)]
         host.execute(SchedulerOutput(0, [], [], {}, 0, blocks_to_swap_out=out))
-        self.kv_blocks[device] = math.nan
+        self.kv_blocks.view(torch.uint8)[device] = 0xFF  # NaN in every format
         state.set_blocks(self._blocks(len(device)))
         back = [BlockCopy(1 + index, block) for index, block in enumerate(state.block_table.tolist())]
         host.execute(SchedulerOutput(1, [], [], {}, 0, blocks_to_swap_in=back))
@@ -143,9 +145,13 @@ class Run:
         caches = cache_views(self.transformer.kv_cache, layout)
         for index, group in enumerate(layout.groups):
             blocks = state.block_table[index :: len(layout.groups)].tolist()
-            for view in (view for layer in group.layers for view in keys_and_values(caches[layer])):
-                by_token = view[blocks].transpose(1, 2).flatten(0, 1)
-                rows.append(by_token[:LENGTH].flatten(1))
+            for cache in (caches[layer] for layer in group.layers):
+                views = [view.view(torch.int8) if layout.has_scales else view for view in keys_and_values(cache)]
+                if layout.has_scales:
+                    views += [scale.unsqueeze(-1).view(torch.int8) for scale in scales(cache)]
+                for view in views:
+                    by_token = view[blocks].transpose(1, 2).flatten(0, 1)
+                    rows.append(by_token[:LENGTH].flatten(1))
         return torch.cat(rows, dim=1)
 
 
@@ -162,7 +168,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    models: Path, name: str, dtype: str, num_threads: int, operations: Operations | None = None
+    models: Path,
+    name: str,
+    dtype: str,
+    num_threads: int,
+    operations: Operations | None = None,
+    cache_dtype: str = "auto",
 ) -> tuple[Run, str | None]:
     directory = models / name
     if not directory.exists():
@@ -172,14 +183,17 @@ def load(
     torch.set_num_threads(elementwise_threads(num_threads))
     loaded = load_model(directory, dtype)
     chosen = operations or choose_operations(num_threads)
-    transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSize(num_blocks=800), num_threads)
+    transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSpec(num_blocks=800, dtype=cache_dtype), num_threads)
     return Run(transformer, loaded.config.vocab_size), why_not_bit_exact(loaded, transformer)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str) -> None:
-    run, reason = load(models, name, dtype, num_threads=1)
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [*((name, "auto") for name in MODELS), *((name, kind) for name in CACHED_IN_8_BITS for kind in ("int8", "fp8"))],
+)
+def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str, cache_dtype: str) -> None:
+    run, reason = load(models, name, dtype, num_threads=1, cache_dtype=cache_dtype)
     assert reason is None
     first = run.state("main")
     expected = run.compute(first, [LENGTH])
@@ -209,7 +223,7 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str) 
     cached = list(again.block_table[:num_cached])
     assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
 
-    other, reason = load(models, name, dtype, num_threads=2)
+    other, reason = load(models, name, dtype, num_threads=2, cache_dtype=cache_dtype)
     assert reason is None
     assert other.compute(other.state("main"), [LENGTH]).equals(expected), "on two threads"
     assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads, in chunks"
@@ -219,9 +233,17 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3", "llama_odd_widths", "gemma3_text", "qwen3_moe", "gpt_oss"])
-def test_bits_depend_on_the_sequence_alone_without_kernels(models: Path, name: str, dtype: str) -> None:
-    run, reason = load(models, name, dtype, num_threads=1, operations=TorchOperations(1))
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [
+        *((name, "auto") for name in ["qwen3", "llama_odd_widths", "gemma3_text", "qwen3_moe", "gpt_oss"]),
+        *(("gemma3_text", kind) for kind in ("int8", "fp8")),
+    ],
+)
+def test_bits_depend_on_the_sequence_alone_without_kernels(
+    models: Path, name: str, dtype: str, cache_dtype: str
+) -> None:
+    run, reason = load(models, name, dtype, num_threads=1, operations=TorchOperations(1), cache_dtype=cache_dtype)
     assert reason is None
     expected = run.compute(run.state("main"), [LENGTH])
     assert run.compute(run.state("main"), [7, 93, 1, 1, 1]).equals(expected)

@@ -20,7 +20,7 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSize, Transformer
+from baton.runner.model.transformer import CacheSpec, Transformer
 from baton.runner.model.weights import load_model
 from tests.support.tiny_models import TINY_MODELS
 
@@ -72,7 +72,7 @@ def load(models: Path, name: str, dtype: str, operations: CompiledOperations | T
         write_random_model(directory, MODELS[name], seed=5)
     attention.register()
     layers.register()
-    return Transformer(load_model(directory, dtype), operations, BLOCK_SIZE, CacheSize(num_blocks=200), 1)
+    return Transformer(load_model(directory, dtype), operations, BLOCK_SIZE, CacheSpec(num_blocks=200), 1)
 
 
 def both(models: Path, name: str, dtype: str, threads: int) -> tuple[Transformer, Transformer]:

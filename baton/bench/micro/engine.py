@@ -21,7 +21,7 @@ from baton.bench.micro.engine_drive import EngineDrive
 from baton.bench.micro.engine_work import ModelWork, attention_operations, read_work
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
-from baton.engine.runner import ModelInfo
+from baton.engine.runner import KVLayout, ModelInfo
 from baton.errors import ConfigError
 from baton.runner import TorchSpec
 from baton.runner.model.checkpoint import open_checkpoint
@@ -47,6 +47,7 @@ class EngineBenchConfig:
     model_dir: Path
     name: str = ""
     dtype: str = "auto"
+    cache_dtype: str = "auto"
     context_tokens: int = 1024
     steps: int = 48
     """Decode steps at each batch size, in six rounds."""
@@ -183,6 +184,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
         config.dtype,
         block_size=_BLOCK_SIZE,
         num_blocks=_blocks(config),
+        cache_dtype=config.cache_dtype,
         num_threads=config.threads,
         name=config.name,
     )
@@ -212,7 +214,7 @@ def run(config: EngineBenchConfig) -> EngineReport:
     splits = [_prefill_split(both[0].drive, ours, config, rng)]
     splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
     limits = _Limits(memory.way, products.way, attention)
-    return _report(config, work, info, limits, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
+    return _report(config, work, info, limits, ours.layout, both, splits)
 
 
 def _blocks(config: EngineBenchConfig) -> int:
@@ -283,14 +285,15 @@ def _report(
     work: ModelWork,
     info: ModelInfo,
     limits: _Limits,
-    kv_bytes_per_token: int,
+    layout: KVLayout,
     both: Sequence[_Figures],
     splits: Sequence[TimeSplit],
 ) -> EngineReport:
     ours = both[0]
     prefill = Spread.of(ours.prefill_seconds, 1e3)
     products = work.prompt_operations(config.context_tokens)
-    attention = _attention_operations(config, info, kv_bytes_per_token)
+    attention = _attention_operations(config, layout)
+    kv_bytes_per_token = layout.block_bytes // _BLOCK_SIZE
     share = median(products / (turn.rate * turn.seconds[0]) for turn in ours.prefill)
     reads = Spread.of([turn.rate for turns in ours.decode.values() for turn in turns], 1e-9)
     rates = Spread.of([turn.rate for turn in ours.prefill], 1e-9)
@@ -346,11 +349,12 @@ def _decode(
     )
 
 
-def _attention_operations(config: EngineBenchConfig, info: ModelInfo, kv_bytes_per_token: int) -> float:
+def _attention_operations(config: EngineBenchConfig, layout: KVLayout) -> float:
     values: dict[str, Any] = dict(open_checkpoint(config.model_dir).config)
     heads = values.get("num_attention_heads") or values.get("n_head") or 1
     group = heads / (values.get("num_key_value_heads") or heads)
-    return attention_operations(config.context_tokens, kv_bytes_per_token / _WIDTHS[info.dtype] * group)
+    numbers = sum(layer.token_elements for layer in layout.layers)
+    return attention_operations(config.context_tokens, numbers * group)
 
 
 def _bit_exact_cost(ours: _Figures, theirs: _Figures) -> BitExactCost:

@@ -21,6 +21,7 @@ def engine(
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8.")] = "auto",
     context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps at each batch size; medians are shown.", min=6)] = 48,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
@@ -44,7 +45,7 @@ def engine(
         from baton.bench.micro.engine import EngineBenchConfig, run
 
         config = EngineBenchConfig(
-            model_dir, shape or model_dir.resolve().name, dtype, context_tokens, steps, threads=count
+            model_dir, shape or model_dir.resolve().name, dtype, kv_cache_dtype, context_tokens, steps, threads=count
         )
         report = run(config)
     if output is Format.JSON:

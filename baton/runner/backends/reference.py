@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
-from baton.runner.backends.torch_operations import keys_and_values
 
 Array = npt.NDArray[np.float32]
 
@@ -108,11 +108,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
-    keys, values = keys_and_values(cache)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            block, offset = divmod(slot, cache.block_size)
-            keys[block, :, offset], values[block, :, offset] = key[row], value[row]
+            block, offset = (torch.tensor([part]) for part in divmod(slot, cache.block_size))
+            write_rows(cache, key[row : row + 1], value[row : row + 1], block, offset)
 
 
 def paged_attention(
@@ -134,8 +133,7 @@ def paged_attention(
         if first == last:
             continue
         blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
-        # [blocks, KH, block_size, D] -> [KH, tokens, D]
-        keys, values = (_array(view[blocks].transpose(0, 1).flatten(1, 2)) for view in keys_and_values(cache))
+        keys, values = (_array(rows) for rows in read_blocks(cache, blocks, query.dtype))
         for row in range(first, last):
             stop = length - (last - 1 - row)
             seen = slice(max(0, stop - window) if window else 0, stop)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
 
@@ -47,23 +48,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     x[..., : 2 * half] = rotated.to(x.dtype)
 
 
-def keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a layer's keys [blocks, KH, block_size, KD] and values [blocks, KH, block_size, VD]."""
-    views = []
-    for width, offset in ((cache.key_dim, cache.key_offset), (cache.value_dim, cache.value_offset)):
-        size = (cache.num_blocks, cache.num_kv_heads, cache.block_size, width)
-        stride = (cache.block_stride, cache.block_size * width, width, 1)
-        views.append(cache.memory.as_strided(size, stride, cache.memory.storage_offset() + offset))
-    return views[0], views[1]
-
-
 def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
     """Write rows into the cache at `slots`; rows with a negative slot are skipped."""
-    keys, values = keys_and_values(cache)
     kept = slots >= 0
-    blocks, offsets = slots[kept] // cache.block_size, slots[kept] % cache.block_size
-    keys[blocks, :, offsets] = key[kept]
-    values[blocks, :, offsets] = value[kept]
+    slots = slots[kept]
+    write_rows(cache, key[kept], value[kept], slots // cache.block_size, slots % cache.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +123,6 @@ class TorchOperations:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        all_keys, all_values = keys_and_values(cache)
         out = query.new_zeros(*query.shape[:2], cache.value_dim)
         extra = None if sinks is None else sinks.float().view(cache.num_kv_heads, -1, 1)
         starts: list[Any] = query_start.tolist()
@@ -143,8 +131,7 @@ class TorchOperations:
             if first == last:
                 continue
             blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
-            keys = all_keys[blocks].transpose(0, 1).flatten(1, 2).float()
-            values = all_values[blocks].transpose(0, 1).flatten(1, 2).float()
+            keys, values = (rows.float() for rows in read_blocks(cache, blocks, query.dtype))
             for row in range(first, last):
                 stop = length - (last - 1 - row)
                 start = max(0, stop - window) if window else 0

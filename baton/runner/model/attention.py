@@ -60,7 +60,12 @@ class Attend(Protocol):
 
 
 def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
-    """Each layer's view of the blocks of its group, in a flat block-major cache [num_blocks * block_elements]."""
+    """Each layer's view of the blocks of its group, in a flat block-major cache [num_blocks * block_elements].
+
+    A cache in 8 bits is int8 memory, also for fp8.
+    """
+    if layout.dtype == "fp8":
+        memory = memory.view(torch.float8_e4m3fn)
     views: dict[int, CacheView] = {}
     for group in layout.groups:
         offset = 0
@@ -77,8 +82,9 @@ def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
                 block_size=layout.block_size,
                 key_dim=layer.key_dim,
                 value_dim=layer.value_dim,
+                scale_offset=offset + layout.block_size * layer.token_elements if layout.has_scales else None,
             )
-            offset += layout.block_size * layer.token_elements
+            offset += layout.layer_elements(index)
     return [views[index] for index in range(layout.num_layers)]
 
 

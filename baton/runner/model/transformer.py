@@ -40,11 +40,13 @@ _PROBE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
-    """The size of a KV cache, in blocks or in bytes; exactly one of the two is set."""
+class CacheSpec:
+    """The size of a KV cache, in blocks or in bytes (exactly one of the two is set), and what it holds."""
 
     num_blocks: int | None = None
     cache_bytes: int | None = None
+    dtype: str = "auto"
+    """auto: the model's dtype; int8 or fp8: 8 bits for each number."""
 
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
@@ -85,7 +87,7 @@ class Transformer:
     """One model and one KV cache. Called from one thread."""
 
     def __init__(
-        self, model: LoadedModel, operations: Operations, block_size: int, cache_size: CacheSize, num_threads: int
+        self, model: LoadedModel, operations: Operations, block_size: int, cache: CacheSpec, num_threads: int
     ) -> None:
         self._module: Any = model.module
         self.device = model.device
@@ -111,9 +113,13 @@ class Transformer:
             )
         self.missed_products = frozenset(watch.missed)
         layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
-        self.layout = KVLayout(block_size, layers, model.dtype, group_layers(layers, probe.windows))
-        self.num_blocks = cache_size.blocks(self.layout.block_bytes)
-        self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype], self.device)
+        cache_dtype = model.dtype if cache.dtype == "auto" else cache.dtype
+        self.layout = KVLayout(block_size, layers, cache_dtype, group_layers(layers, probe.windows))
+        if self.layout.has_scales and self.device.type != "cpu":
+            raise ConfigError(f"a KV cache in 8 bits ({cache_dtype}) is for CPUs so far; leave out --kv-cache-dtype")
+        self.num_blocks = cache.blocks(self.layout.block_bytes)
+        memory_dtype = torch.int8 if self.layout.has_scales else DTYPES[model.dtype]
+        self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, memory_dtype, self.device)
         self._why_no_own_loop = ""
         self._decoder = self._own_loop(DTYPES[model.dtype])
         self._attention = PagedAttention(operations, self.kv_cache, self.layout)

@@ -20,7 +20,7 @@ from baton.runner.model import attention, layers
 from baton.runner.model import weights as weights_module
 from baton.runner.model.checkpoint import open_checkpoint
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSize, row_quantum
+from baton.runner.model.transformer import CacheSpec, row_quantum
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import load_runner
 from tests.support.runner_driver import RunnerDriver
@@ -191,9 +191,9 @@ def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_size_of_the_cache_follows_from_the_settings() -> None:
-    assert CacheSize(num_blocks=5).blocks(100) == 5
-    assert CacheSize(cache_bytes=599).blocks(100) == 5
-    for wrong in (CacheSize(), CacheSize(5, 500), CacheSize(num_blocks=1), CacheSize(cache_bytes=199)):
+    assert CacheSpec(num_blocks=5).blocks(100) == 5
+    assert CacheSpec(cache_bytes=599).blocks(100) == 5
+    for wrong in (CacheSpec(), CacheSpec(5, 500), CacheSpec(num_blocks=1), CacheSpec(cache_bytes=199)):
         with pytest.raises(ConfigError):
             wrong.blocks(100)
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from baton.runner.backends.cache_rows import keys_and_values
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
-from baton.runner.backends.torch_operations import TorchOperations, keys_and_values
+from baton.runner.backends.torch_operations import TorchOperations
 
 ROWS_PER_CALL = (128, 256, 64)
 """The numbers of rows that the check at start tries: few enough for a decode step, enough to keep a GPU busy with a

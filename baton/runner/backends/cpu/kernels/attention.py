@@ -8,11 +8,14 @@ import math
 import torch
 
 from baton.runner.backends.cpu.kernels.cache import CacheView
-from baton.runner.backends.cpu.kernels.call_structs import AttentionCall
+from baton.runner.backends.cpu.kernels.call_structs import AttentionCall, CacheFormat, StoreCall
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
-from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, DTYPES, check_status, library
 
 MAX_HEAD_DIM = 256
+BFLOAT16_BYTES = 2
+SCALE_BYTES = 2 * BFLOAT16_BYTES
+"""The bytes of the scales of one key and one value in 8 bits."""
 
 
 def paged_attention(
@@ -30,7 +33,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of query [rows, heads, key_dim] on the paged cache: [rows, heads, value_dim].
 
-    `query`, `cache`: of one dtype, float32 or bfloat16. There may be gaps between the query's rows.
+    `query`: float32 or bfloat16, with gaps between its rows allowed. `cache`: of the same dtype, or in 8 bits.
     `query_start` (int32 [seqs + 1]): request s has the query rows query_start[s] to query_start[s + 1], or none.
     `seq_lens` (int32 [seqs]): the request's number of tokens; its query rows are the last of them.
     `block_tables` (int32 [seqs, width], with gaps between rows allowed): the blocks with its keys and values.
@@ -41,8 +44,9 @@ def paged_attention(
     Rows behind the last request's are zero. A row's bits depend on its query and its own keys and values alone. Raises
     KernelArgumentError for tensors that don't fit, and for heads whose width is above 256 or no multiple of 8.
     """
-    if query.ndim != 3 or query.dtype != cache.memory.dtype or not query.is_cpu:
-        raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {cache.memory.dtype} on the CPU")
+    if query.ndim != 3 or query.dtype not in row_dtypes(cache) or not query.is_cpu:
+        dtypes = " or ".join(map(str, row_dtypes(cache)))
+        raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {dtypes} on the CPU")
     rows, heads, key_dim = query.shape
     query_stride, head_stride, one = query.stride()
     if (one != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
@@ -64,6 +68,7 @@ def paged_attention(
         cache.block_stride,
         cache.key_offset,
         cache.value_offset,
+        cache.scale_offset or 0,
         rows,
         query_stride,
         seq_lens.shape[0],
@@ -78,6 +83,7 @@ def paged_attention(
         window or 0,
         scale,
         softcap or 0.0,
+        cache_format(cache),
     )
     lib = library()
     status = lib.attention(lib.isa, DTYPES[query.dtype], ctypes.byref(call), threads)
@@ -99,38 +105,50 @@ def store_kv(
     key_stride = _require_rows("key", key, cache, cache.key_dim)
     value_stride = _require_rows("value", value, cache, cache.value_dim)
     rows = key.shape[0]
-    if value.shape[0] != rows:
-        raise KernelArgumentError("value", f"has {value.shape[0]} rows, the key {rows}")
+    if value.shape[0] != rows or value.dtype != key.dtype:
+        raise KernelArgumentError("value", f"has {value.shape[0]} rows of {value.dtype}, the key {rows} of {key.dtype}")
     if slots.shape != (rows,) or slots.dtype != torch.int64 or not slots.is_cpu or not slots.is_contiguous():
         raise KernelArgumentError("slots", f"must be int64 [{rows}], contiguous, on the CPU")
-    size = cache.memory.element_size()
-    status = library().store_kv(
-        key.data_ptr(),
-        value.data_ptr(),
-        cache.memory.data_ptr(),
-        slots.data_ptr(),
-        rows,
-        cache.num_kv_heads,
-        cache.num_blocks,
-        cache.block_size,
-        cache.key_dim * size,
-        cache.value_dim * size,
-        key_stride * size,
-        value_stride * size,
-        cache.block_stride * size,
-        cache.key_offset * size,
-        cache.value_offset * size,
-    )
+    call = store_call(cache, key.dtype, key_stride, value_stride)
+    call.key, call.value, call.slots, call.tokens = key.data_ptr(), value.data_ptr(), slots.data_ptr(), rows
+    status = library().store_kv(ctypes.byref(call))
     if status:
         check_status(status)
+
+
+def store_call(cache: CacheView, dtype: torch.dtype, key_stride: int, value_stride: int) -> StoreCall:
+    """A call that stores rows of `dtype`, without their addresses and number. Strides count elements of the rows."""
+    size = cache.memory.element_size()
+    return StoreCall(
+        cache=cache.memory.data_ptr(),
+        kv_heads=cache.num_kv_heads,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        key_size=cache.key_dim * size,
+        value_size=cache.value_dim * size,
+        key_stride=key_stride * dtype.itemsize,
+        value_stride=value_stride * dtype.itemsize,
+        block_stride=cache.block_stride * size,
+        key_offset=cache.key_offset * size,
+        value_offset=cache.value_offset * size,
+        scale_offset=cache.scale_offset or 0,
+        format=cache_format(cache),
+        dtype=DTYPES[dtype],
+    )
+
+
+def cache_format(cache: CacheView) -> CacheFormat:
+    """How keys and values are stored in this cache."""
+    return CACHE_FORMATS.get(cache.memory.dtype, CacheFormat.AS_IT_IS)
 
 
 def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> int:
     """The stride of rows [rows, kv_heads, dim], in elements; raises KernelArgumentError for rows that don't fit."""
     if rows.ndim != 3 or rows.shape[1] != cache.num_kv_heads or rows.shape[2] != dim:
         raise KernelArgumentError(name, f"must be [rows, {cache.num_kv_heads}, {dim}], is {tuple(rows.shape)}")
-    if rows.dtype != cache.memory.dtype or not rows.is_cpu:
-        raise KernelArgumentError(name, f"must be {cache.memory.dtype} on the CPU, is {rows.dtype}")
+    if rows.dtype not in row_dtypes(cache) or not rows.is_cpu:
+        dtypes = " or ".join(map(str, row_dtypes(cache)))
+        raise KernelArgumentError(name, f"must be {dtypes} on the CPU, is {rows.dtype}")
     stride, head_stride, one = rows.stride()
     if (one != 1 and dim > 1) or (head_stride != dim and cache.num_kv_heads > 1):
         raise KernelArgumentError(name, "has rows that are not contiguous")
@@ -161,22 +179,33 @@ def require_attention(
     return sinks.detach().to(torch.float32).contiguous()
 
 
+def row_dtypes(cache: CacheView) -> tuple[torch.dtype, ...]:
+    """The dtypes that queries, keys and values of this cache may have."""
+    return tuple(DTYPES) if cache.memory.dtype in CACHE_FORMATS else (cache.memory.dtype,)
+
+
 def require_cache(cache: CacheView) -> None:
     """Raises KernelArgumentError for a cache that the kernels can't read."""
     memory = cache.memory
-    if memory.ndim != 1 or memory.dtype not in DTYPES or not memory.is_cpu or not memory.is_contiguous():
-        raise KernelArgumentError("cache", "memory must be one dimension of float32 or bfloat16, on the CPU")
+    known = (*DTYPES, *CACHE_FORMATS)
+    if memory.ndim != 1 or memory.dtype not in known or not memory.is_cpu or not memory.is_contiguous():
+        raise KernelArgumentError("cache", f"memory must be one dimension of {', '.join(map(str, known))}, on the CPU")
+    if (cache.scale_offset is None) != (memory.dtype not in CACHE_FORMATS):
+        raise KernelArgumentError("cache", "has scales in 8 bits, and only then")
     if min(cache.num_kv_heads, cache.block_size) < 1 or cache.num_blocks < 0:
         raise KernelArgumentError("cache", "has an empty dimension")
-    for name, dim, offset in (
-        ("key_dim", cache.key_dim, cache.key_offset),
-        ("value_dim", cache.value_dim, cache.value_offset),
-    ):
+    for name, dim in (("key_dim", cache.key_dim), ("value_dim", cache.value_dim)):
         if dim % 8 != 0 or not 8 <= dim <= MAX_HEAD_DIM:
             raise KernelArgumentError(name, f"must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {dim}")
-        end = offset + cache.num_kv_heads * cache.block_size * dim
+    parts = [("keys", cache.key_offset, cache.key_dim), ("values", cache.value_offset, cache.value_dim)]
+    if cache.scale_offset is not None:
+        parts.append(("scales", cache.scale_offset, SCALE_BYTES))
+        if (cache.scale_offset | cache.block_stride | memory.data_ptr()) % BFLOAT16_BYTES != 0:
+            raise KernelArgumentError("cache", "has scales at odd addresses")
+    for name, offset, width in parts:
+        end = offset + cache.num_kv_heads * cache.block_size * width
         if offset < 0 or end > cache.block_stride:
-            raise KernelArgumentError("cache", f"a block's {name[:-4]}s reach beyond it")
+            raise KernelArgumentError("cache", f"a block's {name} reach beyond it")
         if cache.num_blocks > 0 and (cache.num_blocks - 1) * cache.block_stride + end > memory.shape[0]:
             raise KernelArgumentError(
                 "cache", f"memory of {memory.shape[0]} is too small for {cache.num_blocks} blocks"

@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """One layer's part of every block. Offsets and strides count elements.
+    """One layer's part of every block. Offsets and strides count elements of the memory.
 
     In a block the layer's keys are [num_kv_heads, block_size, key_dim] at `key_offset`, and its values are
     [num_kv_heads, block_size, value_dim] at `value_offset`. Other layers may have other shapes.
     """
 
     memory: torch.Tensor
-    """The whole cache, one dimension, float32 or bfloat16."""
+    """The whole cache, one dimension: float32 or bfloat16, the dtype of the rows; or int8 or float8_e4m3fn."""
     num_blocks: int
     block_stride: int
     key_offset: int
@@ -25,3 +25,6 @@ class CacheView:
     block_size: int
     key_dim: int
     value_dim: int
+    scale_offset: int | None = None
+    """In 8 bits: where a block has a scale for each key, and then one for each value: bfloat16 [num_kv_heads,
+    block_size] each. None: keys and values are stored as they are."""

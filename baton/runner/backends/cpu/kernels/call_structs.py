@@ -52,16 +52,18 @@ class StoreCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "key value cache slots"),
         *_fields(_INT64, "tokens kv_heads num_blocks block_size key_size value_size key_stride value_stride"),
-        *_fields(_INT64, "block_stride key_offset value_offset tokens_per_task"),
+        *_fields(_INT64, "block_stride key_offset value_offset scale_offset tokens_per_task"),
+        *_fields(_INT, "format dtype"),
     ]
 
 
 class AttentionCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks"),
-        *_fields(_INT64, "block_stride key_offset value_offset rows query_stride num_seqs table_width table_stride"),
-        *_fields(_INT64, "num_blocks heads kv_heads key_dim value_dim block_size window"),
+        *_fields(_INT64, "block_stride key_offset value_offset scale_offset rows query_stride num_seqs"),
+        *_fields(_INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window"),
         *_fields(_FLOAT, "scale softcap"),
+        ("format", _INT),
     ]
 
 
@@ -78,6 +80,14 @@ class OperationKind(IntEnum):
     STORE_KV = 3
     ATTENTION = 4
     TAKE_ROWS = 5
+
+
+class CacheFormat(IntEnum):
+    """`enum cache_format` of csrc/kernels.h."""
+
+    AS_IT_IS = 0
+    INT8 = 1
+    E4M3 = 2
 
 
 class Call(ctypes.Union):
@@ -130,6 +140,8 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "step": Step,
 }
 
+_ENUMS: dict[str, type[IntEnum]] = {"operation_kind": OperationKind, "cache_format": CacheFormat}
+
 Layout = dict[tuple[str, str], tuple[int, int]]
 """Offset and size in bytes of each (structure, field); a field without a name stands for the whole structure.
 
@@ -145,7 +157,9 @@ def layout_here() -> Layout:
             for field, *_ in structure._fields_:
                 descriptor = getattr(structure, field)
                 layout[name, field] = (descriptor.offset, descriptor.size)
-    return layout | {("operation_kind", kind.name): (int(kind), 0) for kind in OperationKind}
+    for name, constants in _ENUMS.items():
+        layout |= {(name, constant.name): (int(constant), 0) for constant in constants}
+    return layout
 
 
 def layout_of(functions: ctypes.CDLL) -> Layout:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
-from baton.runner.backends.cpu.kernels.attention import paged_attention, store_kv
+from baton.runner.backends.cpu.kernels.attention import SCALE_BYTES, paged_attention, store_kv
 from baton.runner.backends.cpu.kernels.cache import CacheView
-from baton.runner.backends.cpu.kernels.library import isa_name, library
+from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, library
 from baton.runner.backends.cpu.kernels.product import Activation, gated_linear, linear, pack, pack_gated
 from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
 
@@ -46,8 +46,10 @@ def available() -> KernelInfo:
 def _numerics() -> str:
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
-        for probe in (_rounding_noise, _attention_probe, _rows_probe):
+        for probe in (_rounding_noise, _rows_probe):
             digest.update(_bytes(probe(dtype)))
+        for cache_dtype in (dtype, *CACHE_FORMATS):
+            digest.update(_bytes(_attention_probe(dtype, cache_dtype)))
     return digest.hexdigest()[:12]
 
 
@@ -57,11 +59,13 @@ def _rounding_noise(dtype: torch.dtype) -> torch.Tensor:
     return linear(torch.cat([x, x], dim=1), pack(torch.cat([weight, -weight], dim=1)), threads=1)
 
 
-def _attention_probe(dtype: torch.dtype) -> torch.Tensor:
+def _attention_probe(dtype: torch.dtype, cache_dtype: torch.dtype) -> torch.Tensor:
     blocks, size, key_dim, value_dim = 8, 16, 24, 16
     stride = size * (key_dim + value_dim)
-    memory = torch.zeros(blocks * stride, dtype=dtype)
-    cache = CacheView(memory, blocks, stride, 0, size * key_dim, 1, size, key_dim, value_dim)
+    scales = stride if cache_dtype in CACHE_FORMATS else None
+    stride += 0 if scales is None else size * SCALE_BYTES
+    memory = torch.zeros(blocks * stride, dtype=cache_dtype)
+    cache = CacheView(memory, blocks, stride, 0, size * key_dim, 1, size, key_dim, value_dim, scales)
     keys, values = _noise(100, 24)[:, None].to(dtype), _noise(101, 16)[1:, None].to(dtype)
     store_kv(keys, values, cache, torch.arange(100))
     return paged_attention(

@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
-from baton.runner.backends.cpu.kernels.call_structs import check_layout, layout_of
+from baton.runner.backends.cpu.kernels.call_structs import CacheFormat, check_layout, layout_of
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+CACHE_FORMATS = {torch.int8: CacheFormat.INT8, torch.float8_e4m3fn: CacheFormat.E4M3}
+"""How keys and values of any dtype are stored in a cache of this dtype; in others they are stored as they are."""
 
 _STATUS = {
     2: ("query_start", "must begin at 0, never decrease, and end at the number of query rows or before"),
@@ -72,7 +74,7 @@ def library() -> Library:
     functions.baton_pack.restype = None
     functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 4 + [integer, integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
-    functions.baton_store_kv.argtypes = [pointer] * 4 + [ctypes.c_int64] * 11
+    functions.baton_store_kv.argtypes = [pointer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]

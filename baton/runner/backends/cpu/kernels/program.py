@@ -15,7 +15,14 @@ from itertools import pairwise
 
 import torch
 
-from baton.runner.backends.cpu.kernels.attention import require_attention, require_cache, require_requests
+from baton.runner.backends.cpu.kernels.attention import (
+    cache_format,
+    require_attention,
+    require_cache,
+    require_requests,
+    row_dtypes,
+    store_call,
+)
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.call_structs import (
     AttentionCall,
@@ -28,7 +35,6 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     RotateCall,
     Step,
     StepGroup,
-    StoreCall,
     TakeRowsCall,
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
@@ -145,24 +151,11 @@ class Program:
     def store_kv(self, key: Rows, value: Rows, cache: CacheView, group: int) -> None:
         """Record the storing of keys and values in the cache, at the slots of a group of layers."""
         require_cache(cache)
-        if cache.memory.dtype != self._dtype:
-            raise KernelArgumentError("cache", f"must be {self._dtype}, is {cache.memory.dtype}")
+        if self._dtype not in row_dtypes(cache):
+            raise KernelArgumentError("cache", f"is {cache.memory.dtype}, which has no rows of {self._dtype}")
         if (key.width, value.width) != (cache.num_kv_heads * cache.key_dim, cache.num_kv_heads * cache.value_dim):
             raise KernelArgumentError("key", f"and value of {key.width} and {value.width} columns don't fit the cache")
-        size = self._dtype.itemsize
-        call = StoreCall(
-            cache=cache.memory.data_ptr(),
-            kv_heads=cache.num_kv_heads,
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
-            key_size=cache.key_dim * size,
-            value_size=cache.value_dim * size,
-            key_stride=key.stride * size,
-            value_stride=value.stride * size,
-            block_stride=cache.block_stride * size,
-            key_offset=cache.key_offset * size,
-            value_offset=cache.value_offset * size,
-        )
+        call = store_call(cache, self._dtype, key.stride, value.stride)
         self._kept.append(cache.memory)
         self._record(OperationKind.STORE_KV, key, Call(store=call), second=value, group=group)
 
@@ -191,6 +184,7 @@ class Program:
             block_stride=cache.block_stride,
             key_offset=cache.key_offset,
             value_offset=cache.value_offset,
+            scale_offset=cache.scale_offset or 0,
             query_stride=query.stride,
             num_blocks=cache.num_blocks,
             heads=heads,
@@ -201,6 +195,7 @@ class Program:
             window=window or 0,
             scale=scale,
             softcap=softcap or 0.0,
+            format=cache_format(cache),
         )
         self._kept += [cache.memory, sinks]
         self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)

@@ -21,9 +21,11 @@
 #define FEW_ROWS_OF(dtype) 0
 #endif
 
-/* The addresses of a tile's keys and values in the cache, of those that the task sees. */
+/* The addresses of a tile's keys and values in the cache, of those that the task sees; of a cache in 8 bits also those of the keys'
+ * scales. */
 struct tile_rows {
     const char *key[KEY_TILE], *value[KEY_TILE];
+    const uint16_t *scale[KEY_TILE];
     int64_t start, end; /* the range of keys that it sees, from the tile's start */
 };
 
@@ -37,6 +39,7 @@ struct attention_state {
     uint16_t *pairs; /* [panel][KEY_TILE / 2][LANES][2], the same values */
     void *keys;     /* [KEY_TILE / LANES] panels */
     void *query;    /* [rows] converted query rows */
+    char *widened;  /* of a cache in 8 bits: the tile's keys and then its values in the dtype of the query */
     uint16_t *probabilities; /* [SCORE_ROWS][2 * KEY_TILE], in the format of store_probabilities */
     size_t query_dim, out_stride, value_panels;
     struct tile_rows rows[2]; /* of the present tile and of the next one, of the same KV head or the next */
@@ -73,10 +76,16 @@ INLINE void load_values(const enum dtype dtype, struct attention_state *state, c
     }
 }
 
+/* The bytes of a number in the cache. */
+INLINE int64_t cache_element_size(const enum dtype dtype, const struct attention_call *call) {
+    if (call->format != CACHE_AS_IT_IS) return 1;
+    return dtype == DTYPE_FLOAT32 ? 4 : 2;
+}
+
 /* Finds the keys and values of a KV head's tile that the task sees: from the window of its first token to its last token. */
 INLINE void find_rows(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                       struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
-    const int64_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
+    const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
     rows->start = visible_keys(call, first_position, tile).start;
     rows->end = visible_keys(call, first_position + task->token_count - 1, tile).end;
@@ -86,10 +95,12 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
         int64_t start = table[block] * call->block_stride, token = kv_head * call->block_size + offset;
         const char *key = (const char *)call->cache + (start + call->key_offset) * size + token * key_bytes;
         const char *value = (const char *)call->cache + (start + call->value_offset) * size + token * value_bytes;
+        const uint16_t *scale = (const uint16_t *)((const char *)call->cache + start + call->scale_offset) + token;
         int64_t end = j + call->block_size - offset < rows->end ? j + call->block_size - offset : rows->end;
-        for (; j < end; j++, key += key_bytes, value += value_bytes) {
+        for (; j < end; j++, key += key_bytes, value += value_bytes, scale++) {
             rows->key[j] = key;
             rows->value[j] = value;
+            if (call->format != CACHE_AS_IT_IS) rows->scale[j] = scale;
         }
     }
 }
@@ -105,6 +116,51 @@ INLINE void ask_ahead(struct attention_state *state, int64_t count) {
         for (size_t line = 0; line < state->value_bytes; line += 64) __builtin_prefetch(next->value[j] + line);
     }
     state->asked = j;
+}
+
+INLINE v16 load_codes(const enum cache_format format, const uint8_t *codes) {
+    return format == CACHE_INT8 ? v_load_int8(codes) : v_load_e4m3(codes);
+}
+
+/* Writes scale * code to a row in the query's dtype; the row and the codes may be accessed up to a multiple of 16. */
+INLINE void widen_codes(const enum dtype dtype, const enum cache_format format, const char *codes, uint16_t scale, size_t dim, char *row) {
+    uint32_t bits = (uint32_t)scale << 16;
+    float step;
+    memcpy(&step, &bits, sizeof step);
+    const v16 factor = v_set1(step);
+    size_t d = 0;
+    for (; dtype == DTYPE_BFLOAT16 && d + 2 * LANES <= dim; d += 2 * LANES) {
+        const uint8_t *from = (const uint8_t *)codes + d;
+        v_store_two_bf16((uint16_t *)row + d, v_mul(load_codes(format, from), factor), v_mul(load_codes(format, from + LANES), factor));
+    }
+    for (; d < dim; d += LANES) {
+        v16 numbers = v_mul(load_codes(format, (const uint8_t *)codes + d), factor);
+        if (dtype == DTYPE_FLOAT32)
+            v_store((float *)row + d, numbers);
+        else
+            v_store_bf16((uint16_t *)row + d, numbers);
+    }
+}
+
+INLINE void widen_tile_from(const enum dtype dtype, const enum cache_format format, const struct attention_call *call,
+                            struct attention_state *state) {
+    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_dim = (size_t)call->key_dim, value_dim = (size_t)call->value_dim;
+    const size_t key_bytes = (key_dim + LANES - 1) / LANES * LANES * size, value_bytes = (value_dim + LANES - 1) / LANES * LANES * size;
+    struct tile_rows *rows = &state->rows[state->here];
+    char *key = state->widened, *value = key + KEY_TILE * key_bytes;
+    for (int64_t j = rows->start; j < rows->end; j++, key += key_bytes, value += value_bytes) {
+        widen_codes(dtype, format, rows->key[j], *rows->scale[j], key_dim, key);
+        widen_codes(dtype, format, rows->value[j], rows->scale[j][call->kv_heads * call->block_size], value_dim, value);
+        rows->key[j] = key;
+        rows->value[j] = value;
+    }
+}
+
+/* Replaces a tile's keys and values in 8 bits by numbers in the query's dtype; from there on everything is computed as if the cache
+ * had held these. */
+INLINE void widen_tile(const enum dtype dtype, const struct attention_call *call, struct attention_state *state) {
+    if (call->format == CACHE_INT8) widen_tile_from(dtype, CACHE_INT8, call, state);
+    if (call->format == CACHE_E4M3) widen_tile_from(dtype, CACHE_E4M3, call, state);
 }
 
 /* Copies the tile's values into panels: as floats for tokens that see a part of the tile, as pairs for tokens that see all of it.
@@ -318,6 +374,7 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.probabilities = state.pairs + KEY_TILE * state.out_stride;
     state.keys = state.probabilities + SCORE_ROWS * 2 * KEY_TILE;
     state.query = (float *)state.keys + KEY_TILE * padded_columns(call->key_dim);
+    state.widened = (char *)((float *)state.query + ATTENTION_ROWS * padded_columns(call->key_dim));
 
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];
     int64_t first_row = query_start + task->token_start;
@@ -331,8 +388,8 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.values_as_they_lie = 0;
 #endif
     state.here = 0;
-    state.key_bytes = dim * (dtype == DTYPE_FLOAT32 ? 4 : 2);
-    state.value_bytes = (size_t)call->value_dim * (dtype == DTYPE_FLOAT32 ? 4 : 2);
+    state.key_bytes = dim * (size_t)cache_element_size(dtype, call);
+    state.value_bytes = (size_t)call->value_dim * (size_t)cache_element_size(dtype, call);
     prepare_queries(dtype, call, task, &state, first_row);
     tile = tile / KEY_TILE * KEY_TILE;
     find_rows(dtype, call, task, &state.rows[0], task->kv_head, first_position, tile);
@@ -341,6 +398,7 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
             int64_t next = kv + 1 < task->kv_count ? kv + 1 : 0, next_tile = next == 0 ? tile + KEY_TILE : tile;
             find_rows(dtype, call, task, &state.rows[1 - state.here], task->kv_head + next, first_position, next_tile);
             state.asked = 0;
+            widen_tile(dtype, call, &state);
             attend_tile(dtype, call, task, &state, kv, first_position, tile);
             ask_ahead(&state, KEY_TILE);
         }

@@ -84,14 +84,22 @@ struct rotate_call {
     size_t tokens, heads, half, token_stride, head_stride, angle_stride, tokens_per_task;
 };
 
+/* What the cache holds: keys and values as they are, or 8 bits for each number and a bfloat16 scale for each key and each value of
+ * a head. A number is scale * code, where the code is an int8 or a float8 with 4 bits of exponent and 3 of mantissa (e4m3fn of the
+ * OCP's "8-bit Floating Point Specification"). A scale depends on its own key or value alone, so the bits in the cache do not
+ * depend on the chunk in which a token was computed. */
+enum cache_format { CACHE_AS_IT_IS, CACHE_INT8, CACHE_E4M3 };
+
 /* Sizes, strides and offsets in bytes. In a block, the keys are at key_offset and the values at value_offset, both
- * [kv_heads, block_size, ..]. */
+ * [kv_heads, block_size, ..]; with 8 bits the scales of the keys and then those of the values are at scale_offset, both
+ * [kv_heads, block_size]. key_size, value_size: of a head's key and value in the cache. */
 struct store_call {
-    const void *key, *value; /* [tokens, kv_heads, ..] */
+    const void *key, *value; /* [tokens, kv_heads, ..] of dtype */
     void *cache;
     const int64_t *slots;
     int64_t tokens, kv_heads, num_blocks, block_size, key_size, value_size, key_stride, value_stride;
-    int64_t block_stride, key_offset, value_offset, tokens_per_task;
+    int64_t block_stride, key_offset, value_offset, scale_offset, tokens_per_task;
+    int format, dtype; /* enum cache_format, enum dtype */
 };
 
 struct attention_call {
@@ -100,11 +108,12 @@ struct attention_call {
     const void *cache;
     const int32_t *query_start, *seq_lens, *block_tables;
     const float *sinks; /* [heads] or NULL */
-    int64_t block_stride, key_offset, value_offset;
+    int64_t block_stride, key_offset, value_offset, scale_offset; /* in elements of the cache; scale_offset only with 8 bits */
     int64_t rows, query_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to; 0: all */
     float scale, softcap; /* softcap 0: none */
+    int format;           /* enum cache_format */
 };
 
 /* One task of attention: some query tokens of one request and some query heads of one KV head; or one query token and all query
@@ -170,6 +179,9 @@ struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype 
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
 struct work attention_work(const struct attention_job *job, const struct isa *isa, enum dtype dtype);
+
+/* Writes dim numbers to the cache in 8 bits, and their scale. */
+void store_8bit(enum cache_format format, enum dtype dtype, const void *numbers, size_t dim, uint8_t *codes, uint16_t *scale);
 
 /* Check everything that could make a kernel read or write outside of the tensors. They return an enum status. */
 int check_store(const struct store_call *call);

@@ -7,7 +7,8 @@
 static size_t attention_scratch(const struct attention_call *call) {
     size_t key = padded_columns(call->key_dim), value = padded_columns(call->value_dim);
     size_t rows = ATTENTION_ROWS * (value + LANES + 1 + key), scores = SCORE_ROWS * 2 * KEY_TILE;
-    return sizeof(float) * (rows + scores + KEY_TILE * value * 3 / 2 + KEY_TILE * key); /* values, their pairs, keys */
+    size_t widened = call->format == CACHE_AS_IT_IS ? 0 : KEY_TILE * (key + value);
+    return sizeof(float) * (rows + scores + KEY_TILE * value * 3 / 2 + KEY_TILE * key + widened); /* values, their pairs, keys */
 }
 
 /* How many KV heads a task of one token computes: longer pieces of memory are read faster, but all threads need tasks.
@@ -105,6 +106,18 @@ int check_store(const struct store_call *call) {
     return STATUS_OK;
 }
 
+static void store_token_8bit(const struct store_call *call, const char *key, const char *value, char *block, int64_t offset) {
+    int64_t size = call->dtype == DTYPE_FLOAT32 ? 4 : 2;
+    uint16_t *scales = (uint16_t *)(block + call->scale_offset), *value_scales = scales + call->kv_heads * call->block_size;
+    for (int64_t head = 0; head < call->kv_heads; head++) {
+        int64_t place = head * call->block_size + offset;
+        store_8bit((enum cache_format)call->format, (enum dtype)call->dtype, key + head * call->key_size * size, (size_t)call->key_size,
+                   (uint8_t *)block + call->key_offset + place * call->key_size, scales + place);
+        store_8bit((enum cache_format)call->format, (enum dtype)call->dtype, value + head * call->value_size * size,
+                   (size_t)call->value_size, (uint8_t *)block + call->value_offset + place * call->value_size, value_scales + place);
+    }
+}
+
 static void store_tokens(const void *job, size_t task, void *scratch) {
     const struct store_call *call = job;
     int64_t token = (int64_t)task * call->tokens_per_task;
@@ -116,6 +129,10 @@ static void store_tokens(const void *job, size_t task, void *scratch) {
         const char *key = (const char *)call->key + token * call->key_stride;
         const char *value = (const char *)call->value + token * call->value_stride;
         char *block = (char *)call->cache + slot / call->block_size * call->block_stride;
+        if (call->format != CACHE_AS_IT_IS) {
+            store_token_8bit(call, key, value, block, offset);
+            continue;
+        }
         for (int64_t head = 0; head < call->kv_heads; head++) {
             int64_t place = head * call->block_size + offset;
             memcpy(block + call->key_offset + place * call->key_size, key + head * call->key_size, (size_t)call->key_size);
@@ -131,15 +148,9 @@ struct work store_work(struct store_call *call) {
     return (struct work){.function = store_tokens, .job = call, .n_tasks = (size_t)(call->tokens + TOKENS - 1) / TOKENS};
 }
 
-int baton_store_kv(const void *key, const void *value, void *cache, const int64_t *slots, int64_t tokens, int64_t kv_heads,
-                   int64_t num_blocks, int64_t block_size, int64_t key_size, int64_t value_size, int64_t key_stride,
-                   int64_t value_stride, int64_t block_stride, int64_t key_offset, int64_t value_offset) {
-    struct store_call call = {.key = key, .value = value, .cache = cache, .slots = slots, .tokens = tokens, .kv_heads = kv_heads,
-                              .num_blocks = num_blocks, .block_size = block_size, .key_size = key_size, .value_size = value_size,
-                              .key_stride = key_stride, .value_stride = value_stride, .block_stride = block_stride,
-                              .key_offset = key_offset, .value_offset = value_offset};
-    int status = check_store(&call);
+int baton_store_kv(struct store_call *call) {
+    int status = check_store(call);
     if (status != STATUS_OK) return status;
-    struct work work = store_work(&call);
+    struct work work = store_work(call);
     return run_works(&work, 1, 1, NULL);
 }

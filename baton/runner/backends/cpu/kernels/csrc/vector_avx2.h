@@ -59,6 +59,22 @@ INLINE __m256 load_bf16_8(const uint16_t *p) {
 }
 INLINE v16 v_load_bf16(const uint16_t *p) { return EACH(load_bf16_8(p), load_bf16_8(p + 8)); }
 
+INLINE __m256 load_int8_8(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE v16 v_load_int8(const uint8_t *p) { return EACH(load_int8_8(p), load_int8_8(p + 8)); }
+
+/* float8 (e4m3fn, none of them NaN), as in vector_avx512.h */
+INLINE __m256 load_e4m3_8(const uint8_t *p) {
+    __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)), low = _mm256_and_si256(codes, _mm256_set1_epi32(0x7F));
+    __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(low, 20), _mm256_set1_epi32(120 << 23));
+    __m256 subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(low), _mm256_set1_ps(0x1p-9f));
+    __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), low);
+    __m256i size = _mm256_blendv_epi8(normal, _mm256_castps_si256(subnormal), small);
+    return _mm256_castsi256_ps(_mm256_or_si256(size, _mm256_slli_epi32(_mm256_srli_epi32(codes, 7), 31)));
+}
+INLINE v16 v_load_e4m3(const uint8_t *p) { return EACH(load_e4m3_8(p), load_e4m3_8(p + 8)); }
+
 INLINE __m256i round_bf16_8(__m256 x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -71,6 +87,8 @@ INLINE void v_store_bf16(uint16_t *p, v16 x) {
     __m256i packed = _mm256_packus_epi32(round_bf16_8(x.a), round_bf16_8(x.b));
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xD8));
 }
+
+#define v_store_two_bf16(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 
 /* the odd and the even elements of 16 bfloat16 pairs */
 INLINE __m256i load_8(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }

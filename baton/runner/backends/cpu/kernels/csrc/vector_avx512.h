@@ -37,9 +37,26 @@ INLINE v16 v_load_bf16(const uint16_t *p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
+INLINE v16 v_load_int8(const uint8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+/* 16 float8 (e4m3fn, none of them NaN). Bits 0 to 6 become the exponent and mantissa of a float whose exponent is corrected by
+ * addition; subnormal ones are multiples of 2^-9. */
+INLINE v16 v_load_e4m3(const uint8_t *p) {
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)), low = _mm512_and_si512(codes, _mm512_set1_epi32(0x7F));
+    __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(low, 20), _mm512_set1_epi32(120 << 23));
+    __m512 subnormal = _mm512_mul_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(0x1p-9f));
+    __mmask16 small = _mm512_cmplt_epi32_mask(low, _mm512_set1_epi32(8));
+    __m512i size = _mm512_mask_blend_epi32(small, normal, _mm512_castps_si512(subnormal));
+    return _mm512_castsi512_ps(_mm512_or_si512(size, _mm512_slli_epi32(_mm512_srli_epi32(codes, 7), 31)));
+}
+
 #ifdef ROUND_BF16 /* by an instruction, which differs only in the payload of NaN */
 INLINE void v_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
+INLINE void v_store_two_bf16(uint16_t *p, v16 a, v16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
 #else
+#define v_store_two_bf16(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

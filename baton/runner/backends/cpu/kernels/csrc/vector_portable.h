@@ -60,6 +60,15 @@ INLINE v16 v_scaled(v16 p, v16 n, v16 shifted, v16 x, v16 bound) {
 
 INLINE v16 v_load_bf16(const uint16_t *p) { EACH(from_bits((uint32_t)p[i] << 16)); }
 
+INLINE v16 v_load_int8(const uint8_t *p) { EACH((float)(int8_t)p[i]); }
+
+/* 16 float8 (e4m3fn, none of them NaN), as in vector_avx512.h */
+INLINE float of_e4m3(uint8_t code) {
+    uint32_t low = code & 0x7Fu, sign = (uint32_t)(code >> 7) << 31;
+    return from_bits(sign | (low < 8 ? to_bits((float)low * 0x1p-9f) : (low << 20) + (120u << 23)));
+}
+INLINE v16 v_load_e4m3(const uint8_t *p) { EACH(of_e4m3(p[i])); }
+
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
     for (int i = 0; i < 16; i++) {
         uint32_t bits = to_bits(a.f[i]);
@@ -67,6 +76,8 @@ INLINE void v_store_bf16(uint16_t *p, v16 a) {
         p[i] = (uint16_t)(bits >> 16);
     }
 }
+
+#define v_store_two_bf16(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 
 /* the odd and the even elements of 16 bfloat16 pairs */
 INLINE v16 v_load_odd(const uint16_t *p) { EACH(from_bits((uint32_t)p[2 * i + 1] << 16)); }

@@ -1,0 +1,138 @@
+"""Keys and values in 8 bits: the C kernels against torch, and against a cache that holds the widened numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.runner.backends import cache_rows, reference
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.torch_operations import TorchOperations
+
+FORMATS = tuple(cache_rows.LARGEST_CODE)
+ROWS = (torch.float32, torch.bfloat16)
+ISAS = kernels.available().isas
+BLOCKS, HEADS, KV_HEADS, SIZE = 24, 6, 2, 16
+KEY_DIM, VALUE_DIM = 40, 24
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    kernels.use_isa(None)
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _cache(dtype: torch.dtype, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM) -> CacheView:
+    """A cache with another layer before and behind this one, whose bytes are all ones: NaN in every format."""
+    key_offset = 128
+    value_offset = key_offset + KV_HEADS * SIZE * key_dim
+    scale_offset = value_offset + KV_HEADS * SIZE * value_dim
+    stride = scale_offset + KV_HEADS * SIZE * 4 + 64
+    memory = torch.full((BLOCKS * stride * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
+    scales = scale_offset if dtype in FORMATS else None
+    return CacheView(memory, BLOCKS, stride, key_offset, value_offset, KV_HEADS, SIZE, key_dim, value_dim, scales)
+
+
+def _bytes(cache: CacheView) -> torch.Tensor:
+    return cache.memory.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_the_kernels_write_the_bytes_that_torch_writes(cache_format: torch.dtype, dtype: torch.dtype) -> None:
+    magnitudes = torch.logspace(-30, 30, 200)[:, None, None]
+    key = (_randn(200, KV_HEADS, KEY_DIM, seed=1) * magnitudes).to(dtype)
+    value = (_randn(200, KV_HEADS, VALUE_DIM, seed=2) * magnitudes.flip(0)).to(dtype)
+    key[3], value[5, 1] = 0, 0  # all zeros
+    key[7, 0, 4], value[9, 1, 2], key[11, 1, 0] = float("nan"), float("inf"), float("-inf")
+    slots = torch.randperm(BLOCKS * SIZE, generator=torch.Generator().manual_seed(3))[:200]
+    slots[17] = -1
+    theirs, ours = _cache(cache_format), _cache(cache_format)
+    TorchOperations(1).store_kv(key, value, theirs, slots)
+    kernels.store_kv(key, value, ours, slots)
+    assert torch.equal(_bytes(ours), _bytes(theirs))
+    one_by_one = _cache(cache_format)
+    for row in range(200):
+        kernels.store_kv(key[row : row + 1], value[row : row + 1], one_by_one, slots[row : row + 1])
+    assert torch.equal(_bytes(one_by_one), _bytes(ours))
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_a_number_is_read_within_the_rounding_of_its_format(cache_format: torch.dtype) -> None:
+    numbers = _randn(300, KEY_DIM, seed=4)
+    codes, scales = cache_rows.narrow(numbers, cache_format)
+    error = (cache_rows.widen(codes, scales, torch.float32) - numbers).abs()
+    step = scales.float()[:, None]
+    if cache_format == torch.int8:
+        # Half a step, and up to half a step more where rounding the scale down cut the largest number off.
+        assert bool((error <= step).all())
+        assert bool((error <= 0.5 * step + 1e-6)[codes.abs() < 127].all())
+    else:
+        # 3 bits of mantissa: a sixteenth of the number; below 2^-6 steps a multiple of 2^-9.
+        assert bool((error <= numbers.abs() / 16 + step * 2.0**-10 + 1e-6).all())
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_a_number_that_is_not_finite_makes_its_whole_key_nan(cache_format: torch.dtype) -> None:
+    codes, scales = cache_rows.narrow(torch.tensor([[1.0, float("inf")], [1.0, 2.0]]), cache_format)
+    read = cache_rows.widen(codes, scales, torch.float32)
+    assert read.isnan().tolist() == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (KEY_DIM, VALUE_DIM), (128, 96)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
+    isa: str, dtype: torch.dtype, cache_format: torch.dtype, key_dim: int, value_dim: int, window: int | None
+) -> None:
+    kernels.use_isa(isa)
+    lengths, query_lens = [128, 5, 66], [3, 5, 1]
+    narrow, wide = _cache(cache_format, key_dim, value_dim), _cache(dtype, key_dim, value_dim)
+    tables = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(5)).view(3, 8).to(torch.int32)
+    for sequence, length in enumerate(lengths):
+        key = _randn(length, KV_HEADS, key_dim, seed=sequence, dtype=dtype)
+        value = _randn(length, KV_HEADS, value_dim, seed=10 + sequence, dtype=dtype)
+        positions = torch.arange(length)
+        slots = tables[sequence, positions // SIZE].long() * SIZE + positions % SIZE
+        kernels.store_kv(key, value, narrow, slots)
+        widened = [cache_rows.widen(*cache_rows.narrow(rows, cache_format), dtype) for rows in (key, value)]
+        kernels.store_kv(*widened, wide, slots)
+    query = _randn(sum(query_lens), HEADS, key_dim, seed=20, dtype=dtype)
+    asked = (
+        torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        tables,
+    )
+    results = [
+        kernels.paged_attention(query, cache, *asked, scale=0.2, window=window, threads=2) for cache in (narrow, wide)
+    ]
+    assert torch.equal(results[0], results[1])
+    assert results[0].isfinite().all()
+    for other in (TorchOperations(1), reference):
+        theirs = other.paged_attention(query, narrow, *asked, scale=0.2, window=window)
+        assert torch.allclose(theirs.float(), results[0].float(), atol=2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_cache_in_8_bits_without_room_for_scales_is_refused() -> None:
+    cache = _cache(torch.int8)
+    key, value = _randn(1, KV_HEADS, KEY_DIM), _randn(1, KV_HEADS, VALUE_DIM)
+    for wrong in (
+        replace(cache, scale_offset=None),
+        replace(cache, scale_offset=cache.block_stride - KV_HEADS * SIZE * 4 + 2),
+        replace(cache, scale_offset=int(cache.scale_offset or 0) + 1),
+        replace(_cache(torch.float32), scale_offset=0),
+    ):
+        with pytest.raises(KernelArgumentError) as refusal:
+            kernels.store_kv(key, value, wrong, torch.zeros(1, dtype=torch.int64))
+        assert refusal.value.argument == "cache"

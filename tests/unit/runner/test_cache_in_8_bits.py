@@ -106,8 +106,10 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
         positions = torch.arange(length)
         slots = tables[sequence, positions // SIZE].long() * SIZE + positions % SIZE
         kernels.store_kv(key, value, narrow, slots)
-        widened = [cache_rows.widen(*cache_rows.narrow(rows, cache_format), dtype) for rows in (key, value)]
-        kernels.store_kv(*widened, wide, slots)
+        wide_key, wide_value = (
+            cache_rows.widen(*cache_rows.narrow(rows, cache_format), dtype) for rows in (key, value)
+        )
+        kernels.store_kv(wide_key, wide_value, wide, slots)
     query = _randn(sum(query_lens), HEADS, key_dim, seed=20, dtype=dtype)
     asked = (
         torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),

@@ -42,9 +42,11 @@ class ClusterSettings(Settings):
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
     model: Path = Field(
         default_factory=bundled_model_dir,
-        description="Model directory; routers read the tokenizer from it. Default: the bundled model.",
+        description="Model: a directory, a GGUF file, a model by name (smollm2), or ORG/NAME[@REVISION] of the Hugging "
+        "Face Hub; what is not here yet is fetched once. Routers read the tokenizer from it. Default: the bundled "
+        "model.",
     )
-    model_name: Name = Field("", description="Name of the model for clients. Default: the directory's name.")
+    model_name: Name = Field("", description="Name of the model for clients. Default: that of its directory or file.")
     runner: Literal["torch", "simulated"] = Field(
         "torch",
         description="What runs the model. The simulated runner needs no model and computes nothing; its prompts are "

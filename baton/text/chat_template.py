@@ -31,6 +31,11 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _OWN_NAMES = frozenset({"messages", "add_generation_prompt", *_SPECIAL_TOKENS})
 
 
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether a model directory has a template of its own; raises ConfigError when its files can't be read."""
+    return _find_source(model_dir, _read(model_dir / "tokenizer_config.json")) is not DEFAULT_TEMPLATE
+
+
 class ChatTemplate:
     """One model's template, compiled. Immutable, and safe to use from several threads."""
 

@@ -1,10 +1,12 @@
 """The demo: starts a cluster on this machine, sends several prompts at once, and shows how each was served.
 
-Run by scripts/demo. It stops all processes that it started, also when it fails or is interrupted.
+Run by scripts/demo. It stops all processes that it started, also when it fails or is interrupted. `--model smollm2`
+serves a model that was trained to chat, and asks it questions; every other model that `baton up` serves works, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -19,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,15 @@ from rich.text import Text
 
 from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
+from baton.cli.models.resolve import find_model
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
-from baton.errors import BatonError, ExitCode
+from baton.errors import BatonError, ConfigError, ExitCode
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
+from baton.text.chat_template import ChatTemplate, has_chat_template
+from baton.text.tokenizer import Tokenizer
 
-_MAX_TOKENS = 48
+_MAX_TOKENS, _MAX_ANSWER_TOKENS = 48, 80
 _TEMPERATURE, _TOP_P, _SEED = 0.7, 0.9, 7
 _DISAGGREGATED = ("--placement", "least-loaded")
 """With this placement short prompts also use both kinds of nodes, which is what the demo shows."""
@@ -48,6 +54,9 @@ class DemoRequest:
 
     title: str
     prompt: str
+    """The prompt, or the question as people read it."""
+    chat_tokens: Sequence[int] = ()
+    """The question as the model's chat template writes it; empty for a plain prompt."""
     answer: Answer = field(default_factory=Answer)
     error: str = ""
 
@@ -67,22 +76,46 @@ def prompts() -> list[DemoRequest]:
     ]
 
 
-def main() -> int:
+def questions(model_dir: Path) -> list[DemoRequest]:
+    """Questions to a model that was trained to chat: three short ones, and one about a text of several steps."""
+    text = inspect.getsource(textwrap)[:_LONG_PROMPT_CHARS]
+    asked = {
+        "a capital": "What is the capital of France?",
+        "a reason": "Why is the sky blue? Answer in one sentence.",
+        "a poem": "Write a short poem about the sea.",
+        "a long one": f"{text[: text.rindex(chr(10))]}\n\nWhat does this Python module do? Answer in one sentence.",
+    }
+    template, tokenizer = ChatTemplate.load(model_dir), Tokenizer.load(model_dir)
+    runs = []
+    for title, question in asked.items():
+        rendered = template.render([{"role": "user", "content": question}], datetime.now(UTC))
+        runs.append(DemoRequest(title, question + "\n", tokenizer.encode_rendered(rendered)))
+    return runs
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code."""
+    parser = argparse.ArgumentParser("scripts/demo", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", type=Path, help="What `baton up --model` takes. Default: the bundled model.")
+    model = parser.parse_args(words).model
     for number in (signal.SIGINT, signal.SIGTERM):
         # Set here, because a background job of a shell starts with SIGINT ignored.
         signal.signal(number, signal.default_int_handler)
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
-        with tempfile.TemporaryDirectory(prefix="baton-demo-") as run_dir, _cluster(Path(run_dir), console) as cluster:
-            runs = prompts()
+        runs = _requests(model)
+        settings = [] if model is None else ["--model", str(model)]
+        with (
+            tempfile.TemporaryDirectory(prefix="baton-demo-") as run_dir,
+            _cluster(Path(run_dir), settings, console) as cluster,
+        ):
             console.print(f"Sending {len(runs)} prompts at once.\n")
             _send(runs, cluster["grpc_address"], console)
             _show_summary(runs, console)
     except KeyboardInterrupt:
         console.print("interrupted; all processes are stopped")
         return int(ExitCode.INTERRUPTED)
-    except _DemoFailed as error:
+    except (_DemoFailed, ConfigError) as error:
         console.print(f"demo: {error}")
         return int(ExitCode.FAILED)
     if failed := [run for run in runs if run.error]:
@@ -92,13 +125,22 @@ def main() -> int:
     return int(ExitCode.OK)
 
 
+def _requests(model: Path | None) -> list[DemoRequest]:
+    """What the demo sends to a model, which is fetched and converted first if need be. Raises ConfigError."""
+    if model is None:
+        return prompts()
+    found = find_model(model, os.environ)
+    directory = model if found is None else found.directory
+    return questions(directory) if has_chat_template(directory) else prompts()
+
+
 class _DemoFailed(Exception):
     """The demo can't continue."""
 
 
 @contextmanager
-def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
-    """Run a cluster for the duration of the block, and yield its state."""
+def _cluster(run_dir: Path, settings: Sequence[str], console: Console) -> Iterator[dict[str, Any]]:
+    """Run a cluster with these flags for the duration of the block, and yield its state."""
     console.print("Starting Redis, a router, a prefill node and a decode node …")
     started = time.monotonic()
     try:
@@ -112,6 +154,7 @@ def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
             "--http-port",
             "0",
             *_DISAGGREGATED,
+            *settings,
             "-o",
             "json",
         )
@@ -164,9 +207,12 @@ def _send(runs: Sequence[DemoRequest], address: str, console: Console) -> None:
     client = GenerationClient(address)
 
     def send(run: DemoRequest) -> None:
-        request = GenerateRequest(
-            prompt=run.prompt, max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE, top_p=_TOP_P, seed=_SEED
-        )
+        if run.chat_tokens:
+            request = GenerateRequest(prompt=run.chat_tokens, max_tokens=_MAX_ANSWER_TOKENS, temperature=0.0)
+        else:
+            request = GenerateRequest(
+                prompt=run.prompt, max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE, top_p=_TOP_P, seed=_SEED
+            )
         ended = False
         try:
             for event in client.generate(request, timeout_s=120.0):

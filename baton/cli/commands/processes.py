@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from baton.cli.cluster.supervisor.parent import end_with_parent
+from baton.cli.models.resolve import with_model_directory
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError
@@ -51,14 +52,15 @@ def _node(
     config = loaded.config
 
     def run() -> int:
-        if config.runner == "torch":
+        resolved = with_model_directory(config)
+        if resolved.runner == "torch":
             from baton.runner.model.checkpoint import check_model_dir
 
             # This check is fast and importing torch is slow, so a wrong path is reported first.
-            check_model_dir(config.model)
+            check_model_dir(resolved.model)
         from baton.node.process import run_node
 
-        return run_node(config, _role_maker)
+        return run_node(resolved, _role_maker)
 
     _run_process(config.node_id, run, config.notify_fd, verbose, log_format, parent_fd)
 
@@ -83,7 +85,7 @@ def _router(
     def run() -> int:
         from router import app as router_app
 
-        return router_app.main(config)
+        return router_app.main(with_model_directory(config))
 
     _run_process(config.router_id, run, config.notify_fd, verbose, log_format, parent_fd)
 

@@ -63,27 +63,32 @@ def _up(
     verbose: int,
     log_format: str | None,
 ) -> None:
+    # These imports are slow, and the help does not need them.
+    from baton.cli.models.resolve import with_model_directory
+
     if emit is not None:
         from baton.cli.cluster.emit.write import write
 
-        for path in write(emit, loaded.config, file, emit_dir):
+        for path in write(emit, with_model_directory(loaded.config), file, emit_dir):
             print_text(str(path))
         return
-    # These imports are slow, and the help does not need them.
     from baton.cli.cluster.supervisor.run import run_cluster
     from baton.observe import logs
+    from baton.text.chat_template import has_chat_template
 
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
     logs.configure_logging(level, environ=os.environ, form=form, process="supervisor")
     directory = run_dir_of(run_dir)
+    config = with_model_directory(loaded.config)
 
     def show(state: ClusterState) -> None:
-        _show(state, directory, output, detached=detach)
+        chats = config.runner == "torch" and has_chat_template(config.model)
+        _show(state, directory, output, detached=detach, chats=chats)
 
-    run_cluster(loaded.config, file, directory, show, detach=detach)
+    run_cluster(config, file, directory, show, detach=detach)
 
 
-def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool) -> None:
+def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool, chats: bool) -> None:
     if output is Format.JSON:
         print_json(state.to_json())
     elif output is Format.YAML:
@@ -95,17 +100,22 @@ def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: b
         ]
         print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
         print_text()
-        for line in _lines_to_paste(state, directory, detached=detached):
+        for line in _lines_to_paste(state, directory, detached=detached, chats=chats):
             print_text(line)
     sys.stdout.flush()
 
 
-def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool) -> list[str]:
+def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, chats: bool) -> list[str]:
+    """The lines that say where the model is served, and what to try; `chats`: the model was trained to chat."""
     baton = shlex.quote(_baton())
     is_default = directory.path == default_run_dir(os.environ).absolute()
     where = "" if is_default else f" --run-dir {shlex.quote(str(directory.path))}"
-    body = '{"text": "def fibonacci(n):", "samplingParams": {"maxTokens": 32}}'
-    json_body = '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
+    prompt = "The capital of France is" if chats else "def fibonacci(n):"
+    body = f'{{"text": "{prompt}", "samplingParams": {{"maxTokens": 32}}}}'
+    path, json_body = "completions", f'{{"prompt": "{prompt}", "max_tokens": 32}}'
+    if chats:
+        path = "chat/completions"
+        json_body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     stop = f"{baton} down{where}" if detached else "Ctrl-C"
     authority = shlex.quote(str(Path(state.certs) / "ca.crt"))
     scheme, curl, grpcurl = "http", "curl", "grpcurl -plaintext"
@@ -118,9 +128,10 @@ def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool) -
         f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC) and "
         f"{', '.join(f'{scheme}://{address}/v1' for address in state.http_addresses)} (OpenAI); "
         f"operators: {', '.join(state.operator_addresses)}",
-        f"  {baton} generate 'def fibonacci(n):'{where}",
+        *([f"  {baton} chat{where}"] if chats else []),
+        f"  {baton} generate '{prompt}'{where}",
         f"  {baton} get nodes{where}",
-        f"  {curl} {scheme}://{state.http_address}/v1/completions -H 'content-type: application/json' -d '{json_body}'",
+        f"  {curl} {scheme}://{state.http_address}/v1/{path} -H 'content-type: application/json' -d '{json_body}'",
         f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",
         f"Logs are in {directory.logs}. {stop} stops it.",
     ]

@@ -25,6 +25,7 @@ MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_BIG_ENDIAN_3 = 3 << 24
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 _SMALLEST_PAIR = 8 + 4 + 1
@@ -141,7 +142,7 @@ def _head(reader: HeaderReader, data: memoryview) -> tuple[int, int]:
     reader.position = 4
     version = reader.number("I")
     if version not in _VERSIONS:
-        kind = "it is big-endian" if version.to_bytes(4, "little").startswith(b"\0\0\0") else f"version {version}"
+        kind = "it is big-endian" if version == _BIG_ENDIAN_3 else f"version {version}"
         raise ConfigError(f"{kind}; versions 2 and 3, little-endian, are read")
     num_tensors = reader.count(_SMALLEST_TENSOR, MAX_TENSORS, "tensors")
     return num_tensors, reader.count(_SMALLEST_PAIR, MAX_KEYS, "keys")

@@ -1,0 +1,102 @@
+"""The cache of model directories that were made of GGUF files: one for each file's content.
+
+A directory appears whole or not at all: it is written beside its place, flushed, and renamed. A lock lets only one
+process make a directory, and others wait for it; the lock ends with its process, so nothing has to be cleaned up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from baton.errors import ConfigError
+
+_FORM = "1"
+"""Part of each directory's name. Another converter, which writes other files, gets another number."""
+
+Convert = Callable[[Path, Path], None]
+"""Writes the model directory of a GGUF file into an empty directory, and flushes its files."""
+FindSource = Callable[[Path], AbstractContextManager[Path]]
+"""Gives the GGUF file for the duration of a block. It may use the given empty directory."""
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """`baton/models` in XDG_CACHE_HOME, or in `~/.cache`."""
+    # The XDG specification says that a relative path is to be ignored.
+    named = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "baton" / "models"
+
+
+class ModelCache:
+    """The model directories below `root`."""
+
+    def __init__(self, root: Path, convert: Convert) -> None:
+        self._root = root
+        self._convert = convert
+
+    def directory_of(self, sha256: str, find_source: FindSource) -> Path:
+        """The model directory of the GGUF file with this SHA-256, made now if there is none yet.
+
+        Only then `find_source` is called. Raises ConfigError from it, from the conversion, or if the cache can't be
+        written.
+        """
+        directory = self._root / f"{sha256}-{_FORM}"
+        if directory.is_dir():
+            return directory
+        try:
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._locked(directory):
+                if not directory.is_dir():
+                    self._make(directory, find_source)
+        except OSError as error:
+            raise ConfigError(
+                f"the cache {self._root} can't be written ({error.strerror}): set XDG_CACHE_HOME to a directory with "
+                "enough room"
+            ) from error
+        return directory
+
+    def _make(self, directory: Path, find_source: FindSource) -> None:
+        for left in self._root.glob(f".{directory.name}.*"):
+            # A process that was killed left it: whoever makes this directory has the lock.
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=self._root) as scratch:
+            fetched, made = Path(scratch) / "fetched", Path(scratch) / "made"
+            fetched.mkdir()
+            made.mkdir()
+            with find_source(fetched) as source:
+                self._convert(source, made)
+            _flush_directory(made)
+            made.rename(directory)
+            _flush_directory(self._root)
+
+    @contextmanager
+    def _locked(self, directory: Path) -> Iterator[None]:
+        descriptor = os.open(directory.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal; raises ConfigError if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+
+
+def _flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,89 @@
+"""Finds the model directory of what `--model` names, and makes or fetches it where that is needed.
+
+In this order: a directory; a GGUF file, or a directory with one; a named model (`NAMED_MODELS`); ORG/NAME[@REVISION] of
+the Hugging Face Hub. Anything else stays as it is, and the check of the directory refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from baton.cli.models.conversion import convert_in_child
+from baton.cli.models.hub import HubName, fetched_directory
+from baton.cli.models.model_cache import ModelCache, default_cache_dir, sha256_of
+from baton.cli.models.named import NAMED_MODELS, source_of
+from baton.config.cluster import ClusterSettings
+from baton.errors import ConfigError
+
+C = TypeVar("C", bound=ClusterSettings)
+
+_MAX_NAME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A model directory, and the name under which clients know the model unless they are told another."""
+
+    directory: Path
+    name: str
+
+
+def with_model_directory(config: C) -> C:
+    """The settings with a model directory in place of another name of a model. Raises ConfigError."""
+    if config.runner != "torch":
+        return config
+    found = find_model(config.model, os.environ)
+    if found is None:
+        return config
+    return config.model_copy(update={"model": found.directory, "model_name": config.model_name or found.name})
+
+
+def find_model(named: Path, environ: Mapping[str, str]) -> FoundModel | None:
+    """The model directory of a GGUF file, a named model or one of the hub; None for any other path.
+
+    Raises ConfigError if it can't be made or fetched.
+    """
+    if named.is_dir():
+        named = _only_gguf_file(named) or named
+        if named.is_dir():
+            return None
+    cache = ModelCache(default_cache_dir(environ), convert_in_child)
+    if named.suffix == ".gguf":
+        source = named
+        directory = cache.directory_of(sha256_of(source), lambda _scratch: _as_it_is(source))
+        return FoundModel(directory, _as_name(source.stem))
+    model = NAMED_MODELS.get(str(named))
+    if model is not None:
+        return FoundModel(
+            cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch)), _as_name(str(named))
+        )
+    hub = HubName.parse(str(named))
+    if hub is not None:
+        return FoundModel(fetched_directory(hub), _as_name(hub.repository.partition("/")[2]))
+    return None
+
+
+def _only_gguf_file(directory: Path) -> Path | None:
+    """The GGUF file of a directory that is no model directory itself; None if there is none."""
+    if (directory / "config.json").is_file():
+        return None
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        raise ConfigError(f"{directory} has {len(files)} GGUF files: name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+@contextmanager
+def _as_it_is(source: Path) -> Iterator[Path]:
+    yield source
+
+
+def _as_name(text: str) -> str:
+    """The text as a name of a model for clients."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:_MAX_NAME]

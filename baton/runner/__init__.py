@@ -30,4 +30,6 @@ def load(spec: RunnerSpec) -> ModelRunner:
         num_threads=spec.num_threads,
         name=spec.name,
         device=spec.device,
+        quantization=spec.quantization,
+        dequantize=spec.dequantize,
     )

@@ -9,13 +9,17 @@ from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.timed_operations import TimedOperations
 from baton.runner.model.transformer import Transformer
+from baton.runner.model.weights import ModelWeights
 
 
-def compute_paths(operations: Operations, transformer: Transformer) -> tuple[ComputePath, ...]:
+def compute_paths(
+    operations: Operations, transformer: Transformer, weights: ModelWeights, dtype: str
+) -> tuple[ComputePath, ...]:
     """The compute paths of a model that has run a step: by then every layer has chosen its attention."""
     if isinstance(operations, TimedOperations):
         operations = operations.timed
     return (
+        ComputePath("weights", f"{weights.description or dtype}, {weights.num_bytes >> 20} MiB"),
         _products(operations),
         _attention(operations),
         ComputePath(

@@ -16,7 +16,7 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
-from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.backends.kernel_choice import choose_operations, packs_integers
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import host_blocks_in
@@ -27,6 +27,8 @@ from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.quantization.quantize import Quantization
+from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model
 from baton.runner.self_check import why_not_bit_exact
@@ -164,22 +166,30 @@ def load_runner(
     name: str = "",
     device: str = "cpu",
     operations: Operations | None = None,
+    quantization: Quantization | None = None,
+    dequantize: bool = False,
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
 
     `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
-    process. `operations` replaces the machine's kernels (tests). Raises ConfigError.
+    process. `operations` replaces the machine's kernels (tests). `quantization` and `dequantize`: see TorchSpec. Raises
+    ConfigError.
     """
     torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
     layers.register()
     where = resolve_device(device)
     chosen = choose_operations(num_threads, where) if operations is None else operations
-    loaded = load_model(model_dir, dtype, where)
+    if quantization is not None and not packs_integers(chosen):
+        raise ConfigError(f"{quantization} weights can't be computed by {chosen.numerics()}; leave quantization out")
+    plain = dequantize or not packs_integers(chosen)
+    loaded = load_model(model_dir, dtype, where, quantization, dequantize=plain)
     try:
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
         transformer = Transformer(loaded, chosen, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
+    except UnusableWeight as error:
+        raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
     except UnsupportedAttention as error:
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
     except KernelArgumentError as error:
@@ -206,21 +216,28 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
     reason = _settle(loaded, transformer, operations)
-    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    if transformer.layout.has_scales:
-        # A stream must not move between decode nodes whose caches round differently.
-        numerics += f"/kv-{transformer.layout.dtype}"
     return ModelInfo(
         name=name,
-        fingerprint=loaded.checkpoint.fingerprint,
+        fingerprint=loaded.fingerprint,
         architecture=loaded.architecture,
         dtype=loaded.dtype,
-        numerics=numerics,
+        numerics=_numerics(loaded, operations, transformer),
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
         embedding_size=transformer.hidden_size,
-        compute_paths=compute_paths(operations, transformer),
+        compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
     )
+
+
+def _numerics(loaded: LoadedModel, operations: Operations, transformer: Transformer) -> str:
+    """A name for everything that decides the bits, beside the files of the model."""
+    numerics = f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    if loaded.weights.treatment:
+        numerics += f"/{loaded.weights.treatment}"
+    if transformer.layout.has_scales:
+        # A stream must not move between decode nodes whose caches round differently.
+        numerics += f"/kv-{transformer.layout.dtype}"
+    return numerics

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class TorchSpec:
     """The model's name for clients; the directory's name when empty."""
     device: str = "cpu"
     """auto, cpu, cuda or cuda:N; auto takes the first GPU where there is one."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Quantise plain weights while they are loaded; None: they stay plain."""
+    dequantize: bool = False
+    """Make quantised weights plain while they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,5 +74,7 @@ def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:
         num_threads=spec.num_threads,
         name=spec.name,
         operations=cast(Operations, stopwatch),
+        quantization=spec.quantization,
+        dequantize=spec.dequantize,
     )
     return TimedRunner(runner, stopwatch)

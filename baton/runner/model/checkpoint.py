@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from baton.errors import ConfigError
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HEADER_LIMIT = 100_000_000
 _READ_BYTES = 1 << 22
+_MOST_FILES = 10_000
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors")
+_MOST_TENSORS = 1_000_000
+_LONGEST_NAME = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path.parent} has no {path.name}; is it a transformers model directory?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object; copy it again")
@@ -85,7 +90,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def _weight_files(directory: Path) -> tuple[Path, ...]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted({str(name) for name in _read_json(index).get("weight_map", {}).values()})
+        names = _files_of_index(index)
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
             lacking = ", ".join(missing) or "the files"
@@ -103,6 +108,20 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
     raise ConfigError(f"{directory} has no model.safetensors; copy the weights there")
 
 
+def _files_of_index(index: Path) -> list[str]:
+    """The files that an index names; raises ConfigError for names that lead out of its directory, or too many."""
+    found = _read_json(index).get("weight_map")
+    if not isinstance(found, dict):
+        raise ConfigError(f"{index} has no weight_map; copy it again")
+    names = sorted({str(name) for name in found.values()})
+    if len(names) > _MOST_FILES:
+        raise ConfigError(f"{index} names {len(names)} files; at most {_MOST_FILES} are read")
+    for name in names:
+        if not _FILE_NAME.fullmatch(name):
+            raise ConfigError(f"{index} names {name!r:.80}, which is not the name of a safetensors file beside it")
+    return names
+
+
 def _safetensors_header(path: Path) -> bytes:
     """The bytes of a file's header; raises ConfigError unless its tensors fill the rest of the file exactly."""
     size = path.stat().st_size
@@ -112,9 +131,15 @@ def _safetensors_header(path: Path) -> bytes:
         header = file.read(length) if 0 < length <= min(_HEADER_LIMIT, size - 8) else b""
     try:
         entries = json.loads(header)
-        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ConfigError(f"{path} is not a sound safetensors file (bad header); copy it again") from error
+    if len(tensors) > _MOST_TENSORS:
+        raise ConfigError(f"{path} holds {len(tensors)} tensors; at most {_MOST_TENSORS} are read")
+    for name in tensors:
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ConfigError(f"{path} holds a tensor named {name!r:.80}, which is no name of a weight")
     if 8 + length + end != size:
         raise ConfigError(f"{path} is truncated: {size} bytes instead of {8 + length + end}; copy it again")
     return header
@@ -150,4 +175,7 @@ def _eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]
         value = config.get("eos_token_id")
     if value is None:
         return frozenset()
-    return frozenset(int(token_id) for token_id in (value if isinstance(value, list) else [value]))
+    token_ids = value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in token_ids):
+        raise ConfigError(f"{directory} has an eos_token_id that is not a number or a list of numbers; copy it again")
+    return frozenset(token_ids)

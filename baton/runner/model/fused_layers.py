@@ -14,6 +14,7 @@ from torch import nn
 from baton.runner.backends.cpu.kernels.program import Program, Rows
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention
+from baton.runner.model.quantized_layers import Weight, pack, pack_gated
 
 
 class FusedNorm(nn.Module):
@@ -48,17 +49,17 @@ class FusedMlp(nn.Module):
     def __init__(
         self,
         operations: Operations,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
         down_bias: torch.Tensor | None,
         activation: Activation,
     ) -> None:
         super().__init__()
         self._operations = operations
         self._activation = activation
-        self._gated = operations.pack_gated(gate, up)
-        self._down = operations.pack(down)
+        self._gated = pack_gated(operations, gate, up)
+        self._down = pack(operations, down)
         self._bias = None if down_bias is None else down_bias.detach().clone()
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,9 +85,9 @@ class FusedAttention(nn.Module):
         self,
         operations: Operations,
         layer_idx: int,
-        weights: tuple[torch.Tensor, ...],
+        weights: tuple[Weight, ...],
         biases: tuple[torch.Tensor | None, ...],
-        out: tuple[torch.Tensor, torch.Tensor | None],
+        out: tuple[Weight, torch.Tensor | None],
         heads: tuple[int, int, int],
         norms: tuple[FusedNorm | None, FusedNorm | None],
         how: AttentionParameters,
@@ -104,9 +105,9 @@ class FusedAttention(nn.Module):
         self._norms = norms
         sinks = None if how.sinks is None else how.sinks.detach().clone()
         self._how = AttentionParameters(how.scale, how.window, how.softcap, sinks)
-        self._qkv = operations.pack(*weights)
+        self._qkv = pack(operations, *weights)
         self._qkv_bias = _joined_bias(weights, biases)
-        self._out = operations.pack(out[0])
+        self._out = pack(operations, out[0])
         self._out_bias = None if out[1] is None else out[1].detach().clone()
 
     def rows(
@@ -169,8 +170,9 @@ def whole_angles(angles: torch.Tensor, half: bool) -> torch.Tensor:
     return torch.cat((angles, angles), dim=-1) if half else angles.contiguous()
 
 
-def _joined_bias(weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    if all(bias is None for bias in biases):
+def _joined_bias(weights: tuple[Weight, ...], biases: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    known = next((bias for bias in biases if bias is not None), None)
+    if known is None:
         return None
     pairs = zip(weights, biases, strict=True)
-    return torch.cat([w.new_zeros(w.shape[0]) if bias is None else bias.detach() for w, bias in pairs])
+    return torch.cat([known.new_zeros(w.shape[0]) if bias is None else bias.detach() for w, bias in pairs])

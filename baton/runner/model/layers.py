@@ -18,7 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.runner.backends.cpu.kernels.program import Program, Rows
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.model.quantized_layers import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Weight,
+    halves_of,
+    held_experts,
+    pack,
+    pack_gated,
+    read_packed,
+)
 from baton.runner.model.recognition import children_of, gated_activation
+from baton.runner.model.weight_plan import is_experts
 
 EXPERTS_NAME = "baton_experts"
 
@@ -31,14 +43,12 @@ _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 class PackedLinear(nn.Module):
     """A linear layer on a packed weight: [..., K] to [..., N]."""
 
-    def __init__(
-        self, operations: Operations, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, operations: Operations, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight_dtype = dtype
         self._operations = operations
-        self._packed = operations.pack(weight.detach())
+        self._packed = pack(operations, weight)
         self._bias = None if bias is None else bias.detach().clone()
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,6 +135,7 @@ class PackedExperts:
         self._operations = operations
         self._row_quantum = row_quantum
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
+        self._held = held_experts(module)
         self._activation = None
         if module.has_gate and not module.has_bias:
             self._activation = gated_activation(module._apply_gate)
@@ -136,6 +147,8 @@ class PackedExperts:
         return self._activation is not None
 
     def _pack(self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False) -> list[Any]:
+        if name in self._held:
+            return [self._pack_held([read_packed(stored) for stored in expert], gated) for expert in self._held[name]]
         packed = []
         for weight in getattr(module, name).detach():
             rows = weight.T.contiguous() if module.is_transposed else weight
@@ -144,6 +157,12 @@ class PackedExperts:
         release(module)
         delattr(module, name)
         return packed
+
+    def _pack_held(self, weights: list[QuantizedWeight], gated: bool) -> Any:
+        if gated:
+            gate, up = weights if len(weights) == 2 else halves_of(weights[0])
+            return pack_gated(self._operations, gate, up)
+        return pack(self._operations, *weights)
 
     def compute(
         self, module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -203,26 +222,29 @@ def replace_products(
     """
     from transformers.pytorch_utils import Conv1D
 
-    embeddings = {
-        part.weight.data_ptr(): (parent, name)
-        for parent in module.modules()
-        for name, part in parent.named_children()
-        if type(part) is nn.Embedding
-    }
+    embeddings = _embeddings(module)
     for parent, name, child in children_of(module):
-        if not isinstance(child, nn.Linear | Conv1D):
+        if isinstance(child, QuantizedLinear):
+            shared = id(child.stored)
+            packed = PackedLinear(operations, child.quantized(), child.bias, child.dtype)
+        elif isinstance(child, nn.Linear | Conv1D):
+            shared = child.weight.data_ptr()
+            weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight.detach()
+            packed = PackedLinear(operations, weight, child.bias, weight.dtype)
+        else:
             continue
-        weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight
-        packed = PackedLinear(operations, weight, child.bias, weight.dtype)
         setattr(parent, name, packed)
-        if (tied := embeddings.get(child.weight.data_ptr())) is not None:
+        if (tied := embeddings.get(shared)) is not None:
             setattr(tied[0], tied[1], PackedEmbedding(packed))
         release(child)
+    for parent, name, child in children_of(module):
+        if isinstance(child, QuantizedEmbedding):  # one that the head does not share
+            packed = PackedLinear(operations, read_packed(child.stored), None, child.dtype)
+            setattr(parent, name, PackedEmbedding(packed))
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             continue
-        # transformers' decorator sets this attribute on every experts class that ExpertsInterface can compute.
-        if getattr(part, "_is_expert_parallel", None) is not None:
+        if is_experts(part):
             object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
             release(part)
             continue
@@ -233,6 +255,18 @@ def replace_products(
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
+
+
+def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """The parents and names of embeddings, by what identifies a weight that the head may share."""
+    found = {}
+    for parent in module.modules():
+        for name, part in parent.named_children():
+            if isinstance(part, QuantizedEmbedding):
+                found[id(part.stored)] = (parent, name)
+            elif type(part) is nn.Embedding:
+                found[part.weight.data_ptr()] = (parent, name)
+    return found
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.model.attention import AttentionParameters, EchoAttention
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
+from baton.runner.model.quantized_layers import QuantizedLinear, Weight, forget_weights, halves_of, weight_of
 
 _ROWS = 5
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
@@ -47,6 +48,7 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
                 )
             except _NotRecognised as reason:
                 why_not = f"{type(child).__name__}: {reason}"
+                forget_weights(child)
                 continue
             if fused is not None:
                 setattr(parent, name, fused)
@@ -105,9 +107,14 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     gate_and_up = _gate_and_up(child)
     if activation is None or gate_and_up is None:
         return None
-    x = torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator).to(down.weight)
-    fused = FusedMlp(operations, *gate_and_up, down.weight, down.bias, activation)
+    x = _like_input(down, torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator))
+    fused = FusedMlp(operations, *gate_and_up, weight_of(down), down.bias, activation)
     return fused if _agree(child(x), fused(x)) else None
+
+
+def _like_input(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Input x in the dtype and on the device of a layer's weight, which is not read for that."""
+    return x.to(linear.dtype) if isinstance(linear, QuantizedLinear) else x.to(linear.weight)
 
 
 def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
@@ -115,14 +122,13 @@ def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation 
     return next((name for name in _ACTIVATIONS if torch.allclose(function(x), activate(x, name), atol=1e-6)), None)
 
 
-def _gate_and_up(child: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _gate_and_up(child: Any) -> tuple[Weight, Weight] | None:
     gate, up, both = (getattr(child, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj"))
     if isinstance(both, nn.Linear) and both.bias is None:
-        first, second = both.weight.chunk(2)
-        return first, second
+        return halves_of(weight_of(both))
     if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
         return None
-    return (gate.weight, up.weight) if gate.bias is None and up.bias is None else None
+    return (weight_of(gate), weight_of(up)) if gate.bias is None and up.bias is None else None
 
 
 def _fused_attention(
@@ -133,8 +139,8 @@ def _fused_attention(
     if projections is None or getattr(child, "layer_idx", None) is None:
         return None
     why = "it takes no rotary angles"
-    first = projections[0].weight
-    x = torch.randn(1, _ROWS, first.shape[1], generator=generator).to(first)
+    first = projections[0]
+    x = _like_input(first, torch.randn(1, _ROWS, first.in_features, generator=generator))
     for width in widths:
         angles = torch.rand(1, _ROWS, width, generator=generator) * 6
         cos, sin = angles.cos().to(x), angles.sin().to(x)
@@ -192,9 +198,9 @@ def _build_attention(
     return FusedAttention(
         operations,
         child.layer_idx,
-        tuple(part.weight for part in projections),
+        tuple(weight_of(part) for part in projections),
         tuple(part.bias for part in projections),
-        (child.o_proj.weight, child.o_proj.bias),
+        (weight_of(child.o_proj), child.o_proj.bias),
         heads,
         norms,
         how,

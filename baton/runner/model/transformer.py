@@ -30,6 +30,8 @@ from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
 from baton.runner.model.layer_groups import group_layers
 from baton.runner.model.layers import ProductWatch, replace_products
 from baton.runner.model.mapped_files import MappedFiles
+from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.quantized_layers import widths_of
 from baton.runner.model.recognition import fuse
 from baton.runner.model.weights import DTYPES, LoadedModel
 
@@ -103,9 +105,13 @@ class Transformer:
         probe = ProbeAttention()
         watch = ProductWatch()
         bind(model.module, probe)
-        with watch:
-            self.hidden_size: int = self._probe().hidden.shape[1]
-            """The size of a hidden state; 0: the head's input can't be observed."""
+        try:
+            with watch:
+                self.hidden_size: int = self._probe().hidden.shape[1]
+                """The size of a hidden state; 0: the head's input can't be observed."""
+        except (RuntimeError, ValueError, IndexError, ArithmeticError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise UnusableWeight(f"a step with them fails with {type(error).__name__} ({reason:.200})") from error
         if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
             raise UnsupportedAttention(
                 f"{model.architecture} has {model.config.num_hidden_layers} layers, {len(probe.layers)} with "
@@ -295,6 +301,7 @@ def _widths(model: LoadedModel) -> list[int]:
     config = model.config
     widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}
     widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
+    widths |= widths_of(model.module)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return [*widths, head_dim]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,30 @@ from baton.errors import ConfigError
 from baton.runner.backends.device import CPU
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
+from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.layers import EXPERTS_NAME
-from baton.runner.model.mapped_files import tensors_on_file
+from baton.runner.model.mapped_files import TensorOnFile, tensors_on_file
+from baton.runner.model.quantization.formats import format_of
+from baton.runner.model.quantization.quantize import GROUP, Quantization
+from baton.runner.model.quantization.stored_weight import UnusableWeight, WeightFormat, stored_weights
+from baton.runner.model.quantize_at_load import weights_to_quantize
+from baton.runner.model.weight_plan import WeightPlan, plan_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """What the weights of a loaded model are."""
+
+    treatment: str = ""
+    """What was done to the checkpoint's weights: int8, int4, dequantized; empty: nothing."""
+    description: str = ""
+    """For operators: "int4, groups of 32, 4.5 bits a weight"; empty: all weights are plain."""
+    num_bytes: int = 0
+    """Their size in memory, plain ones included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,14 @@ class LoadedModel:
     """float32 or bfloat16."""
     architecture: str
     device: torch.device = CPU
+    weights: ModelWeights = ModelWeights()
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's fingerprint: that of its files, and of what was done to its weights."""
+        if not self.weights.treatment:
+            return self.checkpoint.fingerprint
+        return hashlib.sha256(f"{self.checkpoint.fingerprint} {self.weights.treatment}".encode()).hexdigest()
 
 
 def resolve_dtype(name: str, device: torch.device = CPU) -> str:
@@ -59,14 +88,29 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> LoadedModel:
+def load_model(
+    directory: Path,
+    dtype: str,
+    device: torch.device = CPU,
+    quantization: Quantization | None = None,
+    *,
+    dequantize: bool = False,
+) -> LoadedModel:
     """Load a model directory; `dtype` is auto, float32 or bfloat16.
 
-    Raises ConfigError (one line: what, and how to fix it) for a directory that is missing, incomplete, corrupt, pickled
-    or of an architecture that can't run here. Never reaches for the network and runs no code from the directory.
+    `quantization`: quantise plain weights; `dequantize`: make quantised ones plain. Otherwise their integers are for
+    operations that pack them. Raises ConfigError (one line: what,
+    and how to fix it) for a directory that is missing, incomplete, corrupt, pickled or of an architecture or a format
+    that can't run here. Never reaches for the network and runs no code from the directory.
     """
     dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(directory)
+    try:
+        weight_format = format_of(checkpoint.config)
+    except UnusableWeight as error:
+        raise ConfigError(f"{directory} can't be served: {error}") from error
+    if quantization is not None and weight_format is not None:
+        raise ConfigError(f"{directory} is quantised already ({weight_format.description}); leave quantization out")
     # Imported only now, since transformers is slow to import and a bad directory is refused without it.
     import transformers
 
@@ -76,10 +120,16 @@ def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> Loade
     model_class = _model_class(checkpoint, config)
     try:
         with tensors_on_file(checkpoint.weight_files) as tensors:
-            module, info = model_class.from_pretrained(
+            if config.num_hidden_layers > len(tensors):
+                raise UnusableWeight(f"{config.num_hidden_layers} layers can't be made of {len(tensors)} tensors")
+            plan = WeightPlan(loaded=dict(tensors))
+            if weight_format is not None or quantization is not None:
+                plan = _plan(model_class, config, tensors, weight_format, quantization, dequantize)
+            _check_types(plan)
+            module, info = _class_with(plan, model_class, DTYPES[dtype]).from_pretrained(
                 None,
                 config=config,
-                state_dict=tensors,
+                state_dict=plan.loaded,
                 dtype=DTYPES[dtype],
                 attn_implementation=ATTENTION_NAME,
                 experts_implementation=EXPERTS_NAME,
@@ -90,7 +140,9 @@ def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> Loade
         raise ConfigError(
             f"the weights in {directory} can't be read ({_first_line(error)}); copy them again"
         ) from error
-    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
+    except UnusableWeight as error:
+        raise ConfigError(f"the weights in {directory} can't be used: {error}") from error
+    except Exception as error:
         raise ConfigError(f"the weights in {directory} don't fit its config.json ({_first_line(error)})") from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -98,20 +150,98 @@ def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> Loade
             f"the weights in {directory} lack {len(missing)} tensors that its config.json asks for, first {missing[0]}"
         )
     module.to(device).eval().requires_grad_(False)
-    return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device)
+    weights = _weights(plan, module, weight_format, quantization, dequantize, dtype)
+    return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
+
+
+def _plan(
+    model_class: Any,
+    config: Any,
+    tensors: Mapping[str, TensorOnFile],
+    weight_format: WeightFormat | None,
+    quantization: Quantization | None,
+    dequantize: bool,
+) -> WeightPlan:
+    """Decide where the weights of a checkpoint belong; raises UnusableWeight."""
+    with torch.device("meta"):
+        skeleton = model_class(copy.deepcopy(config))
+    names = CheckpointNames(skeleton)
+    if quantization is not None:
+        chosen = weights_to_quantize(skeleton, names, tensors, quantization)
+        plain = {name: tensor for name, tensor in tensors.items() if name not in chosen.tensors}
+        plan = plan_weights(skeleton, names, chosen.weights, plain)
+        for key, experts in chosen.experts.items():
+            path, _, leaf = key.rpartition(".")
+            plan.experts.setdefault(path, {})[leaf] = experts
+        return plan
+    if weight_format is None:
+        return WeightPlan(loaded=dict(tensors))
+    weights, used = stored_weights(weight_format, tensors, dequantize)
+    plain = {name: tensor for name, tensor in tensors.items() if name not in used}
+    if dequantize:
+        weights = {name: replace(stored, packed_bytes=None) for name, stored in weights.items()}
+    return plan_weights(skeleton, names, weights, plain)
+
+
+def _check_types(plan: WeightPlan) -> None:
+    for name, tensor in plan.loaded.items():
+        if isinstance(tensor, TensorOnFile) and tensor.dtype.startswith("F8"):
+            raise UnusableWeight(f"{name} is of type {tensor.dtype} and has no scale; copy all files again")
+
+
+def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype) -> Any:
+    """The class of the model, whose instances have the parts that hold quantised weights from the start.
+
+    Otherwise transformers would allocate plain weights for them.
+    """
+    if not plan.held:
+        return model_class
+
+    def build(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        model_class.__init__(self, config, *arguments, **named)
+        plan.install(self, dtype)
+
+    # Name and module are the model's, since transformers looks its table of conversions up by them.
+    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+
+
+def _weights(
+    plan: WeightPlan,
+    module: nn.Module,
+    weight_format: WeightFormat | None,
+    quantization: Quantization | None,
+    dequantize: bool,
+    dtype: str,
+) -> ModelWeights:
+    plain_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    treatment = quantization or ("dequantized" if dequantize and weight_format is not None else "")
+    held = plan.held
+    if not held:
+        description = "" if weight_format is None else f"{weight_format.description}, dequantised to {dtype}"
+        return ModelWeights(treatment, description, plain_bytes)
+    packed_bytes = sum(stored.packed_bytes or 0 for stored in held)
+    name = f"{quantization}, groups of {GROUP}" if weight_format is None else weight_format.description
+    bits = 8 * packed_bytes / sum(stored.shape[0] * stored.shape[1] for stored in held)
+    return ModelWeights(treatment, f"{name}, {bits:.3g} bits a weight", plain_bytes + packed_bytes)
 
 
 def _config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        config = AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
+    # transformers has no list of what it raises for a configuration that it does not expect.
+    except Exception as error:
         name = checkpoint.config.get("model_type", "without a model_type")
         raise ConfigError(
             f"{checkpoint.directory} is of type {name!r}, which this version of transformers can't load "
             f"({_first_line(error)}); choose another model or upgrade transformers"
         ) from error
+    # transformers would otherwise look for the library that made the weights, and run its code.
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):
+            delattr(config, name)
+    return config
 
 
 def _model_class(checkpoint: Checkpoint, config: Any) -> Any:

@@ -100,7 +100,8 @@ def paths_of(runner: TorchModelRunner) -> dict[str, ComputePath]:
 
 def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
     paths = paths_of(loaded(tmp_path, TINY_MODELS["llama"]))
-    assert list(paths) == ["products", "attention", "decoder", "step"]
+    assert list(paths) == ["weights", "products", "attention", "decoder", "step"]
+    assert paths["weights"] == ComputePath("weights", "float32, 0 MiB")
     assert paths["decoder"] == ComputePath("decoder", "Baton's loop over the layers")
     assert paths["step"] == ComputePath("step", "one call for all layers")
 

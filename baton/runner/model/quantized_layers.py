@@ -1,0 +1,143 @@
+"""Stands for the linear layers, embeddings and experts of a model whose weights are quantised, until they are packed.
+
+Each holds weights that are still in their file. A linear layer computes with one dequantised tensor at a time, which is
+what recognition (recognition.py) compares; what is packed are the integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.model.quantization.stored_weight import StoredWeight
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+"""What operations pack."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose `weight` is dequantised whenever it is read."""
+
+    def __init__(self, stored: StoredWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate a weight
+        self.out_features, self.in_features = stored.shape
+        self.register_parameter("bias", bias)
+        self.stored = stored
+        self.dtype = dtype
+        self._quantized: QuantizedWeight | None = None
+        # transformers would otherwise fill the weight with random numbers.
+        self._is_hf_initialized = True
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The weight as plain numbers: [n, k] in the model's dtype."""
+        return self.quantized().dequantized(self.dtype)
+
+    def quantized(self) -> QuantizedWeight:
+        """The weight as integers, which stay in memory until `forget`."""
+        if self._quantized is None:
+            self._quantized = read_packed(self.stored)
+        return self._quantized
+
+    def forget(self) -> None:
+        """Free the integers; they are read again when they are needed."""
+        self._quantized = None
+
+
+class QuantizedEmbedding(nn.Module):
+    """An embedding whose weight is quantised. `replace_products` replaces it before it is called."""
+
+    def __init__(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stored = stored
+        self.dtype = dtype
+        self._is_hf_initialized = True
+
+
+ExpertWeights: TypeAlias = Mapping[str, Sequence[Sequence[StoredWeight]]]
+"""The weights of an experts module by the name of the parameter that they stand for: for every expert those that are
+stacked over their outputs (gate and up, or one)."""
+
+
+def hold_experts(module: nn.Module, weights: ExpertWeights) -> None:
+    """Take the parameters that quantised weights replace away from an experts module, and give it these weights."""
+    for name in weights:
+        delattr(module, name)
+    object.__setattr__(module, "quantized_experts", weights)
+    object.__setattr__(module, "_is_hf_initialized", True)
+
+
+def held_experts(module: nn.Module) -> ExpertWeights:
+    """The quantised weights of an experts module; empty if it has none."""
+    held: ExpertWeights = getattr(module, "quantized_experts", {})
+    return held
+
+
+def read_packed(stored: StoredWeight) -> QuantizedWeight:
+    """Read a weight that can be packed."""
+    weight = stored.read()
+    if not isinstance(weight, QuantizedWeight):
+        raise TypeError("a weight that has no packed form must be loaded as a plain tensor")
+    return weight
+
+
+def pack(operations: Operations, *weights: Weight) -> Any:
+    """Pack weights as `Operations.pack` does; integers only where `packs_integers` says so."""
+    accepting: Any = operations
+    return accepting.pack(*weights)
+
+
+def pack_gated(operations: Operations, gate: Weight, up: Weight) -> Any:
+    """Pack two weights as `Operations.pack_gated` does; integers only where `packs_integers` says so."""
+    accepting: Any = operations
+    return accepting.pack_gated(gate, up)
+
+
+def weight_of(linear: nn.Linear) -> Weight:
+    """The weight of a linear layer as operations pack it: integers if it is quantised."""
+    return linear.quantized() if isinstance(linear, QuantizedLinear) else linear.weight
+
+
+def halves_of(weight: Weight) -> tuple[Weight, Weight]:
+    """The first and the second half of a weight's outputs."""
+    if isinstance(weight, torch.Tensor):
+        first, second = weight.chunk(2)
+        return first, second
+    half = weight.shape[0] // 2
+    return _rows(weight, 0, half), _rows(weight, half, 2 * half)
+
+
+def _rows(weight: QuantizedWeight, first: int, stop: int) -> QuantizedWeight:
+    def part(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[first:stop]
+
+    return QuantizedWeight(
+        codes=weight.codes[first:stop],
+        bits=weight.bits,
+        group=weight.group,
+        scales=weight.scales[first:stop],
+        scale_factors=part(weight.scale_factors),
+        zeros=weight.zeros if isinstance(weight.zeros, int) else weight.zeros[first:stop],
+        offsets=part(weight.offsets),
+        offset_factors=part(weight.offset_factors),
+    )
+
+
+def forget_weights(module: nn.Module) -> None:
+    """Free what the quantised layers in a module have read."""
+    for part in module.modules():
+        if isinstance(part, QuantizedLinear):
+            part.forget()
+
+
+def widths_of(module: nn.Module) -> set[int]:
+    """The widths of the rows that the quantised weights of a module take and give."""
+    shapes = [part.stored.shape for part in module.modules() if isinstance(part, QuantizedLinear | QuantizedEmbedding)]
+    for part in module.modules():
+        shapes += [stored.shape for experts in held_experts(part).values() for expert in experts for stored in expert]
+    return {width for shape in shapes for width in shape}

@@ -1,0 +1,188 @@
+"""Decides for every quantised weight of a checkpoint which part of the model holds it.
+
+Linear layers, experts and embeddings hold it as it is (quantized_layers.py). For any other part, and for a weight that
+has no packed form, transformers' loader gets it dequantised, one tensor after the other. The decision is made on a
+module without memory (on torch's meta device), so a checkpoint that does not fit its config.json is refused before
+anything is allocated. transformers' own quantizers play no part (docs/decisions/0026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.runner.model.checkpoint_names import CheckpointNames, in_natural_order
+from baton.runner.model.quantization.stored_weight import CheckpointTensor, StoredWeight, UnusableWeight
+from baton.runner.model.quantized_layers import QuantizedEmbedding, QuantizedLinear, hold_experts
+
+
+class DequantizedTensor:
+    """A quantised weight as transformers' loader takes it: read and dequantised when it is sliced."""
+
+    def __init__(self, stored: StoredWeight, is_transposed: bool = False) -> None:
+        self._stored = stored
+        self._is_transposed = is_transposed
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        weight = self._stored.dequantized()
+        return (weight.T.contiguous() if self._is_transposed else weight)[index]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Which parts of a module hold which quantised weights, by the parts' paths, and what the loader gets."""
+
+    linears: dict[str, StoredWeight] = field(default_factory=dict)
+    embeddings: dict[str, StoredWeight] = field(default_factory=dict)
+    experts: dict[str, dict[str, list[list[StoredWeight]]]] = field(default_factory=dict)
+    loaded: dict[str, Any] = field(default_factory=dict)
+    """Plain and dequantised tensors by their names in the checkpoint."""
+
+    @property
+    def held(self) -> list[StoredWeight]:
+        """All weights that are packed, each once."""
+        experts = [
+            stored
+            for parameters in self.experts.values()
+            for experts in parameters.values()
+            for expert in experts
+            for stored in expert
+        ]
+        return list({id(stored): stored for stored in [*self.linears.values(), *experts]}.values())
+
+    def install(self, module: Any, dtype: torch.dtype) -> None:
+        """Put the parts that hold quantised weights into a module that has no memory yet."""
+        for path, stored in self.linears.items():
+            linear = module.get_submodule(path)
+            module.set_submodule(path, QuantizedLinear(stored, linear.bias, dtype))
+        for path, stored in self.embeddings.items():
+            module.set_submodule(path, QuantizedEmbedding(stored, dtype))
+        for path, weights in self.experts.items():
+            hold_experts(module.get_submodule(path), weights)
+        held = {f"{path}.weight" for path in (*self.linears, *self.embeddings)}
+        ties = module.all_tied_weights_keys
+        # transformers would look for a parameter that is not there.
+        module.all_tied_weights_keys = {key: ties[key] for key in ties if not held & {key, ties[key]}}
+
+
+def plan_weights(
+    skeleton: Any, names: CheckpointNames, weights: Mapping[str, StoredWeight], plain: Mapping[str, CheckpointTensor]
+) -> WeightPlan:
+    """Decide where the quantised `weights` and the `plain` tensors of a checkpoint belong.
+
+    `skeleton` is the model on the meta device. Raises UnusableWeight for weights that don't fit it.
+    """
+    return _Planner(skeleton, names, weights, plain).plan()
+
+
+class _Planner:
+    def __init__(
+        self,
+        skeleton: Any,
+        names: CheckpointNames,
+        weights: Mapping[str, StoredWeight],
+        plain: Mapping[str, CheckpointTensor],
+    ) -> None:
+        self._skeleton = skeleton
+        self._names = names
+        self._weights = weights
+        self._plain = plain
+        self._plan = WeightPlan(loaded=dict(plain))
+        self._stored_keys = {names.parameter_of(name)[0] for name in (*weights, *plain)}
+        """The parameters that have a tensor in the checkpoint."""
+
+    def plan(self) -> WeightPlan:
+        self._check_plain()
+        stacked: dict[str, dict[str, list[str]]] = {}
+        for name, stored in self._weights.items():
+            key, pattern = self._names.parameter_of(name)
+            if pattern is not None:
+                stacked.setdefault(key, {}).setdefault(pattern, []).append(name)
+            else:
+                self._place(name, key, stored)
+        for key, sources in stacked.items():
+            if not self._hold_experts(key, sources):
+                for name in (name for found in sources.values() for name in found):
+                    self._plan.loaded[name] = DequantizedTensor(self._weights[name])
+        return self._plan
+
+    def _check_plain(self) -> None:
+        """Raise UnusableWeight for a plain tensor of another shape than config.json asks for."""
+        for name, tensor in self._plain.items():
+            key, pattern = self._names.parameter_of(name)
+            parameter = self._names.parameters.get(key)
+            if parameter is not None and pattern is None and tuple(parameter.shape) != tensor.shape:
+                raise UnusableWeight(
+                    f"{name} has the shape {list(tensor.shape)}, and config.json asks for {list(parameter.shape)}"
+                )
+
+    def _place(self, name: str, key: str, stored: StoredWeight) -> None:
+        """Let the part with this parameter hold the weight, or the loader get the weight dequantised."""
+        from transformers.pytorch_utils import Conv1D
+
+        path = key.removesuffix(".weight")
+        part = self._skeleton.get_submodule(path) if key in self._names.parameters and path != key else None
+        is_transposed = isinstance(part, Conv1D)
+        if isinstance(part, nn.Linear | nn.Embedding | Conv1D):
+            shape = tuple(part.weight.shape)
+            if stored.shape != (shape[::-1] if is_transposed else shape):
+                raise UnusableWeight(
+                    f"{key} is {' x '.join(map(str, stored.shape))}, not {' x '.join(map(str, shape))}"
+                )
+        if stored.packed_bytes is not None and isinstance(part, nn.Linear | Conv1D):
+            self._plan.linears[path] = stored
+            source = self._ties.get(key)
+            if source is not None and source not in self._stored_keys:
+                self._plan.embeddings[source.removesuffix(".weight")] = stored
+            return
+        if stored.packed_bytes is not None and isinstance(part, nn.Embedding):
+            for target, source in self._ties.items():
+                if source == key and target not in self._stored_keys:
+                    self._plan.linears[target.removesuffix(".weight")] = stored
+            # Embeddings of other types do more than to look rows up.
+            if type(part) is nn.Embedding:
+                self._plan.embeddings[path] = stored
+                return
+        self._plan.loaded[name] = DequantizedTensor(stored, is_transposed)
+
+    @property
+    def _ties(self) -> Mapping[str, str]:
+        """For the name of a tied parameter that of the parameter whose weight it shares."""
+        ties: Mapping[str, str] = self._skeleton.all_tied_weights_keys
+        return ties
+
+    def _hold_experts(self, key: str, sources: Mapping[str, list[str]]) -> bool:
+        """Let an experts module hold the weights of all experts; False: the loader must get them dequantised."""
+        path, _, leaf = key.rpartition(".")
+        patterns = self._names.stacked_patterns(next(iter(sources)))
+        if key not in self._names.parameters or set(patterns) != set(sources):
+            return False
+        part, parameter = self._skeleton.get_submodule(path), self._names.parameters[key]
+        of_pattern = [
+            [self._weights[name] for name in sorted(sources[each], key=in_natural_order)] for each in patterns
+        ]
+        experts = [list(expert) for expert in zip(*of_pattern, strict=False)]
+        if not is_experts(part) or parameter.dim() != 3:
+            return False
+        if {len(found) for found in of_pattern} != {len(parameter)}:
+            raise UnusableWeight(f"{key} needs the weights of {len(parameter)} experts, and there are {len(experts)}")
+        if any(stored.packed_bytes is None for expert in experts for stored in expert):
+            return False
+        for number, expert in enumerate(experts):
+            shape = (sum(stored.shape[0] for stored in expert), expert[0].shape[1])
+            if shape != tuple(parameter.shape[1:]) or len({stored.shape for stored in expert}) > 1:
+                raise UnusableWeight(
+                    f"expert {number} of {key} is {shape[0]} x {shape[1]}, not {list(parameter.shape[1:])}"
+                )
+        self._plan.experts.setdefault(path, {})[leaf] = experts
+        return True
+
+
+def is_experts(part: nn.Module) -> bool:
+    """Whether a module holds experts that transformers' ExpertsInterface can compute."""
+    # transformers' decorator sets this attribute on every such class.
+    return getattr(part, "_is_expert_parallel", None) is not None

@@ -1,0 +1,308 @@
+"""Quantised checkpoints become models whose weights are what their files mean, or are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from baton.engine.runner import ModelInfo
+from baton.errors import ConfigError
+from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.torch_operations import TorchOperations, TorchWeight
+from baton.runner.model.layers import PackedLinear
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from kv_transfer.layout import LayoutFingerprint, layout_mismatch
+from tests.support.quantized_models import (
+    FP8_FORMATS,
+    PACKED_FORMATS,
+    edit_config,
+    write_quantized_model,
+)
+from tests.support.runner_driver import RunnerDriver
+from tests.support.tiny_models import TINY_MODELS
+
+FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
+PROMPT = [(7 * position) % 251 for position in range(40)]
+
+
+class IntegersInTorch(TorchOperations):
+    """torch's products on integers that are dequantised to float32 when they are packed; counts them."""
+
+    packs_integers = True
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.num_integers = 0
+
+    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> TorchWeight:
+        self.num_integers += sum(isinstance(weight, QuantizedWeight) for weight in weights)
+        plain = [weight.dequantized() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
+        return super().pack(*plain)
+
+    def pack_gated(self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> TorchWeight:
+        return self.pack(gate, up)
+
+
+def load(directory: Path, **how: Any) -> TorchModelRunner:
+    return load_runner(directory, dtype="float32", num_blocks=48, **{"operations": IntegersInTorch(), **how})
+
+
+def logits(runner: TorchModelRunner) -> npt.NDArray[np.float32]:
+    """The logits of the token that follows the prompt."""
+    seen: list[npt.NDArray[np.float32]] = []
+    compute = runner._transformer.compute
+
+    def watched(*arguments: Any) -> npt.NDArray[np.float32]:
+        seen.append(compute(*arguments))
+        return seen[-1]
+
+    runner._transformer.compute = watched  # type: ignore[method-assign, assignment]
+    driver = RunnerDriver(runner)
+    driver.add("request", PROMPT)
+    driver.step({"request": len(PROMPT)})
+    return seen[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_computes_with_the_weights_that_its_file_means(tmp_path: Path, architecture: str, name: str) -> None:
+    twin = write_quantized_model(tmp_path / "tiny", architecture, FORMATS[name])
+    expected = logits(load(twin))
+    operations = IntegersInTorch()
+    runner = load(tmp_path / "tiny", operations=operations)
+    assert np.array_equal(logits(runner), expected)
+    # Of 3 layers: q, k, v and o; gate, up and down of one MLP, or of four experts.
+    expected_integers = 3 * (4 + 3 * (4 if architecture == "mixtral" else 1))
+    assert operations.num_integers == (0 if name in FP8_FORMATS else expected_integers)
+    assert np.array_equal(logits(load(tmp_path / "tiny", dequantize=True)), expected)
+    assert np.array_equal(logits(load(tmp_path / "tiny", operations=TorchOperations(1))), expected)
+
+
+@pytest.mark.parametrize("architecture", sorted(set(TINY_MODELS) - {"gpt_oss", "gpt2"}))
+def test_every_architecture_takes_packed_weights(tmp_path: Path, architecture: str) -> None:
+    # Rows that groups of 32 divide.
+    widths = {"q_lora_rank": 32} if architecture == "deepseek_v3" else {}
+    twin = write_quantized_model(tmp_path / "tiny", architecture, PACKED_FORMATS["gptq-int4-asymmetric"], **widths)
+    operations = IntegersInTorch()
+    runner = load(tmp_path / "tiny", operations=operations)
+    assert operations.num_integers >= 3 * 4
+    assert np.array_equal(logits(runner), logits(load(twin)))
+    assert runner.model.bit_exact
+
+
+def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
+    write_quantized_model(tmp_path / "tiny", "llama", PACKED_FORMATS["awq-int4"])
+    kept, plain = load(tmp_path / "tiny"), load(tmp_path / "tiny", dequantize=True)
+    assert kept.model.compute_paths[0].runs == "int4 (AWQ), groups of 32, 4.75 bits a weight, 0 MiB"
+    assert plain.model.compute_paths[0].runs == "int4 (AWQ), groups of 32, dequantised to float32, 0 MiB"
+
+
+def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
+
+    def fingerprint(**how: Any) -> tuple[ModelInfo, LayoutFingerprint]:
+        runner = load(tmp_path / "tiny", **how)
+        return runner.model, LayoutFingerprint.of(runner.model, runner.layout, "nixl")
+
+    plain, four, eight = fingerprint(), fingerprint(quantization="int4"), fingerprint(quantization="int8")
+    assert len({model.fingerprint for model, _ in (plain, four, eight)}) == 3
+    told = layout_mismatch(plain[1], four[1], "prefill-0", "decode-0")
+    assert told is not None
+    assert "differ in model_fingerprint, numerics: prefill-0" in told
+    assert re.search(r"decode-0 \[.*numerics=\S+/int4 ", told)
+    # A plain model has the same weights with and without dequantize.
+    assert layout_mismatch(plain[1], fingerprint(dequantize=True)[1]) is None
+
+
+@pytest.mark.parametrize("architecture", TINY_MODELS)
+@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.03), ("int4", 0.6)])
+def test_a_plain_model_that_is_quantised_at_load_computes_nearly_the_same(
+    tmp_path: Path, architecture: str, quantization: str, share: float
+) -> None:
+    # Wide enough rows that groups of 32 divide all of them.
+    widths = {"moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
+    known = {key: width for key, width in widths.items() if key in TINY_MODELS[architecture]}
+    write_random_model(tmp_path / "tiny", {**TINY_MODELS[architecture], **known, "initializer_range": 0.05}, seed=0)
+    operations = IntegersInTorch()
+    runner = load(tmp_path / "tiny", quantization=quantization, operations=operations)
+    assert operations.num_integers >= 9
+    assert runner.model.bit_exact
+    assert not [name for name, p in runner._transformer._module.named_parameters() if p.dim() > 2]
+    expected, found = logits(load(tmp_path / "tiny")), logits(runner)
+    difference = np.sqrt(np.square(found - expected).mean() / np.square(expected).mean())
+    assert 0 < difference < share
+
+
+def test_a_tied_head_has_eight_bits_and_serves_the_embedding(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "tiny", TINY_MODELS["qwen2"], seed=0)
+    embeddings = load_file(tmp_path / "tiny/model.safetensors")["model.embed_tokens.weight"]
+    runner = load(tmp_path / "tiny", quantization="int4")
+    module = runner._transformer._module
+    rows = module.get_input_embeddings()(torch.arange(256))
+    assert isinstance(module.get_output_embeddings(), PackedLinear)
+    assert torch.equal(rows, module.get_output_embeddings().take_rows(torch.arange(256)))
+    # An error of at most half of a step, 1/127 of the largest number of a group, and of the scale's rounding.
+    most = embeddings.view(256, -1, 32).abs().amax(dim=2, keepdim=True) / 127 * 0.6
+    assert bool(((rows - embeddings).view(256, -1, 32).abs() <= most).all())
+    # The head is an eighth of this model's weights.
+    assert runner.model.compute_paths[0].runs.startswith("int4, groups of 32, 5.02 bits a weight")
+
+
+def test_norms_biases_and_embeddings_stay_plain(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "tiny", TINY_MODELS["qwen3"], seed=0)
+    plain = load_file(tmp_path / "tiny/model.safetensors")
+    module = load(tmp_path / "tiny", quantization="int4")._transformer._module
+    assert torch.equal(module.model.embed_tokens.weight, plain["model.embed_tokens.weight"])
+    assert torch.equal(module.model.norm.rms_weight, plain["model.norm.weight"])
+
+
+def test_the_router_of_a_mixture_stays_plain(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "tiny", {**TINY_MODELS["mixtral"], "num_local_experts": 32}, seed=0)
+    plain = load_file(tmp_path / "tiny/model.safetensors")
+    module = load(tmp_path / "tiny", quantization="int4")._transformer._module
+    router = next(name for name in plain if name.endswith("layers.1.block_sparse_moe.gate.weight"))
+    assert torch.equal(module.model.layers[1].mlp.gate.weight, plain[router])
+
+
+def refuse(directory: Path, **how: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(directory, **how)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert directory.name in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_quantized_model(directory, "mixtral", PACKED_FORMATS["gptq-int4-asymmetric"])
+    return directory
+
+
+@pytest.fixture
+def directory(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "broken-model"))
+
+
+def name_a_file(name: str) -> Callable[[Path], object]:
+    def damage(directory: Path) -> None:
+        index = {"weight_map": {"model.norm.weight": name, "lm_head.weight": "model.safetensors"}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return damage
+
+
+def change_tensor(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
+    def damage(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        name = next(name for name in tensors if name.endswith(suffix))
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def rename_tensor(suffix: str, name: str) -> Callable[[Path], object]:
+    def damage(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        tensors[name] = tensors.pop(next(name for name in tensors if name.endswith(suffix)))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (name_a_file("../model.safetensors"), r"'../model.safetensors', which is not the name of a safetensors file"),
+        (name_a_file("/etc/passwd"), "'/etc/passwd', which is not the name"),
+        (name_a_file("sub/model.safetensors"), "which is not the name"),
+        (name_a_file("model.bin"), "which is not the name"),
+        (name_a_file("\n.safetensors"), "which is not the name"),
+        (rename_tensor("norm.weight", "a\nb"), r"'a\\nb', which is no name of a weight"),
+        (rename_tensor("norm.weight", "a" * 600), "which is no name of a weight"),
+        (rename_tensor("1.w1.scales", "x.w1.scales"), "1.w1 lacks scales"),
+        (change_tensor("q_proj.scales", lambda t: t / 0), "q_proj.scales has numbers that are not finite"),
+        (change_tensor("q_proj.qweight", lambda t: t[:, :32]), "q_proj.scales has the shape"),
+        (change_tensor("embed_tokens.weight", lambda t: t[1:]), "embed_tokens.weight has the shape"),
+        (change_tensor("embed_tokens.weight", lambda t: t.to(torch.float8_e4m3fn)), "F8_E4M3 and has no scale"),
+        (change_tensor("qzeros", lambda t: t.float()), "qzeros is of type F32"),
+        (lambda d: edit_config(d, num_hidden_layers=10**9), "1000000000 layers can't be made of"),
+        (lambda d: edit_config(d, num_local_experts=10**6), "config.json asks for"),
+        (lambda d: edit_config(d, vocab_size=10**11), "config.json asks for"),
+        (lambda d: edit_config(d, intermediate_size=256), "expert 0 of"),
+        (lambda d: edit_config(d, hidden_size=128), "."),
+        (lambda d: edit_config(d, quantization_config=None), "lack"),
+        (lambda d: edit_config(d, quantization_config=[]), "not a JSON object"),
+        (lambda d: edit_config(d, quantization_config={"quant_method": "hqq"}), "'hqq'; Baton reads gptq"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_in_one_line(directory: Path, damage: Callable[[Path], object], words: str) -> None:
+    damage(directory)
+    assert re.search(words, refuse(directory))
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:
+    assert "quantised already (int4 (GPTQ), groups of 32)" in refuse(directory, quantization="int4")
+
+
+def test_operations_that_take_no_integers_refuse_to_quantise(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
+    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-rows"):
+        load(tmp_path / "tiny", quantization="int4", operations=TorchOperations(1))
+
+
+def test_a_weight_with_a_number_that_is_not_finite_is_not_quantised(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "broken-model", TINY_MODELS["llama"], seed=0)
+    change_tensor("layers.1.mlp.up_proj.weight", lambda t: t.log())(tmp_path / "broken-model")
+    assert "layers.1.mlp.up_proj.weight has numbers that are not finite" in refuse(
+        tmp_path / "broken-model", quantization="int8"
+    )
+
+
+def test_code_of_other_quantizers_is_never_called(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.quantizers import auto
+
+    monkeypatch.setattr(auto.AutoHfQuantizer, "from_config", None)
+    load(directory)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_damage_of_a_header_or_a_configuration_is_refused_or_harmless(
+    pristine: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("fuzz") / "broken-model"))
+    if data.draw(st.booleans()):
+        damaged = bytearray((directory / "model.safetensors").read_bytes())
+        header = int.from_bytes(damaged[:8], "little")
+        for _ in range(data.draw(st.integers(1, 3))):
+            place = data.draw(st.integers(0, header + 7))
+            damaged[place] = data.draw(st.sampled_from(b'0123456789[]{},:"aFI' + bytes([damaged[place] ^ 1])))
+        size = data.draw(st.sampled_from([len(damaged), 5000]))
+        (directory / "model.safetensors").write_bytes(damaged[:size])
+    else:
+        config = json.loads((directory / "config.json").read_text())
+        inner = config["quantization_config"]
+        number = st.sampled_from([-1, 0, 1, 3, 2**31, 2**63, 10**30])
+        key = data.draw(st.sampled_from(sorted({*inner, *config} - {"model_type"})))
+        value: Any = data.draw(number | st.none() | st.text(max_size=3) | st.lists(number, max_size=2))
+        edit_config(directory, **({"quantization_config": {**inner, key: value}} if key in inner else {key: value}))
+    with suppress(ConfigError):
+        load(directory)
+    shutil.rmtree(directory)

@@ -54,7 +54,7 @@ FIGURES = (
     Figure("scheduler", "baton bench scheduler", 1),
     Figure("router", "baton bench router --streams 1000 --streams 5000", 6),
     Figure("router-http", "baton bench router --streams 1000 --streams 5000 --front http", 6),
-    Figure("compare", f"baton bench compare --quick --shape 0.5b --result-filename {RESULT}", 8),
+    Figure("compare", f"baton bench compare --quick --shape 0.5b --result-filename {RESULT}", 15),
     Figure("validate", f"baton bench validate --result-filename {RESULT}", 10),
     Figure("distserve", f"baton simulate --preset distserve --result-filename {RESULT}", 10),
 )

@@ -66,6 +66,14 @@ class CompareConfig:
     """Smallest number of requests in a run, however low its rate; fewer if the budget is too small."""
     up_flags: Sequence[str] = ()
     """More flags of `baton up`, for all arrangements."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of a step in all arrangements; None: tuned for each one (`baton.bench.compare.tuning`)."""
+    max_sizes: int = 4
+    """Number of sizes that are tried for one arrangement."""
+    tune_tries: int = 5
+    """Rates that are tried for one size."""
+    is_baseline_tuned_alone: bool = False
+    """Tune colocated nodes only; the others get the default, to their disadvantage if it is not their best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,11 @@ class RateRun:
     target: float = 0.9
     """Attainment from which the SLO counts as met."""
 
+    @property
+    def is_met(self) -> bool:
+        """Whether enough of the offered requests kept the SLO."""
+        return bool(self.summary["attainment"] >= self.target)
+
 
 @dataclass(slots=True)
 class MeasuredArrangement:
@@ -86,6 +99,10 @@ class MeasuredArrangement:
 
     arrangement: Arrangement
     cores: Mapping[str, int]
+    max_num_batched_tokens: int = 512
+    """Most tokens of a step."""
+    first_rate: float = 0.0
+    """A rate that is probably near to its goodput, with which the first search begins; 0: none is known."""
     goodputs: list[float] = field(default_factory=list)
     """Goodput of each repetition, requests per second."""
     runs: list[RateRun] = field(default_factory=list)
@@ -95,7 +112,8 @@ class MeasuredArrangement:
 
 def default_slo(undisturbed: Summary, ttft_factor: float) -> Slo:
     """An SLO from the latency of a single request."""
-    return Slo(undisturbed["median_ttft_ms"] * ttft_factor, undisturbed["median_tpot_ms"] * 2)
+    # Rounded, so that what is shown is what is applied.
+    return Slo(round(undisturbed["median_ttft_ms"] * ttft_factor, 1), round(undisturbed["median_tpot_ms"] * 2, 1))
 
 
 def first_rate(undisturbed: Summary, nodes: int) -> float:
@@ -155,17 +173,20 @@ class InterleavedRuns:
             summaries.append(_checked(self._run_load(number, plan).run))
         return summaries[0]
 
+    def find_goodput(self, slo: Slo, undisturbed: Summary) -> float:
+        """Searches the goodput of the first arrangement once. Raises DeadlineExceeded if there is no time for it."""
+        self._set_slo(slo, undisturbed)
+        self._find_goodputs(0, [self._new_search(self._measured[0], undisturbed)])
+        return self._measured[0].goodputs[0]
+
     def search_all(self, slo: Slo, undisturbed: Summary) -> BatonError | None:
         """Repeats a goodput search on all arrangements, step by step in turn. Returns what ended it early, if any."""
-        config = self._config
-        tail_s = longest_kept_s(slo, config.workload.random_output_len, undisturbed) + _TAIL_S
-        self._pace = Pace(config.run_s, config.min_prompts, tail_s, self._deadline_s)
-        self._slo = slo
-        longest = 0.0
-        for repeat in range(config.repeats):
+        self._set_slo(slo, undisturbed)
+        num_repeats, longest = self._config.repeats, 0.0
+        for repeat in range(num_repeats):
             since = self._clock.monotonic()
             if repeat and since + longest > self._deadline_s:
-                self._report(f"out of time after {repeat} of {config.repeats} repetitions")
+                self._report(f"out of time after {repeat} of {num_repeats} repetitions")
                 break
             try:
                 self._search(repeat, undisturbed)
@@ -177,6 +198,12 @@ class InterleavedRuns:
                 return Cancelled("interrupted")
             longest = max(longest, self._clock.monotonic() - since)
         return None
+
+    def _set_slo(self, slo: Slo, undisturbed: Summary) -> None:
+        config = self._config
+        tail_s = longest_kept_s(slo, config.workload.random_output_len, undisturbed) + _TAIL_S
+        self._pace = Pace(config.run_s, config.min_prompts, tail_s, self._deadline_s)
+        self._slo = slo
 
     def _search(self, repeat: int, undisturbed: Summary) -> None:
         searches = [self._new_search(one, undisturbed) for one in self._measured]
@@ -191,7 +218,7 @@ class InterleavedRuns:
             raise
 
     def _new_search(self, one: MeasuredArrangement, undisturbed: Summary) -> GoodputSearch:
-        if known := median(one.goodputs) if one.goodputs else 0.0:
+        if known := median(one.goodputs) if one.goodputs else one.first_rate:
             return GoodputSearch(known, max_tries=self._config.max_tries, step=_KNOWN_STEP)
         return GoodputSearch(first_rate(undisturbed, one.arrangement.num_nodes), max_tries=self._config.max_tries)
 
@@ -207,7 +234,7 @@ class InterleavedRuns:
                     continue
                 ran = self._run(number, repeat, search.rate, length, seed)
                 self._measured[number].runs.append(ran)
-                search.add_result(ran.summary["attainment"] >= self._config.attainment)
+                search.add_result(ran.is_met)
                 has_run = True
             if not has_run:
                 break

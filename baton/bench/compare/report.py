@@ -10,12 +10,22 @@ from typing import Any
 
 from baton.bench.compare.interleaved import CompareConfig, MeasuredArrangement, RateRun
 from baton.bench.compare.run import Comparison
+from baton.bench.compare.verdict import Contender, Trial, decide
 from baton.bench.results.result_file import Result, new_result
 from baton.bench.results.slo import Slo
 from baton.bench.results.spread import Spread
 from baton.bench.results.summary import distributions, ttft_parts
 
 _P99_GAP = "p99_largest_gap_ms"
+
+
+def contender(one: MeasuredArrangement) -> Contender:
+    """The measurements of an arrangement, as the verdict takes them."""
+    trials = []
+    for run in [*one.runs, *one.common]:
+        offered = run.summary["offered"]
+        trials.append(Trial(run.repeat, run.rate, round(run.summary["attainment"] * offered), offered, run.is_met))
+    return Contender(str(one.arrangement), one.goodputs, trials)
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -37,12 +47,18 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
     result = new_result("compare", workload.to_json(), arrangements, workload.seed, created)
     base = next((one for one in measured if one.arrangement.is_colocated), None)
     best = best_disaggregated(measured)
+    found_verdict = decide(contender(best), contender(base)) if base is not None and best is not None else None
+    is_settled = found_verdict is not None and found_verdict.is_settled
     result |= {
         "slo": comparison.slo.to_json(),
         "attainment": config.attainment,
         "undisturbed": comparison.undisturbed,
         "repeats": max((len(one.goodputs) for one in measured), default=0),
         "run_s": config.run_s,
+        "tuned": [
+            {"name": str(each.arrangement), "tried": [asdict(size) for size in each.tried]} for each in comparison.tuned
+        ],
+        "verdict": asdict(found_verdict) if found_verdict is not None else None,
         "is_complete": comparison.failure is None,
         "notes": _notes(comparison),
         "goodput": {str(one.arrangement): median(one.goodputs) for one in measured if one.goodputs},
@@ -51,7 +67,7 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
         "p99_gap_ms": {str(one.arrangement): median(_gaps(one)) for one in measured if one.common},
         "common_rate": _median_or_none([one.rate for one in measured[0].common]) if measured else None,
     }
-    for name, found in _ratios_to_colocated(base, best).items():
+    for name, found in _ratios_to_colocated(base, best, is_settled=is_settled).items():
         result[name] = median(found) if found else None
         result[f"{name}_spread"] = asdict(Spread.of(found)) if found else None
     return result
@@ -65,20 +81,29 @@ def _notes(comparison: Comparison) -> list[str]:
     return [f"ended early: {comparison.failure}{so_far}"]
 
 
-def _ratios_to_colocated(base: MeasuredArrangement | None, best: MeasuredArrangement | None) -> dict[str, list[float]]:
-    """Ratios of the best disaggregated arrangement to the colocated one."""
+def _ratios_to_colocated(
+    base: MeasuredArrangement | None, best: MeasuredArrangement | None, *, is_settled: bool
+) -> dict[str, list[float]]:
+    """Ratios of the best disaggregated arrangement to the colocated one, as far as they mean something.
+
+    There is no ratio of goodputs if it is not settled which is higher, and none of gaps at a rate at which one of the
+    two broke the SLO.
+    """
     if base is None or best is None:
         return {"goodput_ratio": [], "p99_gap_ratio": []}
+    kept = [
+        (mine, other) for mine, other in zip(best.common, base.common, strict=False) if mine.is_met and other.is_met
+    ]
     return {
-        "goodput_ratio": ratios(best.goodputs, base.goodputs),
-        "p99_gap_ratio": ratios(_gaps(best), _gaps(base)),
+        "goodput_ratio": [ratio for ratio in ratios(best.goodputs, base.goodputs) if ratio > 0] if is_settled else [],
+        "p99_gap_ratio": ratios([_gap(mine) for mine, _ in kept], [_gap(other) for _, other in kept]),
     }
 
 
 def limited_by(one: MeasuredArrangement, slo: Slo) -> dict[str, Any] | None:
     """The share of offered requests that kept each limit alone, at the lowest rate above its goodput that failed."""
     above = median(one.goodputs) if one.goodputs else math.inf
-    broken = [run for run in one.runs if run.rate > above and run.summary["attainment"] < run.target]
+    broken = [run for run in one.runs if run.rate > above and not run.is_met]
     if not broken:
         return None
     run = min(broken, key=lambda run: run.rate)
@@ -90,8 +115,12 @@ def limited_by(one: MeasuredArrangement, slo: Slo) -> dict[str, Any] | None:
     return {"rate": run.rate, "attainment": run.summary["attainment"], "kept": kept, "busy": busy}
 
 
+def _gap(run: RateRun) -> float:
+    return float(run.summary[_P99_GAP])
+
+
 def _gaps(one: MeasuredArrangement) -> list[float]:
-    return [float(run.summary[_P99_GAP]) for run in one.common]
+    return [_gap(run) for run in one.common]
 
 
 def _median_or_none(values: Sequence[float]) -> float | None:
@@ -106,6 +135,7 @@ def _arrangement(one: MeasuredArrangement, slo: Slo) -> dict[str, Any]:
         "cores": len(set(one.cores.values())),
         "gpus": 0,
         "pinned": dict(one.cores),
+        "max_num_batched_tokens": one.max_num_batched_tokens,
         "goodput": {"rates": one.goodputs, "per_node": [rate / one.arrangement.num_nodes for rate in one.goodputs]},
         "limited_by": limited_by(one, slo),
         "rates": [_rate(run, is_common=False) for run in one.runs] + [_rate(run, is_common=True) for run in one.common],
@@ -135,12 +165,13 @@ def rows(comparison: Comparison) -> list[list[str]]:
     lines = []
     for one in comparison.measured:
         if not one.goodputs:
-            lines.append([str(one.arrangement), "-", "-", "-", "-", "-"])
+            lines.append([str(one.arrangement), str(one.max_num_batched_tokens), *"-----"])
             continue
         spread = Spread.of(one.goodputs)
         lines.append(
             [
                 str(one.arrangement),
+                str(one.max_num_batched_tokens),
                 f"{spread.median:.2f} [{spread.p10:.2f}, {spread.p90:.2f}]",
                 f"{spread.median / one.arrangement.num_nodes:.2f}",
                 _common(one, "p99_ttft_ms"),
@@ -157,22 +188,18 @@ def _common(one: MeasuredArrangement, key: str) -> str:
 
 def verdict(result: Result) -> list[str]:
     """The conclusions as sentences."""
-    lines = list(result["notes"])
+    lines = [*result["notes"], *_tuned_lines(result)]
     base = next((one["name"] for one in result["arrangements"] if not one["prefill"]), "")
-    if result["goodput_ratio"] is not None:
-        spread = result["goodput_ratio_spread"]
-        lines.append(
-            f"{result['best_split']} has {result['goodput_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] "
-            f"times the goodput of {base}"
-        )
-    elif result["best_split"] is not None and result["goodput"].get(base) == 0:
-        lines.append(f"{base} did not keep the SLO at any rate that was tried, so there is no ratio of goodputs")
+    if result["verdict"] is not None:
+        lines.append(_decision_line(result, base))
     if result["p99_gap_ratio"] is not None:
         spread = result["p99_gap_ratio_spread"]
         lines.append(
-            f"and {result['p99_gap_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] times its P99 largest gap, "
-            f"at {result['common_rate']:.2f} requests/s"
+            f"The P99 largest gap of {result['best_split']} is {result['p99_gap_ratio']:.2f} [{spread['p10']:.2f}, "
+            f"{spread['p90']:.2f}] times that of {base}, at {result['common_rate']:.2f} requests/s"
         )
+    elif result["verdict"] is not None and result["common_rate"] is not None:
+        lines.append(f"Gaps are not compared: at {result['common_rate']:.2f} requests/s not both kept the SLO")
     for arrangement in result["arrangements"]:
         limit = arrangement["limited_by"]
         if limit is not None:
@@ -186,3 +213,31 @@ def verdict(result: Result) -> list[str]:
         if reasons:
             lines.append(f"{arrangement['name']}: in some runs the generator was late: {sorted(reasons)[-1]}")
     return lines
+
+
+def _tuned_lines(result: Result) -> list[str]:
+    """The sizes of steps that were tried for each arrangement, with the goodput of each."""
+    lines = []
+    for one in result["tuned"]:
+        sizes = sorted(one["tried"], key=lambda size: size["max_num_batched_tokens"])
+        tried = ", ".join(f"{size['max_num_batched_tokens']}: {size['goodput']:.2f}/s" for size in sizes)
+        lines.append(f"Steps of {one['name']} were tuned for the SLO; goodput by tokens of a step: {tried}")
+    return lines
+
+
+def _decision_line(result: Result, base: str) -> str:
+    found = result["verdict"]
+    leader, follower = found["leader"], found["follower"]
+    goodputs = f"{result['goodput'].get(leader, 0):.2f} against {result['goodput'].get(follower, 0):.2f} requests/s"
+    if not found["is_settled"]:
+        return (
+            f"Not settled whether {leader} or {follower} has the higher goodput ({goodputs}): {found['finding']}. "
+            f"What would settle it: {found['remedy']}"
+        )
+    if result["goodput_ratio"] is None:
+        return f"{leader} has the higher goodput ({goodputs}); {follower} kept the SLO at no rate that was tried"
+    spread = result["goodput_ratio_spread"]
+    return (
+        f"{result['best_split']} has {result['goodput_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] times "
+        f"the goodput of {base}: {found['finding']}"
+    )

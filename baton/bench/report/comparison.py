@@ -101,10 +101,19 @@ def answer(measured: MeasuredResult) -> Answer:
         return _none_meets(measured)
     if len(measured.arrangements) == 1:
         return _single(best[0], measured)
+    if measured.unsettled:
+        return _unsettled(best, measured)
     if len(best) == 1:
         text = f"Only {best[0].arrangement.name} keeps {limits(measured.slo)}: up to {per_second(best[0].goodput)}."
         return Answer(text, _sentence(_conditions(best[0], measured)))
     return _best_against(best[0], _baseline(best), measured)
+
+
+def _unsettled(best: Sequence[Capacity], measured: MeasuredResult) -> Answer:
+    """No headline with a ratio: the runs do not show that there is a difference."""
+    goodputs = ", ".join(f"{one.arrangement.name} {per_second(one.goodput)}" for one in best)
+    headline = "It is not settled which arrangement has the higher goodput."
+    return Answer(headline, f"{_sentence(measured.unsettled)} Goodput within {limits(measured.slo)}: {goodputs}.")
 
 
 def _validated(measured: MeasuredResult) -> Answer:
@@ -139,8 +148,8 @@ def _simulated_over_live(live: Arrangement, simulated: Arrangement) -> list[tupl
 
 def limits(slo: Slo) -> str:
     """The limits of an SLO, as `TTFT 250 ms and TPOT 100 ms`."""
-    named = (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms), ("end to end", slo.e2el_ms))
-    words = [f"{name} {milliseconds(limit)}" for name, limit in named if limit is not None]
+    # Not rounded: a limit is what was asked for.
+    words = [f"{'end to end' if name == 'E2EL' else name} {text}" for name, text in slo.texts().items()]
     return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1] if words else "no limit"
 
 

@@ -110,6 +110,8 @@ class MeasuredResult:
     notes: Sequence[str]
     arrangements: Sequence[Arrangement]
     goodput_ratio: Spread | None
+    unsettled: str
+    """Why the result does not say which arrangement is better, and what would settle it; empty: it does."""
     gap_ratio: Spread | None
     """Ratios of the best disaggregated arrangement to the colocated one, measured in turn: goodput, and the P99 of the
     largest gap."""
@@ -132,8 +134,15 @@ def parse_result(result: Mapping[str, Any]) -> MeasuredResult:
         notes=[str(note) for note in _sequence(result, "notes")],
         arrangements=arrangements,
         goodput_ratio=_spread(result, "goodput_ratio"),
+        unsettled=_unsettled(_mapping(result, "verdict") if result.get("verdict") else {}),
         gap_ratio=_spread(result, "p99_gap_ratio"),
     )
+
+
+def _unsettled(verdict: Mapping[str, Any]) -> str:
+    if verdict.get("is_settled") is not False:
+        return ""
+    return f"{verdict.get('finding', '')}. What would settle it: {verdict.get('remedy', '')}."
 
 
 def _arrangement(raw: Any, where: str) -> Arrangement:

@@ -49,6 +49,10 @@ class Slo:
         values = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "e2el_ms": self.e2el_ms}
         return {name: value for name, value in values.items() if value is not None}
 
+    def texts(self) -> dict[str, str]:
+        """Each limit as it was given, `250 ms` or `45.6 ms`, by the name of what it limits, such as TTFT."""
+        return {name.removesuffix("_ms").upper(): f"{limit_text(ms)} ms" for name, ms in self.to_json().items()}
+
     def is_met(self, outcomes: Outcomes) -> NDArray[np.bool_]:
         """Which requests kept all limits; a failed request kept none."""
         good = outcomes.is_complete
@@ -57,3 +61,8 @@ class Slo:
             if limit_ms is not None:
                 good &= seconds * 1e3 <= limit_ms
         return good
+
+
+def limit_text(ms: float) -> str:
+    """A limit with all its digits: `250`, `45.6`."""
+    return str(ms).removesuffix(".0")

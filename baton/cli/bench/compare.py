@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import Comparison
 
-_QUICK_BUDGET_S = 470.0
-"""Leaves half a minute of the 8 minutes that --quick promises."""
+_QUICK_BUDGET_S = 870.0
+"""Leaves half a minute of the 15 minutes that --quick promises."""
 _QUICK_RUN_S = 30.0
 """Upper limit: each run gets its share of the time."""
 _QUICK_TRIES = 5
+_QUICK_SIZES = 3
+_QUICK_TUNE_TRIES = 3
 
 
 def compare(
@@ -56,8 +59,15 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Searches for each arrangement's goodput.", min=1)] = 3,
     run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.", min=1)] = 15.0,
     tries: Annotated[int, typer.Option(help="Rates that a search may try.", min=2)] = 8,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: a result within 8 minutes.")] = False,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: a result within 15 minutes.")] = False,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of a step. Default: the number with the highest goodput, searched for each arrangement "
+            "first; quick: for the colocated one alone, and 512 for others.",
+            min=64,
+        ),
+    ] = None,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
@@ -68,7 +78,9 @@ def compare(
 
     Colocated nodes each compute prompts and decode; in 1p1d one node computes prompts and the other decodes; with
     conditional the router chooses for each request. All arrangements are started on the same cores and loaded in turn.
-    Goodput is the highest rate at which enough requests keep the SLO, found by bisection. Run it on an otherwise idle
+    Goodput is the highest rate at which enough requests keep the SLO, found by bisection. Before that the number of
+    tokens of a step is tuned for the SLO. If the runs do not show which arrangement has the higher goodput, the result
+    is "not settled", with what would settle it. Run it on an otherwise idle
     machine with a core for every node.
     """
     if model is not None and shape:
@@ -91,7 +103,6 @@ def compare(
         burstiness=burstiness,
         seed=seed,
     )
-    flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--kv-cache-memory", kv_cache_memory)
     with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
         config = CompareConfig(
             arrangements,
@@ -105,8 +116,12 @@ def compare(
             _QUICK_RUN_S if quick else run_s,
             _QUICK_TRIES if quick else tries,
             _QUICK_BUDGET_S if quick else float("inf"),
-            up_flags=flags,
+            up_flags=("--kv-cache-memory", kv_cache_memory),
+            max_num_batched_tokens=max_num_batched_tokens,
+            is_baseline_tuned_alone=quick,
         )
+        if quick:
+            config = replace(config, max_sizes=_QUICK_SIZES, tune_tries=_QUICK_TUNE_TRIES)
         comparison = run_comparison(config, print_note)
     _finish(config, comparison, shape or model_dir.resolve().name, result_filename, report, output)
 
@@ -124,7 +139,7 @@ def _finish(
         print_yaml(without_outcomes(result))
     else:
         spec = config.workload
-        slo = ", ".join(f"{name.removesuffix('_ms').upper()} {ms:.1f} ms" for name, ms in result["slo"].items())
+        slo = ", ".join(f"{name} {limit}" for name, limit in comparison.slo.texts().items())
         print_text(
             f"{model} on {result['machine']['processor']}, {result['machine']['usable_cores']} cores: prompts of "
             f"{spec.random_input_len} and outputs of {spec.random_output_len} tokens; SLO {slo}, kept by "
@@ -132,7 +147,15 @@ def _finish(
             f"up to {config.run_s:g} s of arrivals a rate\n"
         )
         at = f"{result['common_rate']:.2f}/S" if result["common_rate"] else "-"
-        columns = ["ARRANGEMENT", "GOODPUT/S", "PER NODE", f"P99 TTFT AT {at}", "P99 TPOT", "P99 LARGEST GAP MS"]
+        columns = [
+            "ARRANGEMENT",
+            "STEP TOKENS",
+            "GOODPUT/S",
+            "PER NODE",
+            f"P99 TTFT AT {at}",
+            "P99 TPOT",
+            "P99 LARGEST GAP MS",
+        ]
         print_table(columns, rows(comparison))
         print_text()
         for line in verdict(result):

@@ -97,9 +97,10 @@ def test_ratios_are_of_pairs_that_were_measured_in_turn() -> None:
     assert ratios([4.0, 6.0], [0.0, 2.0]) == [3]
 
 
-def rate_run(repeat: int, rate: float, gap_s: float) -> RateRun:
+def rate_run(repeat: int, rate: float, gap_s: float, requests: int = 12) -> RateRun:
     outcomes = Outcomes()
-    outcomes.append(Outcome(0, 0.0, 0.0, 0.1, 0.1 + gap_s, 8, 2, [gap_s]))
+    for index in range(requests):
+        outcomes.append(Outcome(index, 0.0, 0.0, 0.1, 0.1 + gap_s, 8, 2, [gap_s]))
     summary = summarize(outcomes, 1.0, Slo(tpot_ms=50))
     run = LoadRun(outcomes, 1.0, 1, GeneratorLoad(1, 0.1, 0.1, 0.1), False, False)
     return RateRun(repeat, rate, summary, NodesRun(run, {}, {}, 0))
@@ -108,13 +109,15 @@ def rate_run(repeat: int, rate: float, gap_s: float) -> RateRun:
 def test_a_comparison_has_ratios_with_their_spread() -> None:
     arrangements = chosen(["colocated", "1p1d"], 2)
     measured = [
-        MeasuredArrangement(arrangements[0], {"decode-0": 0, "decode-1": 1}, [2.0, 2.0, 4.0]),
-        MeasuredArrangement(arrangements[1], {"decode-0": 0, "prefill-0": 1}, [6.0, 8.0, 8.0]),
+        MeasuredArrangement(arrangements[0], {"decode-0": 0, "decode-1": 1}, goodputs=[2.0, 2.0, 4.0]),
+        MeasuredArrangement(arrangements[1], {"decode-0": 0, "prefill-0": 1}, goodputs=[6.0, 8.0, 8.0]),
     ]
     measured[1].runs.append(rate_run(0, 16.0, 0.1))
-    for repeat in range(3):
-        measured[0].common.append(rate_run(repeat, 2.0, 0.4))
-        measured[1].common.append(rate_run(repeat, 2.0, 0.1))
+    for repeat, goodput in enumerate(measured[1].goodputs):
+        measured[0].runs.append(rate_run(repeat, goodput - 1, 0.06))
+        measured[1].runs.append(rate_run(repeat, goodput, 0.01))
+        measured[0].common.append(rate_run(repeat, 2.0, 0.04))
+        measured[1].common.append(rate_run(repeat, 2.0, 0.01))
     config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
     comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
@@ -124,24 +127,53 @@ def test_a_comparison_has_ratios_with_their_spread() -> None:
     assert result["p99_gap_ratio"] == pytest.approx(0.25)
     assert result["best_split"] == "1p1d"
     assert result["arrangements"][0]["cores"] == 2
-    assert result["arrangements"][0]["limited_by"] is None
+    assert result["arrangements"][0]["limited_by"]["rate"] == 5
     assert result["arrangements"][1]["limited_by"] == {
         "rate": 16.0,
         "attainment": 0.0,
         "kept": {"tpot_ms": 0.0},
         "busy": {},
     }
-    assert verdict(result)[0] == "1p1d has 3.00 [2.00, 4.00] times the goodput of colocated:2"
+    assert verdict(result)[0].startswith("1p1d has 3.00 [2.00, 4.00] times the goodput of colocated:2: 1p1d leads")
+    assert verdict(result)[1].startswith("The P99 largest gap of 1p1d is 0.25 [0.25, 0.25] times that of colocated:2")
 
 
 def test_without_a_goodput_there_is_no_ratio() -> None:
     arrangements = chosen(["colocated", "1p1d"], 2)
-    measured = [MeasuredArrangement(arrangements[0], {}, [0.0]), MeasuredArrangement(arrangements[1], {}, [1.0])]
+    measured = [
+        MeasuredArrangement(arrangements[0], {}, goodputs=[0.0]),
+        MeasuredArrangement(arrangements[1], {}, goodputs=[1.0]),
+    ]
     config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
     comparison = Comparison(Slo(tpot_ms=50), {}, measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
     assert result["goodput_ratio"] is None
-    assert "did not keep the SLO at any rate" in verdict(result)[0]
+    assert verdict(result)[0].startswith("Not settled whether 1p1d or colocated:2 has the higher goodput (1.00 against")
+
+
+def test_there_is_no_headline_from_rates_at_which_the_slo_was_broken() -> None:
+    arrangements = chosen(["colocated", "1p1d"], 2)
+    measured = [
+        MeasuredArrangement(arrangements[0], {}, goodputs=[0.0]),
+        MeasuredArrangement(arrangements[1], {}, goodputs=[1.0]),
+    ]
+    for one, gap_s in zip(measured, (0.4, 0.01), strict=True):
+        one.runs.append(rate_run(0, 1.0, gap_s))
+        one.common.append(rate_run(0, 1.0, gap_s))
+    config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
+    result = compare_result(config, Comparison(Slo(tpot_ms=50), {}, measured), "2026-01-01T00:00:00+00:00")
+    assert result["verdict"]["is_settled"]
+    assert result["goodput_ratio"] is result["p99_gap_ratio"] is None
+    decision, gaps, *_ = verdict(result)
+    assert decision == (
+        "1p1d has the higher goodput (1.00 against 0.00 requests/s); colocated:2 kept the SLO at no rate that was tried"
+    )
+    assert gaps == "Gaps are not compared: at 1.00 requests/s not both kept the SLO"
+
+
+def test_limits_are_shown_as_they_were_given() -> None:
+    slo = Slo.parse(["ttft:250", "tpot:33.375", "e2el:12345.678"])
+    assert slo.texts() == {"TTFT": "250 ms", "TPOT": "33.375 ms", "E2EL": "12345.678 ms"}
 
 
 def test_times_in_the_cluster_that_are_longer_than_the_clients_wait_are_counted() -> None:

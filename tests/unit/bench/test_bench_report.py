@@ -126,6 +126,22 @@ class TestAnswer:
         assert "Measured in turns: 2.4 [2.3, 2.6] times." in text
         assert "largest gap between tokens is 0.2 [0.2, 0.2] times as long." in text
 
+    def test_what_is_not_settled_has_no_ratio_in_its_headline(self) -> None:
+        result = simple(colocated={2: 1.0, 4: 0.1}, split={2: 1.0, 4: 1.0, 6: 0.0})
+        result["verdict"] = {"is_settled": False, "finding": "runs of 4 requests differ by chance", "remedy": "more"}
+        assert answer_text(result) == (
+            "It is not settled which arrangement has the higher goodput. Runs of 4 requests differ by chance. What "
+            "would settle it: more. Goodput within TTFT 250 ms and TPOT 100 ms: split 4 requests/s, colocated 2 "
+            "requests/s."
+        )
+        result["verdict"] = {"is_settled": True, "finding": "split leads", "remedy": ""}
+        assert answer_text(result).startswith("split serves 2 times the requests of colocated")
+
+    def test_limits_are_not_rounded(self) -> None:
+        result = simple(a={2: 0.95, 4: 0.1}, b={2: 0.5})
+        result["slo"] = {"ttft_ms": 1234.5, "tpot_ms": 45.625}
+        assert "TTFT 1234.5 ms and TPOT 45.625 ms" in answer_text(result)
+
     def test_the_median_of_repeated_runs_counts(self) -> None:
         result = simple(a={2: 1.0, 4: 0.2})
         lucky = copy.deepcopy(result["arrangements"][0]["rates"][1])

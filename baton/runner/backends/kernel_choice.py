@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 
 from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels import PackedWeight, Program
+from baton.runner.backends.cpu.kernels import Packed, Program
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
 
 
 class CompiledOperations:
     """The C kernels, run on a fixed number of threads."""
+
+    packs_integers = True
 
     def __init__(self, num_threads: int, numerics: str) -> None:
         self._threads = num_threads
@@ -26,19 +29,19 @@ class CompiledOperations:
     def program(self, dtype: torch.dtype) -> Program:
         return kernels.Program(dtype, self._threads)
 
-    def pack(self, *weights: torch.Tensor) -> PackedWeight:
+    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> Packed:
         return kernels.pack(*weights)
 
-    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
+    def pack_gated(self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> Packed:
         return kernels.pack_gated(gate, up)
 
-    def take_rows(self, weight: PackedWeight, index: torch.Tensor) -> torch.Tensor:
-        return kernels.take_rows(weight, index, threads=self._threads)
+    def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return kernels.take_rows(weight, index, dtype, threads=self._threads)
 
-    def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
         return kernels.linear(x, weight, bias, threads=self._threads)
 
-    def gated_linear(self, x: torch.Tensor, weight: PackedWeight, *, activation: Activation) -> torch.Tensor:
+    def gated_linear(self, x: torch.Tensor, weight: Packed, *, activation: Activation) -> torch.Tensor:
         return kernels.gated_linear(x, weight, activation=activation, threads=self._threads)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:

@@ -12,12 +12,18 @@ import torch
 
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.quantized_weight import QuantizedWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Operations(Protocol):
     """Row-invariant products, norms and paged attention. A module can implement it. T and M are numbers of rows."""
+
+    @property
+    def packs_integers(self) -> bool:
+        """Whether `pack` and `pack_gated` take quantised weights; without it they are dequantised before."""
+        ...
 
     def numerics(self) -> str:
         """A name for everything that decides the bits: equal names and equal models give equal bits."""
@@ -27,20 +33,30 @@ class Operations(Protocol):
         """An empty program of these operations, or None where operations can only be called one by one."""
         ...
 
-    def pack(self, *weights: torch.Tensor) -> Any:
-        """Prepare weights [N_i, K], stacked over their outputs, for `linear`; the arguments are not kept."""
+    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> Any:
+        """Prepare weights [N_i, K], stacked over their outputs, for `linear`; the arguments are not kept.
+
+        Quantised weights stay as small as they are, and may differ in format. Raises a BatonError for one whose groups
+        are not a multiple of 4.
+        """
         ...
 
-    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> Any:
-        """Prepare two weights [N, K] for `gated_linear`; the arguments are not kept."""
+    def pack_gated(self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> Any:
+        """Prepare two weights [N, K], both quantised or none, for `gated_linear`; the arguments are not kept."""
         ...
 
-    def take_rows(self, weight: Any, index: torch.Tensor) -> torch.Tensor:
-        """The rows `index` [T] of a packed weight, with the bits that `pack` was given: [T, K]."""
+    def take_rows(self, weight: Any, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The rows `index` [T] of a packed weight, with the bits that `pack` was given: [T, K].
+
+        Those of a quantised weight are dequantised to `dtype`, which other weights don't need.
+        """
         ...
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+        """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype.
+
+        For a quantised weight each row of x is rounded to 8 bits, in blocks of at most 32 elements.
+        """
         ...
 
     def gated_linear(self, x: torch.Tensor, weight: Any, *, activation: Activation) -> torch.Tensor:

@@ -16,6 +16,8 @@ import torch
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
+from baton.runner.backends.quantized_product import quantized_product
+from baton.runner.backends.quantized_weight import QuantizedWeight
 
 Array = npt.NDArray[np.float32]
 
@@ -30,6 +32,16 @@ class PackedWeight:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class PackedStack:
+    """Weights of which some are quantised, stacked over their outputs."""
+
+    parts: tuple[PackedWeight | QuantizedWeight, ...]
+
+
+packs_integers = True
+
+
 def numerics() -> str:
     return "reference-2"
 
@@ -42,31 +54,50 @@ def _array(tensor: torch.Tensor) -> Array:
     return np.ascontiguousarray(tensor.detach().to(torch.float32).numpy())
 
 
-def pack(*weights: torch.Tensor) -> PackedWeight:
-    return PackedWeight(np.concatenate([_array(weight) for weight in weights]), weights[0].dtype)
+def pack(*weights: torch.Tensor | QuantizedWeight) -> PackedWeight | PackedStack:
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(tensors) == len(weights):
+        return PackedWeight(np.concatenate([_array(weight) for weight in tensors]), tensors[0].dtype)
+    parts = (
+        weight if isinstance(weight, QuantizedWeight) else PackedWeight(_array(weight), weight.dtype)
+        for weight in weights
+    )
+    return PackedStack(tuple(parts))
 
 
-def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
+def pack_gated(gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> PackedWeight | PackedStack:
     return pack(gate, up)
 
 
-def take_rows(weight: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+def take_rows(
+    weight: PackedWeight | QuantizedWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if isinstance(weight, PackedStack):
+        sizes = [part.rows.shape[0] if isinstance(part, PackedWeight) else part.shape[0] for part in weight.parts]
+        whole = [take_rows(part, torch.arange(n), dtype) for part, n in zip(weight.parts, sizes, strict=True)]
+        return torch.cat(whole)[index]
+    if isinstance(weight, QuantizedWeight):
+        return weight.dequantized(dtype or torch.float32)[index]
     return torch.from_numpy(weight.rows[index.numpy()]).to(weight.dtype)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight | PackedStack, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = _product(x, weight)
     if bias is not None:
         out += _array(bias)
     return torch.from_numpy(out).to(x.dtype)
 
 
-def gated_linear(x: torch.Tensor, weight: PackedWeight, *, activation: Activation) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedStack, *, activation: Activation) -> torch.Tensor:
     gate, up = np.split(_product(x, weight), 2, axis=1)
     return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
 
 
-def _product(x: torch.Tensor, weight: PackedWeight) -> Array:
+def _product(x: torch.Tensor, weight: PackedWeight | QuantizedWeight | PackedStack) -> Array:
+    if isinstance(weight, PackedStack):
+        return np.concatenate([_product(x, part) for part in weight.parts], axis=1)
+    if isinstance(weight, QuantizedWeight):
+        return quantized_product(x, weight).numpy()
     rows = _array(x)
     out = np.empty((rows.shape[0], weight.rows.shape[0]), dtype=np.float32)
     for index, row in enumerate(rows):

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
+from baton.runner.backends.quantized_product import block_of, quantized_product
+from baton.runner.backends.quantized_weight import QuantizedWeight
 
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
@@ -62,8 +64,31 @@ class TorchWeight:
     matrix: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TorchStack:
+    """Weights of which some are quantised, stacked over their outputs."""
+
+    parts: tuple[torch.Tensor | QuantizedWeight, ...]
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        """The stacked weights with the quantised ones in a dtype: [n, k]."""
+        return torch.cat(
+            [part.dequantized(dtype) if isinstance(part, QuantizedWeight) else part for part in self.parts]
+        )
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """The products of x [m, k]: float32 [m, n]."""
+        products = [
+            quantized_product(x, part) if isinstance(part, QuantizedWeight) else functional.linear(x, part).float()
+            for part in self.parts
+        ]
+        return torch.cat(products, dim=1)
+
+
 class TorchOperations:
     """torch's products in calls of `rows_per_call` rows. It may be set only before anything is computed."""
+
+    packs_integers = True
 
     def __init__(self, num_threads: int) -> None:
         self.rows_per_call = ROWS_PER_CALL[0]
@@ -76,21 +101,44 @@ class TorchOperations:
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
 
-    def pack(self, *weights: torch.Tensor) -> TorchWeight:
-        return TorchWeight(torch.cat([weight.detach() for weight in weights]))
+    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> TorchWeight | TorchStack:
+        tensors = [weight.detach() for weight in weights if isinstance(weight, torch.Tensor)]
+        if len(tensors) == len(weights):
+            return TorchWeight(torch.cat(tensors))
+        for weight in weights:
+            if isinstance(weight, QuantizedWeight):
+                block_of(weight.group)
+        return TorchStack(weights)
 
-    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> TorchWeight:
+    def pack_gated(
+        self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight
+    ) -> TorchWeight | TorchStack:
         return self.pack(gate, up)
 
-    def take_rows(self, weight: TorchWeight, index: torch.Tensor) -> torch.Tensor:
-        return weight.matrix[index]
+    def take_rows(
+        self, weight: TorchWeight | TorchStack, index: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if isinstance(weight, TorchWeight):
+            return weight.matrix[index]
+        return weight.matrix(dtype or torch.float32)[index]
 
-    def linear(self, x: torch.Tensor, weight: TorchWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._in_calls(x, lambda rows: functional.linear(rows, weight.matrix, bias))
+    def linear(
+        self, x: torch.Tensor, weight: TorchWeight | TorchStack, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(weight, TorchWeight):
+            return self._in_calls(x, lambda rows: functional.linear(rows, weight.matrix, bias))
+        added = 0.0 if bias is None else bias.float()
+        return self._in_calls(x, lambda rows: (weight.sums(rows) + added).to(x.dtype))
 
-    def gated_linear(self, x: torch.Tensor, weight: TorchWeight, *, activation: Activation) -> torch.Tensor:
+    def gated_linear(
+        self, x: torch.Tensor, weight: TorchWeight | TorchStack, *, activation: Activation
+    ) -> torch.Tensor:
         def compute(rows: torch.Tensor) -> torch.Tensor:
-            gate, up = functional.linear(rows, weight.matrix).float().chunk(2, dim=-1)
+            if isinstance(weight, TorchWeight):
+                sums = functional.linear(rows, weight.matrix).float()
+            else:
+                sums = weight.sums(rows)
+            gate, up = sums.chunk(2, dim=-1)
             return (activate(gate.contiguous(), activation) * up).to(x.dtype)
 
         return self._in_calls(x, compute)

@@ -118,6 +118,8 @@ def _with_threads(num_threads: int, work: Callable[[], Any]) -> Callable[[], Any
 class UnpaddedOperations:
     """Torch's own products without padding, which are not bit-exact; all other operations are those of `inner`."""
 
+    packs_integers = False
+
     def __init__(self, inner: Operations) -> None:
         self._inner = inner
 
@@ -136,7 +138,7 @@ class UnpaddedOperations:
     def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.cat([gate, up])
 
-    def take_rows(self, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def take_rows(self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return weight[index]
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

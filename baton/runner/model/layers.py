@@ -66,7 +66,7 @@ class PackedLinear(nn.Module):
 
     def take_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Rows index [T] of the weight: [T, K]."""
-        return self._operations.take_rows(self._packed, index)
+        return self._operations.take_rows(self._packed, index, self.weight_dtype)
 
 
 class PackedEmbedding(nn.Module):

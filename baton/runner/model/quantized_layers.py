@@ -88,14 +88,12 @@ def read_packed(stored: StoredWeight) -> QuantizedWeight:
 
 def pack(operations: Operations, *weights: Weight) -> Any:
     """Pack weights as `Operations.pack` does; integers only where `packs_integers` says so."""
-    accepting: Any = operations
-    return accepting.pack(*weights)
+    return operations.pack(*weights)
 
 
 def pack_gated(operations: Operations, gate: Weight, up: Weight) -> Any:
     """Pack two weights as `Operations.pack_gated` does; integers only where `packs_integers` says so."""
-    accepting: Any = operations
-    return accepting.pack_gated(gate, up)
+    return operations.pack_gated(gate, up)
 
 
 def weight_of(linear: nn.Linear) -> Weight:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.runner.backends.cpu import kernels
-from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, PackedWeight
+from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, Packed
 from baton.runner.backends.cpu.kernels.product import Activation
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
@@ -36,7 +36,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, threads: int = 2) -> torch.Tensor:
+def linear(x: torch.Tensor, w: Packed, bias: torch.Tensor | None = None, threads: int = 2) -> torch.Tensor:
     return kernels.linear(x, w, bias, threads=threads)
 
 

@@ -28,7 +28,7 @@ def _layout(rows: int) -> StepLayout:
     )
 
 
-def _normed_product(threads: int = 2) -> tuple[Program, torch.Tensor, kernels.PackedWeight]:
+def _normed_product(threads: int = 2) -> tuple[Program, torch.Tensor, kernels.Packed]:
     """A program that computes out[sampled] = norm(x) times a weight."""
     program, scale, packed = Program(torch.bfloat16, threads), _randn(WIDTH, seed=1), kernels.pack(_randn(80, WIDTH))
     x, out = program.argument(WIDTH), program.argument(80, sampled=True)

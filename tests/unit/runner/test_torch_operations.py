@@ -10,7 +10,7 @@ import torch
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelInfo
-from baton.runner.backends.torch_operations import ROWS_PER_CALL, TorchOperations, TorchWeight
+from baton.runner.backends.torch_operations import ROWS_PER_CALL, TorchOperations, TorchStack, TorchWeight
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from tests.support.runner_driver import RunnerDriver
@@ -43,7 +43,9 @@ class Careless(TorchOperations):
 
     enough = 0
 
-    def linear(self, x: torch.Tensor, weight: TorchWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: TorchWeight | TorchStack, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         exact = super().linear(x, weight, bias)
         return exact if self.rows_per_call >= self.enough else exact * (1 + x.shape[0] / 1000)
 

@@ -13,17 +13,30 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
-from baton.runner.backends.cpu.kernels.product import PackedWeight, gated_linear, linear, pack, pack_gated, take_rows
+from baton.runner.backends.cpu.kernels.product import PackedWeight
 from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.rows import add_rms_norm, rms_norm, rotate
+from baton.runner.backends.cpu.kernels.weights import (
+    Packed,
+    StackedWeight,
+    gated_linear,
+    linear,
+    pack,
+    pack_gated,
+    take_rows,
+)
 
 __all__ = [
     "CacheView",
     "KernelArgumentError",
     "KernelInfo",
     "KernelsUnavailable",
+    "Packed",
+    "PackedQuantizedWeight",
     "PackedWeight",
     "Program",
+    "StackedWeight",
     "add_rms_norm",
     "available",
     "gated_linear",

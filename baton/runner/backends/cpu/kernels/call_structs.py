@@ -1,4 +1,4 @@
-"""The structures of csrc/kernels.h and csrc/program.c for ctypes.
+"""The structures of csrc/kernels.h, csrc/quantized.h and csrc/program.c for ctypes.
 
 When the library is loaded, they are compared field by field with the compiled ones (`check_layout`).
 """
@@ -11,10 +11,11 @@ from enum import IntEnum
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 
-_POINTER, _SIZE, _INT64, _INT, _FLOAT = (
+_POINTER, _SIZE, _INT64, _INT32, _INT, _FLOAT = (
     ctypes.c_void_p,
     ctypes.c_size_t,
     ctypes.c_int64,
+    ctypes.c_int32,
     ctypes.c_int,
     ctypes.c_float,
 )
@@ -26,10 +27,46 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 class LinearCall(ctypes.Structure):
     _fields_ = [
-        *_fields(_POINTER, "x packed bias out"),
-        *_fields(_SIZE, "m n k x_stride rows_per_task groups_per_task"),
+        *_fields(_POINTER, "x packed bias out format"),
+        *_fields(_SIZE, "m n k x_stride out_stride rows_per_task groups_per_task"),
         ("activation", _INT),
     ]
+
+
+class Number(IntEnum):
+    """`enum number` of csrc/quantized.h."""
+
+    NONE = 0
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+    INT8 = 4
+    UINT8 = 5
+
+
+class QuantizedFormat(ctypes.Structure):
+    """How a packed weight is quantised (csrc/quantized.h); equal formats are one value."""
+
+    _fields_ = [
+        *_fields(_SIZE, "bits group block groups_per_record"),
+        *_fields(_INT32, "zero has_zeros scales offsets"),
+    ]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QuantizedFormat) and bytes(self) == bytes(other)
+
+    def __hash__(self) -> int:
+        return hash(bytes(self))
+
+
+class QuantizedParts(ctypes.Structure):
+    """The tensors of a weight that is packed (`struct quantized_parts` of csrc/packing_quantized.c)."""
+
+    _fields_ = _fields(_POINTER, "codes scales scale_factors offsets offset_factors zeros")
+
+
+class QuantizeCall(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "x out format"), *_fields(_SIZE, "rows k x_stride rows_per_task")]
 
 
 class NormCall(ctypes.Structure):
@@ -80,6 +117,7 @@ class OperationKind(IntEnum):
     STORE_KV = 3
     ATTENTION = 4
     TAKE_ROWS = 5
+    QUANTIZE = 6
 
 
 class CacheFormat(IntEnum):
@@ -98,6 +136,7 @@ class Call(ctypes.Union):
         ("store", StoreCall),
         ("attention", AttentionCall),
         ("take", TakeRowsCall),
+        ("quantize", QuantizeCall),
     ]
 
 
@@ -128,6 +167,9 @@ class _LayoutEntry(ctypes.Structure):
 
 _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "linear_call": LinearCall,
+    "quantized_format": QuantizedFormat,
+    "quantized_parts": QuantizedParts,
+    "quantize_call": QuantizeCall,
     "norm_call": NormCall,
     "rotate_call": RotateCall,
     "store_call": StoreCall,
@@ -140,7 +182,11 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "step": Step,
 }
 
-_ENUMS: dict[str, type[IntEnum]] = {"operation_kind": OperationKind, "cache_format": CacheFormat}
+_ENUMS: dict[str, type[IntEnum]] = {
+    "operation_kind": OperationKind,
+    "cache_format": CacheFormat,
+    "number": Number,
+}
 
 Layout = dict[tuple[str, str], tuple[int, int]]
 """Offset and size in bytes of each (structure, field); a field without a name stands for the whole structure.

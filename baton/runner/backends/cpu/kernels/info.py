@@ -11,8 +11,10 @@ from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.backends.cpu.kernels.attention import SCALE_BYTES, paged_attention, store_kv
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, library
-from baton.runner.backends.cpu.kernels.product import Activation, gated_linear, linear, pack, pack_gated
+from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
+from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
+from baton.runner.backends.quantized_weight import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def available() -> KernelInfo:
 def _numerics() -> str:
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
-        for probe in (_rounding_noise, _rows_probe):
+        for probe in (_rounding_noise, _rows_probe, _quantized_probe):
             digest.update(_bytes(probe(dtype)))
         for cache_dtype in (dtype, *CACHE_FORMATS):
             digest.update(_bytes(_attention_probe(dtype, cache_dtype)))
@@ -91,6 +93,27 @@ def _rows_probe(dtype: torch.dtype) -> torch.Tensor:
     turned = x.clone().view(20, 3, 50)
     rotate(turned, x[:, :48].contiguous(), x[:, 50:98].contiguous(), threads=1)
     return torch.cat([part.flatten() for part in (*parts, turned)])
+
+
+def _quantized_probe(dtype: torch.dtype) -> torch.Tensor:
+    """Products with quantised weights of both widths, and of every kind of scale, zero and offset."""
+    x = (_noise(5, 640) * 4).to(dtype)
+    codes = ((_noise(70, 640) + 1) * 128).to(torch.uint8)
+    groups = _noise(70, 20)
+    small = QuantizedWeight(codes >> 4, 4, 32, groups.half(), zeros=(groups.abs() * 15).to(torch.uint8))
+    factors = _noise(70, 5).half()
+    large = QuantizedWeight(
+        codes,
+        8,
+        16,
+        (_noise(70, 40) * 127).to(torch.int8),
+        _noise(70, 5).half(),
+        zeros=128,
+        offsets=(_noise(70, 40).abs() * 255).to(torch.uint8),
+        offset_factors=factors,
+    )
+    wide = QuantizedWeight(codes, 8, 32, groups.bfloat16(), zeros=3, offsets=groups)
+    return torch.cat([linear(x, pack(weight), threads=1) for weight in (small, large, wide)])
 
 
 def _noise(rows: int, columns: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Library:
     threads: bool
     """Whether work is spread over torch's own threads; otherwise the calling thread does all of it."""
     linear: Callable[..., int]
+    quantized_linear: Callable[..., int]
     attention: Callable[..., int]
     store_kv: Callable[..., int]
     take_rows: Callable[..., int]
@@ -72,7 +73,15 @@ def library() -> Library:
     functions.baton_padded_k.restype = size
     functions.baton_pack.argtypes = [integer, integer, pointer, pointer, size, size, size, size]
     functions.baton_pack.restype = None
-    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 4 + [integer, integer]
+    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 5 + [integer, integer]
+    functions.baton_quantized_linear.argtypes = [integer, integer] + [pointer] * 6 + [size] * 5 + [integer, integer]
+    functions.baton_quantized_size.argtypes = [pointer, size, size]
+    functions.baton_quantized_size.restype = size
+    functions.baton_quantized_row_bytes.argtypes = [pointer, size]
+    functions.baton_quantized_row_bytes.restype = size
+    functions.baton_pack_quantized.argtypes = [pointer] * 3 + [size] * 4
+    functions.baton_pack_quantized.restype = None
+    functions.baton_dequantize_rows.argtypes = [integer] + [pointer] * 4 + [size] * 3 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
@@ -91,6 +100,7 @@ def library() -> Library:
         isa=functions.baton_default_isa(),
         threads=fork_join is not None,
         linear=functions.baton_linear,
+        quantized_linear=functions.baton_quantized_linear,
         attention=functions.baton_attention,
         store_kv=functions.baton_store_kv,
         take_rows=functions.baton_take_rows,

@@ -1,4 +1,4 @@
-"""Linear layers on packed weights. The bits of a row of the result depend on the row of x and the weight alone."""
+"""Linear layers on packed weights in x's dtype. A row of the result depends on the row of x and the weight alone."""
 
 from __future__ import annotations
 
@@ -68,12 +68,8 @@ def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
 def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
     """The rows `index` (int64 [rows]) of the stacked weights, with the bits that `pack` was given: [rows, k].
 
-    Raises KernelArgumentError for an index outside of the weight, and for a gated weight.
+    Raises KernelArgumentError for an index outside of the weight.
     """
-    if w.gated:
-        raise KernelArgumentError("w", "is gated: its rows can't be taken")
-    if index.ndim != 1 or index.dtype != torch.int64 or not index.is_cpu or not index.is_contiguous():
-        raise KernelArgumentError("index", "must be int64 [rows], contiguous, on the CPU")
     out = torch.empty((index.shape[0], w.k), dtype=w.dtype)
     check_status(
         library().take_rows(
@@ -83,7 +79,14 @@ def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torc
     return out
 
 
-def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, *, threads: int) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    w: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    threads: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
 
     Sums are float32. Each output is summed over k in one fixed order, which does not depend on m, on the row's index or
@@ -97,7 +100,7 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, *
         if bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous() or not bias.is_cpu:
             raise KernelArgumentError("bias", f"must be [{w.n}] {w.dtype}, contiguous, on the CPU")
         bias_address = bias.data_ptr()
-    return _multiply(x, w, bias_address, NOT_GATED, threads)
+    return _multiply(x, w, bias_address, NOT_GATED, threads, out)
 
 
 def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, threads: int) -> torch.Tensor:
@@ -112,20 +115,36 @@ def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, th
     return _multiply(x, w, None, ACTIVATIONS[activation], threads)
 
 
-def _multiply(x: torch.Tensor, w: PackedWeight, bias: int | None, activation: int, threads: int) -> torch.Tensor:
+def require_bias(bias: torch.Tensor, n: int, dtype: torch.dtype) -> int:
+    """The address of a bias for `n` outputs; raises KernelArgumentError for a tensor that is not one."""
+    if bias.shape != (n,) or bias.dtype != dtype or not bias.is_contiguous() or not bias.is_cpu:
+        raise KernelArgumentError("bias", f"must be [{n}] {dtype}, contiguous, on the CPU")
+    return bias.data_ptr()
+
+
+def require_rows(x: torch.Tensor, k: int) -> None:
+    """Raises KernelArgumentError unless x is [m, k], each of its rows contiguous and none in another's memory."""
+    if x.shape[1] != k:
+        raise KernelArgumentError("x", f"has {x.shape[1]} columns, the weight {k}")
+    stride, one = x.stride()
+    if one != 1 and k > 1:
+        raise KernelArgumentError("x", "has rows that are not contiguous")
+    if x.shape[0] > 1 and stride < k:
+        raise KernelArgumentError("x", "has rows that overlap")
+
+
+def _multiply(
+    x: torch.Tensor, w: PackedWeight, bias: int | None, activation: int, threads: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     if x.ndim != 2 or x.dtype != w.dtype or not x.is_cpu:
         raise KernelArgumentError("x", f"must be [m, {w.k}] {w.dtype} on the CPU, is {tuple(x.shape)} {x.dtype}")
-    m, k = x.shape
-    if k != w.k:
-        raise KernelArgumentError("x", f"has {k} columns, the weight {w.k}")
-    if w.padded_k != k:
-        x = functional.pad(x, (0, w.padded_k - k))
-    stride, one = x.stride()
-    if one != 1 and x.shape[1] > 1:
-        raise KernelArgumentError("x", "has rows that are not contiguous")
-    if m > 1 and stride < k:
-        raise KernelArgumentError("x", "has rows that overlap")
-    out = x.new_empty((m, w.n))
+    if x.shape[1] == w.k != w.padded_k:
+        x = functional.pad(x, (0, w.padded_k - w.k))
+        require_rows(x, w.padded_k)
+    else:
+        require_rows(x, w.k)
+    if out is None:
+        out = x.new_empty((x.shape[0], w.n))
     lib = library()
     status = lib.linear(
         w.isa,
@@ -134,10 +153,11 @@ def _multiply(x: torch.Tensor, w: PackedWeight, bias: int | None, activation: in
         w.address,
         bias,
         out.data_ptr(),
-        m,
+        x.shape[0],
         w.n,
         w.padded_k,
-        stride,
+        x.stride(0),
+        out.stride(0),
         activation,
         threads,
     )

@@ -32,6 +32,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     Operation,
     OperationKind,
     Place,
+    QuantizeCall,
     RotateCall,
     Step,
     StepGroup,
@@ -40,7 +41,9 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
+from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.cpu.kernels.weights import Packed, StackedWeight, columns_of
 
 _NAMES = {
     OperationKind.LINEAR: "linear",
@@ -49,6 +52,7 @@ _NAMES = {
     OperationKind.STORE_KV: "store_kv",
     OperationKind.ATTENTION: "paged_attention",
     OperationKind.TAKE_ROWS: "take_rows",
+    OperationKind.QUANTIZE: "linear",
 }
 _GROWTH = 64
 """The number of rows for which scratch memory is allocated is a multiple of this."""
@@ -109,19 +113,25 @@ class Program:
         self._arguments.append(rows)
         return rows
 
-    def linear(self, x: Rows, w: PackedWeight, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
+    def linear(self, x: Rows, w: Packed, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
         """Record the product of x and the weight transposed, plus bias."""
         if w.gated:
             raise KernelArgumentError("w", "is gated: use gated_linear")
-        if bias is not None and (bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous()):
-            raise KernelArgumentError("bias", f"must be [{w.n}] {w.dtype}, contiguous")
-        return self._multiply(x, w, bias, NOT_GATED, into)
+        if bias is not None and (bias.shape != (w.n,) or bias.dtype != self._dtype or not bias.is_contiguous()):
+            raise KernelArgumentError("bias", f"must be [{w.n}] {self._dtype}, contiguous")
+        out = self._out(into, w.n, x.sampled)
+        for first, part in columns_of(w.parts if isinstance(w, StackedWeight) else (w,)):
+            own_bias = None if bias is None else bias[first : first + part.n]
+            self._multiply(x, part, own_bias, NOT_GATED, out.columns(first, first + part.n))
+        return out
 
-    def gated_linear(self, x: Rows, w: PackedWeight, activation: Activation, *, into: str | Rows) -> Rows:
+    def gated_linear(self, x: Rows, w: Packed, activation: Activation, *, into: str | Rows) -> Rows:
         """Record the gated product activation(x gateᵀ) * (x upᵀ)."""
-        if not w.gated:
+        if not w.gated or isinstance(w, StackedWeight):
             raise KernelArgumentError("w", "is not gated: use pack_gated")
-        return self._multiply(x, w, None, ACTIVATIONS[activation], into)
+        out = self._out(into, w.n, x.sampled)
+        self._multiply(x, w, None, ACTIVATIONS[activation], out)
+        return out
 
     def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
         """Record the norm of each piece of x that is as wide as the weight (a row, or each of its heads)."""
@@ -253,22 +263,40 @@ class Program:
         self._times = []
         return taken
 
-    def _multiply(self, x: Rows, w: PackedWeight, bias: torch.Tensor | None, activation: int, into: str | Rows) -> Rows:
-        if w.dtype != self._dtype or w.isa != self._isa:
-            raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
-        if x.width != w.k or w.padded_k != w.k:
-            raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
-        out = self._out(into, w.n, x.sampled)
+    def _multiply(
+        self,
+        x: Rows,
+        w: PackedWeight | PackedQuantizedWeight,
+        bias: torch.Tensor | None,
+        activation: int,
+        out: Rows,
+    ) -> None:
+        if x.width != w.k:
+            raise KernelArgumentError("x", f"has {x.width} columns, the weight {w.k}")
         call = LinearCall(
             packed=w.address,
             bias=None if bias is None else bias.data_ptr(),
             n=w.n,
-            k=w.padded_k,
+            k=w.k,
             x_stride=x.stride,
+            out_stride=out.stride,
             activation=activation,
         )
+        if isinstance(w, PackedQuantizedWeight):
+            x = self._quantize(x, w)
+            call.format, call.x_stride = ctypes.addressof(w.format), w.row_bytes
+        elif w.dtype != self._dtype or w.isa != self._isa:
+            raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
+        elif w.padded_k != w.k:
+            raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
         self._kept += [w, bias]
         self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
+
+    def _quantize(self, x: Rows, w: PackedQuantizedWeight) -> Rows:
+        """Record that x is quantised for a weight, and return the rows of the scratch buffer with the result."""
+        out = self._scratch_rows("quantized x", -(-w.row_bytes // self._dtype.itemsize), x.sampled)
+        call = QuantizeCall(format=ctypes.addressof(w.format), k=w.k, x_stride=x.stride)
+        self._record(OperationKind.QUANTIZE, x, Call(quantize=call), out=out)
         return out
 
     def _norm(

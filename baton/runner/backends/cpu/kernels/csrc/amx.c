@@ -9,6 +9,7 @@
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define ROUND_BF16
 #include "vector_avx512.h"
+#include "quantized.h"
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -292,5 +293,6 @@ static int supported(void) {
 
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TILE_K / 2, BLOCK_ROWS, 512, 1};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TILE_K / 2, BLOCK_ROWS, 512, 1,
+    &quantized_avx512_vnni};
 #endif

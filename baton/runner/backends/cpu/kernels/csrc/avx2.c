@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx2,fma")))
 #include "vector_avx2.h"
+#include "quantized.h"
 
 #define WIDE_PANELS 4
 #define WIDE_ROWS 1
@@ -21,5 +22,20 @@ static int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_
 
 const struct isa isa_avx2 = {
     "avx2", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx2};
+
+#undef TARGET
+#define TARGET __attribute__((target("f16c,avx2,fma")))
+#define QUANTIZED_WIDE_ROWS 1
+#define QUANTIZED_WIDE_CASES(F) F(1)
+#define QUANTIZED_TALL_ROWS 2
+#define QUANTIZED_TALL_CASES(F) F(2)
+#include "integers_avx2.h"
+#include "product_quantized.inc.h"
+
+static int supports_half(void) { return supported() && __builtin_cpu_supports("f16c"); }
+
+const struct quantized_kernels quantized_avx2 = {
+    supports_half, &quantized_portable, {quantized_linear_float32, quantized_linear_bfloat16},
+    {quantize_float32, quantize_bfloat16}, QUANTIZED_TALL_ROWS};
 #endif

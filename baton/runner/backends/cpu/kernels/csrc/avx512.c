@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #include "vector_avx512.h"
+#include "quantized.h"
 
 #define WIDE_PANELS 4
 #define WIDE_ROWS 6
@@ -24,5 +25,22 @@ static int supported(void) {
 
 const struct isa isa_avx512 = {
     "avx512", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
+
+/* Products with quantized weights, for all instruction sets from here up. AMX has tiles of 8-bit integers, too: to be measured on a
+ * machine that has them. A processor without VNNI computes the same on AVX2. */
+#undef TARGET
+#define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define QUANTIZED_WIDE_ROWS 6
+#define QUANTIZED_WIDE_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#define QUANTIZED_TALL_ROWS 12
+#define QUANTIZED_TALL_CASES(F) F(7) F(8) F(9) F(10) F(11) F(12)
+#include "integers_avx512_vnni.h"
+#include "product_quantized.inc.h"
+
+static int supports_vnni(void) { return supported() && __builtin_cpu_supports("avx512vnni"); }
+
+const struct quantized_kernels quantized_avx512_vnni = {
+    supports_vnni, &quantized_avx2, {quantized_linear_float32, quantized_linear_bfloat16},
+    {quantize_float32, quantize_bfloat16}, QUANTIZED_TALL_ROWS};
 #endif

@@ -3,6 +3,7 @@
 #define TARGET __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define DPBF16
 #include "vector_avx512.h"
+#include "quantized.h"
 
 #define WIDE_PANELS 4
 #define WIDE_ROWS 6
@@ -24,5 +25,5 @@ static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supp
 
 const struct isa isa_avx512_bf16 = {
     "avx512_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
 #endif

@@ -1,5 +1,6 @@
 /* The library's entry points for products, norms and rotations. Python validates every argument before it calls. */
 #include "kernels.h"
+#include "quantized.h"
 
 const struct isa *const isas[] = {
 #if defined(__x86_64__) && defined(__linux__)
@@ -33,17 +34,17 @@ enum { LONG_GROUPS = 64 };
 
 /* Cuts a product into tasks. Rows are cut into equal parts, few enough that a task can keep their sums, and so many that every
  * thread has a task. Columns are cut into groups, several of which are one task where there are enough of them. */
-static void plan_linear(struct linear_call *call, const struct isa *isa, enum dtype dtype, size_t n_threads) {
-    size_t groups = column_groups(call), wanted = n_threads > 1 ? 4 * n_threads : 1, step = isa->linear_rows, parts = 1;
-    int keeps_sums = dtype == DTYPE_BFLOAT16 && isa->rows_of_sums > 0;
-    if (keeps_sums) parts = (call->m + isa->rows_of_sums - 1) / isa->rows_of_sums;
+static void plan_linear(struct linear_call *call, size_t step, size_t rows_of_sums, int groups_take_turns, size_t n_threads) {
+    size_t groups = column_groups(call), wanted = n_threads > 1 ? 4 * n_threads : 1, parts = 1;
+    int keeps_sums = rows_of_sums > 0;
+    if (keeps_sums) parts = (call->m + rows_of_sums - 1) / rows_of_sums;
     if (groups * parts < wanted) parts = (wanted + groups - 1) / groups;
     size_t rows = ((call->m + parts - 1) / parts + step - 1) / step * step;
     call->rows_per_task = rows < call->m ? rows : call->m;
     call->groups_per_task = 1;
     parts = (call->m + call->rows_per_task - 1) / call->rows_per_task;
     if (!keeps_sums) return;
-    if (call->m <= FEW_ROWS && !isa->groups_take_turns) {
+    if (call->m <= FEW_ROWS && !groups_take_turns) {
         /* Neighbouring groups are one task, so that a thread itself uses the weights that it prefetches. */
         size_t shares = n_threads * (groups < LONG_GROUPS ? 1 : 4);
         call->groups_per_task = (groups + shares - 1) / shares;
@@ -58,14 +59,29 @@ static void plan_linear(struct linear_call *call, const struct isa *isa, enum dt
 
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads) {
     struct work work = {.function = isa->linear[dtype], .job = call};
+    const struct quantized_kernels *quantized = call->format != NULL ? quantized_kernels(isa) : NULL;
+    size_t step = isa->linear_rows, rows_of_sums = dtype == DTYPE_BFLOAT16 ? isa->rows_of_sums : 0;
+    int groups_take_turns = isa->groups_take_turns;
     if (call->m == 0 || call->n == 0) return work;
-    plan_linear(call, isa, dtype, n_threads < 1 ? 1 : (size_t)n_threads);
+    if (quantized != NULL) {
+        work.function = quantized->linear[dtype];
+        step = quantized->linear_rows;
+        rows_of_sums = QUANTIZED_ROWS_OF_SUMS;
+        groups_take_turns = 0;
+    }
+    plan_linear(call, step, rows_of_sums, groups_take_turns, n_threads < 1 ? 1 : (size_t)n_threads);
     size_t across = (column_groups(call) + call->groups_per_task - 1) / call->groups_per_task;
-    size_t sums = call->rows_per_task * (isa->groups_take_turns ? call->groups_per_task : 1);
-    if (sums < isa->linear_rows) sums = isa->linear_rows;
+    size_t sums = call->rows_per_task * (groups_take_turns ? call->groups_per_task : 1);
+    if (sums < step) sums = step;
     work.n_tasks = across * ((call->m + call->rows_per_task - 1) / call->rows_per_task);
-    work.scratch_bytes = (sums * GROUP_COLUMNS + isa->linear_rows * call->k) * sizeof(float);
+    work.scratch_bytes = (sums * GROUP_COLUMNS + step * (quantized == NULL ? call->k : 0)) * sizeof(float);
     return work;
+}
+
+const struct quantized_kernels *quantized_kernels(const struct isa *isa) {
+    const struct quantized_kernels *kernels = isa->quantized;
+    while (!kernels->supported()) kernels = kernels->otherwise;
+    return kernels;
 }
 
 /* How many rows a task must have to be worth a fork of threads. */
@@ -88,14 +104,40 @@ struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dt
     return work;
 }
 
-/* activation: an enum activation; n: columns of out; k: padded columns of x; x_stride: elements from row to row */
+struct work quantize_work(struct quantize_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = quantized_kernels(isa)->quantize[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->k);
+    if (call->k > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
+/* The number of threads for a product; one where a fork would take longer than the product. */
+static int worthwhile_threads(size_t m, size_t n, size_t k, int n_threads) {
+    return (double)m * (double)n * (double)k < 1 << 18 ? 1 : n_threads;
+}
+
+/* activation: an enum activation; n: columns of out; k: padded columns of x; strides: elements from row to row */
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
-                 size_t k, size_t x_stride, int activation, int n_threads) {
+                 size_t k, size_t x_stride, size_t out_stride, int activation, int n_threads) {
     struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
-                               .x_stride = x_stride, .activation = (enum activation)activation};
-    if ((double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork would take longer than the product */
+                               .x_stride = x_stride, .out_stride = out_stride, .activation = (enum activation)activation};
+    n_threads = worthwhile_threads(m, n, k, n_threads);
     struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);
     return run_works(&work, 1, n_threads, NULL);
+}
+
+/* The product with a quantized weight. room: m rows of quantized x (baton_quantized_row_bytes) */
+int baton_quantized_linear(int isa_index, int dtype, const struct quantized_format *format, const void *x, const void *packed,
+                           const void *bias, void *out, void *room, size_t m, size_t n, size_t k, size_t x_stride,
+                           size_t out_stride, int activation, int n_threads) {
+    const struct isa *isa = isas[isa_index];
+    struct quantize_call quantize = {.x = x, .out = room, .format = format, .rows = m, .k = k, .x_stride = x_stride};
+    struct linear_call call = {.x = room, .packed = packed, .bias = bias, .out = out, .format = format, .m = m, .n = n, .k = k,
+                               .x_stride = quantized_row_bytes(format, k), .out_stride = out_stride,
+                               .activation = (enum activation)activation};
+    n_threads = worthwhile_threads(m, n, k, n_threads);
+    struct work works[] = {quantize_work(&quantize, isa, (enum dtype)dtype), linear_work(&call, isa, (enum dtype)dtype, n_threads)};
+    return run_works(works, 2, n_threads, NULL);
 }
 
 int baton_rms_norm(int isa, int dtype, const void *x, const void *weight, const void *residual, void *sum, void *out, size_t rows,

@@ -14,6 +14,7 @@
  * up columns.
  * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does. The paths without that instruction do the
  * same, so all paths except AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
+ * quantized.h has the layout of weights in integers with scales, and the rule of their products.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
@@ -37,11 +38,15 @@ enum status {
     STATUS_BAD_INDEX = 6,
 };
 
+struct quantized_format;
+
 /* call_structs.py has the same structures for ctypes. */
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
-    size_t m, n, k, x_stride; /* n counts the columns of out, k is padded; the stride counts elements */
+    const struct quantized_format *format; /* of packed; NULL: the weight is in out's dtype */
+    size_t m, n, k; /* n counts the weight's columns of out, k is padded */
+    size_t x_stride, out_stride; /* in elements, from row to row; of rows of quantized x, which format says, in bytes */
     size_t rows_per_task, groups_per_task;
     enum activation activation;
 };
@@ -128,6 +133,8 @@ struct attention_job {
     size_t count;
 };
 
+struct quantized_kernels;
+
 /* With at most this many rows, reading the weights from memory takes longer than computing the products. */
 enum { FEW_ROWS = 48 };
 
@@ -145,6 +152,7 @@ struct isa {
     size_t linear_rows;  /* rows of x that a vector kernel has in scratch at a time */
     size_t rows_of_sums; /* the most rows of a bfloat16 task, which has the sums of all its rows in scratch */
     int groups_take_turns; /* whether a bfloat16 task computes a piece of k for all its groups before the next piece */
+    const struct quantized_kernels *quantized; /* quantized.h; others take their place where the processor lacks instructions */
 };
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;

@@ -14,8 +14,22 @@ struct layout_entry {
 static const struct layout_entry layout[] = {
     WHOLE(struct linear_call, "linear_call"),
     FIELD(linear_call, x), FIELD(linear_call, packed), FIELD(linear_call, bias), FIELD(linear_call, out),
-    FIELD(linear_call, m), FIELD(linear_call, n), FIELD(linear_call, k), FIELD(linear_call, x_stride),
-    FIELD(linear_call, rows_per_task), FIELD(linear_call, groups_per_task), FIELD(linear_call, activation),
+    FIELD(linear_call, format), FIELD(linear_call, m), FIELD(linear_call, n), FIELD(linear_call, k),
+    FIELD(linear_call, x_stride), FIELD(linear_call, out_stride), FIELD(linear_call, rows_per_task),
+    FIELD(linear_call, groups_per_task), FIELD(linear_call, activation),
+
+    WHOLE(struct quantized_format, "quantized_format"),
+    FIELD(quantized_format, bits), FIELD(quantized_format, group), FIELD(quantized_format, block),
+    FIELD(quantized_format, groups_per_record), FIELD(quantized_format, zero), FIELD(quantized_format, has_zeros),
+    FIELD(quantized_format, scales), FIELD(quantized_format, offsets),
+
+    WHOLE(struct quantized_parts, "quantized_parts"),
+    FIELD(quantized_parts, codes), FIELD(quantized_parts, scales), FIELD(quantized_parts, scale_factors),
+    FIELD(quantized_parts, offsets), FIELD(quantized_parts, offset_factors), FIELD(quantized_parts, zeros),
+
+    WHOLE(struct quantize_call, "quantize_call"),
+    FIELD(quantize_call, x), FIELD(quantize_call, out), FIELD(quantize_call, format), FIELD(quantize_call, rows),
+    FIELD(quantize_call, k), FIELD(quantize_call, x_stride), FIELD(quantize_call, rows_per_task),
 
     WHOLE(struct norm_call, "norm_call"),
     FIELD(norm_call, x), FIELD(norm_call, weight), FIELD(norm_call, out), FIELD(norm_call, residual), FIELD(norm_call, sum),
@@ -70,9 +84,14 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
+    VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE),
 
     VALUE("cache_format", "AS_IT_IS", CACHE_AS_IT_IS), VALUE("cache_format", "INT8", CACHE_INT8),
     VALUE("cache_format", "E4M3", CACHE_E4M3),
+
+    VALUE("number", "NONE", NUMBER_NONE), VALUE("number", "FLOAT32", NUMBER_FLOAT32),
+    VALUE("number", "BFLOAT16", NUMBER_BFLOAT16), VALUE("number", "FLOAT16", NUMBER_FLOAT16),
+    VALUE("number", "INT8", NUMBER_INT8), VALUE("number", "UINT8", NUMBER_UINT8),
 };
 
 /* The entry at an index; NULL behind the last entry. */

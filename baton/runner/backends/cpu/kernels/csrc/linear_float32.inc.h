@@ -10,7 +10,7 @@ struct epilogue {
 INLINE void open_epilogue(struct epilogue *e, const struct linear_call *call, const enum dtype dtype, size_t group) {
     e->column = group * group_outputs(call);
     e->columns = call->n - e->column < group_outputs(call) ? call->n - e->column : group_outputs(call);
-    e->stride = call->n;
+    e->stride = call->out_stride;
     e->activation = call->activation;
     e->has_bias = call->bias != NULL;
     for (size_t i = 0; e->has_bias && i < e->columns; i += LANES)

@@ -1,6 +1,7 @@
 /* Kernels in plain C for all other machines. */
 #define TARGET
 #include "vector_portable.h"
+#include "quantized.h"
 
 #define WIDE_PANELS 4
 #define WIDE_ROWS 1
@@ -20,4 +21,15 @@ static int supported(void) { return 1; }
 
 const struct isa isa_portable = {
     "portable", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_portable};
+
+#define QUANTIZED_WIDE_ROWS 1
+#define QUANTIZED_WIDE_CASES(F) F(1)
+#define QUANTIZED_TALL_ROWS 2
+#define QUANTIZED_TALL_CASES(F) F(2)
+#include "integers_portable.h"
+#include "product_quantized.inc.h"
+
+const struct quantized_kernels quantized_portable = {
+    supported, NULL, {quantized_linear_float32, quantized_linear_bfloat16}, {quantize_float32, quantize_bfloat16},
+    QUANTIZED_TALL_ROWS};

@@ -2,12 +2,13 @@
  * the first operation to the last, and no Python runs in between. Everything that changes from step to step is in struct step,
  * and nothing is computed before all of it has been checked. */
 #include "kernels.h"
+#include "quantized.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* call_structs.py has the same numbers and structures, and compares them with layout.inc.h. */
-enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS };
+enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS, OP_QUANTIZE };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
 /* Copies row index[i] of x to row i of out; sizes and strides in bytes. */
@@ -25,6 +26,7 @@ union call {
     struct store_call store;
     struct attention_call attention;
     struct take_rows_call take;
+    struct quantize_call quantize;
 };
 
 /* A place in a buffer of rows: the buffer's number, and an offset in bytes; buffer -1: the operation has no such operand. */
@@ -143,6 +145,12 @@ static int prepare(struct prepared *to, struct work *work, const struct operatio
         call->take.index = step->sampled;
         call->take.rows = rows;
         *work = (struct work){.function = take_all_rows, .job = &call->take, .n_tasks = rows > 0};
+        return STATUS_OK;
+    case OP_QUANTIZE:
+        call->quantize.x = at(step, op->x);
+        call->quantize.out = at(step, op->out);
+        call->quantize.rows = (size_t)rows;
+        *work = quantize_work(&call->quantize, isa, dtype);
         return STATUS_OK;
     }
     return STATUS_OK;

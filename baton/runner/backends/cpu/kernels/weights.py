@@ -1,0 +1,149 @@
+"""Packed weights of every kind: in x's dtype, quantised, or stacked from weights of different kinds.
+
+These functions are the face of product.py and quantized.py, and choose between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+import torch
+
+from baton.runner.backends.cpu.kernels import product
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
+from baton.runner.backends.cpu.kernels.quantized import (
+    PackedQuantizedWeight,
+    dequantized_rows,
+    format_of,
+    multiply_quantized,
+    pack_gated_quantized,
+    pack_quantized,
+)
+from baton.runner.backends.quantized_weight import QuantizedWeight
+
+Weight: TypeAlias = torch.Tensor | QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Packed weights of one k whose kinds or formats differ: each part computes its own columns of the result."""
+
+    parts: tuple[PackedWeight | PackedQuantizedWeight, ...]
+    n: int
+    """Number of columns of a product's result."""
+    k: int
+    """Number of columns of x."""
+    gated: bool = False
+
+
+Packed: TypeAlias = PackedWeight | PackedQuantizedWeight | StackedWeight
+
+
+def pack(*weights: Weight) -> Packed:
+    """Pack weights [n_i, k], stacked over their outputs, for `linear`: tensors of one dtype, or quantised weights.
+
+    Neighbours of one format are packed together. Raises KernelArgumentError for other shapes or dtypes, and for a
+    quantised weight whose groups are not a multiple of 4; KernelsUnavailable without the library.
+    """
+    if not weights:
+        raise KernelArgumentError("weights", "must be at least one weight")
+    for i, weight in enumerate(weights):
+        if len(weight.shape) == 2 and weight.shape[1] != weights[0].shape[-1]:
+            raise KernelArgumentError(f"weight {i}", f"is {tuple(weight.shape)}, unlike the first")
+    formats = [format_of(weight) if isinstance(weight, QuantizedWeight) else None for weight in weights]
+    parts: list[PackedWeight | PackedQuantizedWeight] = []
+    for _, alike in groupby(zip(formats, weights, strict=True), key=lambda pair: pair[0]):
+        parts.append(_pack_alike([weight for _, weight in alike]))
+    return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), sum(part.n for part in parts), parts[0].k)
+
+
+def pack_gated(gate: Weight, up: Weight) -> PackedWeight | PackedQuantizedWeight:
+    """Pack two weights [n, k], both tensors or both quantised, for `gated_linear`; raises the same errors as `pack`."""
+    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor):
+        return product.pack_gated(gate, up)
+    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
+        return pack_gated_quantized(gate, up)
+    raise KernelArgumentError("up", "must be quantised if the gate is, and only then")
+
+
+def take_rows(w: Packed, index: torch.Tensor, dtype: torch.dtype | None = None, *, threads: int = 1) -> torch.Tensor:
+    """The rows `index` (int64 [rows]) of the stacked weights, with the bits that `pack` was given: [rows, k].
+
+    Those of a quantised weight are dequantised to `dtype`. Raises KernelArgumentError for an index outside of the
+    weight, and for a gated weight.
+    """
+    if w.gated:
+        raise KernelArgumentError("w", "is gated: its rows can't be taken")
+    if index.ndim != 1 or index.dtype != torch.int64 or not index.is_cpu or not index.is_contiguous():
+        raise KernelArgumentError("index", "must be int64 [rows], contiguous, on the CPU")
+    if isinstance(w, PackedWeight):
+        return product.take_rows(w, index, threads=threads)
+    if isinstance(w, PackedQuantizedWeight):
+        return dequantized_rows(w, index, dtype, threads)
+    if ((index < 0) | (index >= w.n)).any():
+        raise KernelArgumentError("index", "names a row outside the weight")
+    out = torch.empty((index.shape[0], w.k), dtype=dtype)
+    for first, part in columns_of(w.parts):
+        places = ((index >= first) & (index < first + part.n)).nonzero().flatten()
+        out[places] = take_rows(part, index[places] - first, dtype, threads=threads)
+    return out
+
+
+def linear(x: torch.Tensor, w: Packed, bias: torch.Tensor | None = None, *, threads: int) -> torch.Tensor:
+    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
+
+    Sums are float32, each in one fixed order of k, whatever m, the row's index and the number of threads are. x is
+    quantised for a quantised weight. Raises KernelArgumentError for tensors that don't fit.
+    """
+    if isinstance(w, PackedWeight):
+        return product.linear(x, w, bias, threads=threads)
+    if w.gated:
+        raise KernelArgumentError("w", "is gated: use gated_linear")
+    if isinstance(w, PackedQuantizedWeight):
+        return multiply_quantized(x, w, bias, NOT_GATED, threads)
+    if bias is not None:
+        product.require_bias(bias, w.n, x.dtype)
+    out = x.new_empty((x.shape[0], w.n))
+    for first, part in columns_of(w.parts):
+        columns, own_bias = out[:, first : first + part.n], None if bias is None else bias[first : first + part.n]
+        if isinstance(part, PackedWeight):
+            product.linear(x, part, own_bias, threads=threads, out=columns)
+        else:
+            multiply_quantized(x, part, own_bias, NOT_GATED, threads, columns)
+    return out
+
+
+def gated_linear(x: torch.Tensor, w: Packed, *, activation: Activation, threads: int) -> torch.Tensor:
+    """The gated product activation(x gateᵀ) * (x upᵀ): x [m, k] to [m, n] in x's dtype.
+
+    Activation and product are computed from the float32 sums and rounded once. The rest is as in `linear`.
+    """
+    if isinstance(w, PackedWeight):
+        return product.gated_linear(x, w, activation=activation, threads=threads)
+    if not w.gated or isinstance(w, StackedWeight):
+        raise KernelArgumentError("w", "is not gated: use pack_gated")
+    if activation not in ACTIVATIONS:
+        raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
+    return multiply_quantized(x, w, None, ACTIVATIONS[activation], threads)
+
+
+def columns_of(
+    parts: Sequence[PackedWeight | PackedQuantizedWeight],
+) -> list[tuple[int, PackedWeight | PackedQuantizedWeight]]:
+    """Each part with the first column of the result that it computes."""
+    found, first = [], 0
+    for part in parts:
+        found.append((first, part))
+        first += part.n
+    return found
+
+
+def _pack_alike(weights: list[Weight]) -> PackedWeight | PackedQuantizedWeight:
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if quantized:
+        return pack_quantized(*quantized)
+    return product.pack(*(weight for weight in weights if isinstance(weight, torch.Tensor)))

@@ -1,16 +1,21 @@
 """The C kernels, plain C loaded through ctypes. Everything else about the package stands in pyproject.toml.
 
 Optional: without a C compiler the package installs all the same, and says what is missing when kernels are asked for.
+No file of a wheel depends on the version of Python, so one wheel serves all of them.
 """
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "baton/runner/backends/cpu/kernels"
+LIBRARY = "libkernels.so"
 
 
 class BuildKernels(build_ext):
@@ -27,12 +32,39 @@ class BuildKernels(build_ext):
         self.compiler.compile = compile_each
         super().build_extension(ext)
 
+    def get_ext_filename(self, fullname):
+        """The name under which ctypes finds the library; the usual one contains the version of Python."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def get_export_symbols(self, ext):
+        return []  # it is no module of Python, and has no PyInit function
+
+
+class KernelWheel(bdist_wheel):
+    """A wheel for every Python 3, whose tag says which glibc the kernels need (PEP 600)."""
+
+    def get_tag(self):
+        platform = super().get_tag()[2]
+        built = Path(self.bdist_dir or "", FOLDER, LIBRARY)
+        if built.exists() and platform.startswith("linux_"):
+            platform = platform.replace("linux", f"manylinux_{needed_glibc(built.read_bytes())}", 1)
+        return "py3", "none", platform
+
+
+def needed_glibc(library):
+    """The version of the youngest symbol of glibc that a library uses, as `2_34`.
+
+    PEP 600 allows no other libraries than glibc's and a few more; the kernels are linked with glibc alone.
+    """
+    versions = {tuple(map(int, found.split(b"."))) for found in re.findall(rb"GLIBC_(\d+\.\d+)", library)}
+    return "_".join(map(str, max(versions, default=(2, 17))))
+
 
 setup(
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelWheel},
     ext_modules=[
         Extension(
-            "baton.runner.backends.cpu.kernels._kernels",
+            "baton.runner.backends.cpu.kernels.libkernels",
             # The one that takes longest first.
             sources=sorted(glob(f"{FOLDER}/csrc/*.c"), key=lambda path: (not path.endswith("/portable.c"), path)),
             depends=sorted(glob(f"{FOLDER}/csrc/*.h")),

@@ -14,6 +14,10 @@ from baton.cli.output import print_note
 from baton.errors import BatonError, Cancelled, ExitCode
 
 _COMMANDS = {
+    "demo": (
+        "baton.cli.commands.demo",
+        "Start a cluster, send it prompts, show how each was served, and stop it.",
+    ),
     "up": ("baton.cli.commands.up", "Start a cluster on this machine and keep it running."),
     "down": ("baton.cli.commands.down", "Stop the cluster after its running requests have ended."),
     "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
@@ -55,7 +59,7 @@ _COMMANDS = {
 _PROCESSES = frozenset({"up", "node", "router"})
 """Commands that run as processes, which end with the exit codes of sysexits.h."""
 _WITHOUT_ACCESS = _PROCESSES.union(
-    ("bench", "certs", "completion", "config", "doctor", "down", "keys", "logs", "simulate", "version")
+    ("bench", "certs", "completion", "config", "demo", "doctor", "down", "keys", "logs", "simulate", "version")
 )
 """Commands that call no cluster, and so take no API key or certificate."""
 _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
@@ -133,9 +137,13 @@ def _build(loaded: Collection[str]) -> typer.Typer:
     )
     for name, (module, text) in _COMMANDS.items():
         if name in loaded:
-            importlib.import_module(module).register(app, name, text)
+            # Apart from the others at first, so that flags of access are added to this command alone.
+            own = typer.Typer()
+            importlib.import_module(module).register(own, name, text)
             if name not in _WITHOUT_ACCESS:
-                importlib.import_module("baton.cli.access").add_access_flags(app)
+                importlib.import_module("baton.cli.access").add_access_flags(own)
+            app.registered_commands += own.registered_commands
+            app.registered_groups += own.registered_groups
         else:
             app.command(name, help=text)(_not_loaded)
     return app

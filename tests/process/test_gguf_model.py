@@ -35,7 +35,7 @@ def test_a_gguf_file_is_served_and_chats(shell: Shell, tmp_path: Path, gguf_file
 
 def test_the_demo_asks_a_chat_model_questions(shell: Shell, tmp_path: Path, gguf_file: Path) -> None:
     shell.environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    command = [sys.executable, "-m", "baton.cli.commands.demo", "--model", str(gguf_file)]
+    command = [sys.executable, "-m", "baton.cli.main", "demo", "--model", str(gguf_file)]
     done = shell.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "What is the capital of France?\n" in done.stdout

@@ -234,7 +234,7 @@ def test_a_file_in_place_of_the_run_directory_is_refused(shell: Shell, tmp_path:
 
 
 def test_the_demo_answers_with_the_bundled_model_and_stops(shell: Shell) -> None:
-    done = shell.run([sys.executable, "-m", "baton.cli.commands.demo"], cwd=ROOT)
+    done = shell.run([sys.executable, "-m", "baton.cli.main", "demo"], cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     table = next(number for number, line in enumerate(lines) if line.startswith("PROMPT"))

@@ -16,6 +16,9 @@ from tests.process.test_foreground import assert_grpcurl_works
 ELSEWHERE = {
     "./scripts/demo": "test_lifecycle.py runs it",
     "./scripts/test": "this is one of its tests",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "tests use no network",
+    "pip install dist/baton_serve-*.whl": "test_wheel.py installs it",
+    "baton demo": "test_wheel.py runs it",
 }
 """Commands that are not run here, and why."""
 DIFFER = {"generate", "trace"}

@@ -152,7 +152,7 @@ def test_setup_names_what_is_missing(shell: Shell, copy: Path) -> None:
 
 
 def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
-    command = [sys.executable, "-u", "-m", "baton.cli.commands.demo"]
+    command = [sys.executable, "-u", "-m", "baton.cli.main", "demo"]
     with subprocess.Popen(
         command, cwd=ROOT, env=shell.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as demo:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from baton.errors import ConfigError
+
+LIBRARY = Path(__file__).parent / "kernels" / "libkernels.so"
+"""The library, as setup.py builds it. Its name is the same for all versions of Python."""
 
 
 class KernelsUnavailable(ConfigError):
@@ -15,13 +17,13 @@ class KernelsUnavailable(ConfigError):
 
 def open_kernels() -> ctypes.CDLL:
     """Open the library. Raises KernelsUnavailable, which says why it can't be opened and what to do."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).parent / "kernels" / f"_kernels{suffix}"
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
-                raise KernelsUnavailable(
-                    f"the kernel library can't be loaded ({error}); run `pip install -e .` again to build it here"
-                ) from error
-    raise KernelsUnavailable("the kernel library is not built: install a C compiler, then run `pip install -e .` again")
+    if not LIBRARY.exists():
+        raise KernelsUnavailable(
+            "the kernel library is not built: install a C compiler, then run `pip install -e .` again"
+        )
+    try:
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise KernelsUnavailable(
+            f"the kernel library can't be loaded ({error}); run `pip install -e .` again to build it here"
+        ) from error

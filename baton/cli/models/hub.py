@@ -5,6 +5,7 @@ Only weights in safetensors, JSON files and tokenizers' texts are fetched: no pi
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def fetched_directory(name: HubName) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
+    # It tells of each retry; what counts is how it ends.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if not sys.stderr.isatty():
         disable_progress_bars()
     print_note(f"Fetching {name} from {constants.ENDPOINT}, unless it is in the cache …")

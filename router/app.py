@@ -27,7 +27,7 @@ from baton.messages.ids import new_incarnation
 from baton.messages.node import NodeDescription
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
-from baton.observe.metrics import render
+from baton.observe.metrics import declared_figures, render
 from baton.observe.process_figures import process_figures
 from baton.observe.ready import Ready, announce
 from baton.observe.start_tracing import start_tracing
@@ -65,6 +65,7 @@ from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
+from router.http.responses.store import ResponseStore, StoreBounds
 from router.http.server import HttpServer, raise_file_limit
 from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
@@ -168,6 +169,7 @@ class _Router:
         self._tenants = Tenants()
         handler = GenerationHandler(self._dispatcher, codec, cards, self._tenants)
         self._live = LiveFeed(self._picture)
+        self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), clock)
         self._http = HttpServer(
             HttpFront(
                 handler,
@@ -178,6 +180,7 @@ class _Router:
                 rng,
                 authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
                 more=live_pages(self._live),
+                store=self._responses,
             ),
             limits.stall_s,
             config.tls,
@@ -306,7 +309,8 @@ class _Router:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
         found = figures(self._dispatcher.requests, self._view, self._timers.monotonic(), self._clock.wall())
         held = connection_figures(self._public, self._http, self._connections)
-        return render([*found, *self._tenants.figures(), *held, *process_figures()], labels)
+        stored = declared_figures(self._responses.stats())
+        return render([*found, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
 
     def _picture(self) -> bytes:
         """The data of the live page, as JSON."""

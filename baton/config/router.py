@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import Count, CountOrZero, Name, OnOff, Port, Seconds
@@ -47,6 +47,17 @@ class RouterSettings(ClusterSettings):
         "off",
         description="on: no node computes a prompt and also generates from it; requests wait for a pair of nodes.",
     )
+    stored_responses: CountOrZero = Field(
+        1000,
+        description="Most responses of /v1/responses that a router keeps for clients that continue or read them; 0: "
+        "none. When there are more, the tenant that has most loses its oldest one.",
+    )
+    stored_response_memory: ByteSize = Field(
+        ByteSize(64 << 20),
+        description="Most memory for stored responses and their conversations at a router, such as 64MiB; 0: none are "
+        "stored.",
+    )
+    stored_response_s: Seconds = Field(3600.0, description="Seconds that a router keeps a response.")
 
 
 class RouterConfig(RouterSettings, ProcessSettings):

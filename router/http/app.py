@@ -26,6 +26,9 @@ from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_head
 from router.http.messages.errors import error_object, status_of
 from router.http.model import ServedModel
 from router.http.pages import pages
+from router.http.responses.endpoint import ResponsesEndpoint
+from router.http.responses.store import ResponseStore, StoreBounds
+from router.http.responses.stored import stored_routes
 from router.http.tokens import Detokenize, Tokenize
 
 _log = logging.getLogger(__name__)
@@ -49,18 +52,25 @@ class HttpFront:
         keep_alive_s: float = KEEP_ALIVE_S,
         authenticator: PageAuthenticator | None = None,
         more: Sequence[Route] = (),
+        store: ResponseStore | None = None,
     ) -> None:
-        """Without an authenticator every caller is permitted. `more`: further pages."""
+        """Without an authenticator every caller is permitted. `more`: further pages. `store`: for responses; without
+        one, a store with the default bounds is used.
+        """
+        store = store or ResponseStore(StoreBounds(), clock)
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
+        responses = ResponsesEndpoint(handler, model, clock, keep_alive_s, rng, store)
         self._routes = Router(
             [
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
                 Route(_MESSAGES, MessagesEndpoint(handler, model, clock, keep_alive_s), methods=["POST"]),
                 Route(f"{_MESSAGES}/count_tokens", CountTokens(handler, model), methods=["POST"]),
+                Route("/v1/responses", responses, methods=["POST"]),
+                *stored_routes(store),
                 Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
                 Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
                 Route("/detokenize", Detokenize(handler, model), methods=["POST"]),

@@ -28,7 +28,8 @@ from baton.messages.request_limits import (
 )
 from baton.messages.sampling import RepetitionDetection
 
-_ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'
+"""The schema of the response format json_object."""
 _MAX_NAME_CHARS = 80
 """Longer names of fields are cut in refusals, and not compared with known names, which would take seconds."""
 B = TypeVar("B", bound="Body")
@@ -188,7 +189,7 @@ class ResponseFormat(Strict):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest("response_format.json_schema", "and the type json_schema need each other")
         if self.json_schema is None:
-            return _ANY_OBJECT if self.type == "json_object" else None
+            return ANY_OBJECT if self.type == "json_object" else None
         return json.dumps(self.json_schema.schema_)
 
 

@@ -88,7 +88,10 @@ class Endpoint(Generic[P]):
     """The common part of the endpoints for text: an ASGI application, whose exceptions the front turns into answers."""
 
     names: Mapping[str, Sequence[str]] = {}
-    """The client's names of the core's fields that have other names here; the first one that it sent counts."""
+    """The client's names of the core's fields that have other names here; the first one that it sent counts.
+
+    A name of the core that a client may send by mistake, or for something else, is first in its own list.
+    """
     keep_alive = COMMENT
     """Sent in a stream while there is nothing else to send."""
     can_resume = False
@@ -109,7 +112,7 @@ class Endpoint(Generic[P]):
         with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 about = found, scope["state"]["request_id"], timeout_s, self._model.card
-                parsed = await in_thread_if_large(self._handler, content, self._parse, *about)
+                parsed = await in_thread_if_large(self._handler, content, self._parser(found), *about)
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -121,6 +124,12 @@ class Endpoint(Generic[P]):
                     await self._stream(client, parsed)
                 else:
                     await self._whole(client, parsed)
+
+    def _parser(self, found: Mapping[str, Any]) -> Callable[..., P]:
+        """The function that parses this JSON, with the arguments of `_parse`. It is made on the event loop, where an
+        endpoint can look into its own state, and may then be called in a thread.
+        """
+        return self._parse
 
     def _parse(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard) -> P:
         """Make the request from the parsed JSON; raises InvalidRequest. May be called in a thread."""

@@ -59,10 +59,14 @@ _BY_TYPE: dict[type[BatonError], Kind] = {
 class HttpError(BatonError):
     """An error that exists only in HTTP: a wrong path or method, a body that is too long."""
 
-    def __init__(self, kind: Kind, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(
+        self, kind: Kind, message: str, headers: Iterable[tuple[bytes, bytes]] = (), param: str | None = None
+    ) -> None:
+        """`param`: the field of the request that is wrong, if it is one."""
         super().__init__(message)
         self.kind = kind
         self.headers = tuple(headers)
+        self.param = param
 
 
 def kind_of(error: BatonError) -> Kind:
@@ -77,13 +81,19 @@ def kind_of(error: BatonError) -> Kind:
     return _BY_STATUS[error.status]
 
 
-def error_body(error: BatonError) -> bytes:
-    """OpenAI's error object as JSON."""
+def error_of(error: BatonError) -> dict[str, str | None]:
+    """OpenAI's error object: its message, type, param and code."""
     kind = kind_of(error)
     param = error.field if isinstance(error, InvalidRequest) else None
-    found = {"message": str(error), "type": kind.type, "param": param, "code": kind.code}
+    if isinstance(error, HttpError):
+        param = error.param
+    return {"message": str(error), "type": kind.type, "param": param, "code": kind.code}
+
+
+def error_body(error: BatonError) -> bytes:
+    """OpenAI's error object as JSON."""
     # ASCII, since a message may quote text that is not valid Unicode.
-    return json.dumps({"error": found}).encode()
+    return json.dumps({"error": error_of(error)}).encode()
 
 
 def error_headers(error: BatonError) -> Headers:

@@ -8,28 +8,20 @@ runs that many.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator, Mapping
-from datetime import datetime
-from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from baton.runner.simulated import expected_embedding
-from baton.testing.fake_clock import FakeClock
-from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from router.http.app import HttpFront
-from router.http.model import ServedModel
-from tests.support.fuzzed_cluster import SPEC, FuzzedCluster, LetterTokenizer, Run, fuzzed_cluster
-from tests.support.http_client import AsgiClient, Exchange
+from tests.support.fuzzed_cluster import SPEC, LetterTokenizer, Run, fuzzed_cluster
+from tests.support.fuzzed_http import JSON, JUNK, fuzzed, post
+from tests.support.http_client import Exchange
 from tests.support.mutations import mutated
 
-EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
-TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
@@ -37,19 +29,6 @@ COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/
 def run() -> Iterator[Run]:
     with fuzzed_cluster() as made:
         yield made
-
-
-async def post(
-    cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
-) -> Exchange:
-    model = ServedModel(cluster.card, LetterTokenizer(), TEMPLATE, lambda: datetime(2026, 1, 2))
-    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", FakeClock(5.0), Random(1), 1000.0)
-    exchange = AsgiClient(front).post(path, body, headers)
-    if leaves:
-        exchange.disconnect()
-        await exchange.task
-        return exchange
-    return await exchange.end()
 
 
 # For each field valid values, then invalid ones.
@@ -166,12 +145,6 @@ def valid_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
 
 
 PATHS = st.sampled_from([COMPLETIONS, CHAT])
-fuzzed = settings(
-    max_examples=EXAMPLES,
-    database=None,
-    derandomize=EXAMPLES <= 500,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
 
 
 def assert_is_error(exchange: Exchange) -> None:
@@ -248,15 +221,7 @@ def comes_back(spoilt: str, body: Mapping[str, Any], headers: Mapping[str, str])
 @st.composite
 def mutations(draw: st.DrawFn, path: str) -> bytes:
     """The bytes of a valid body with a few of them changed, removed, repeated or inserted."""
-    junk = [b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b"[" * 70, b'"a":1,', b"null", b"\xff", b"0"]
-    return mutated(draw, json.dumps(draw(valid_bodies(path))).encode(), 12, st.sampled_from(junk))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
+    return mutated(draw, json.dumps(draw(valid_bodies(path))).encode(), 12, JUNK)
 
 
 @st.composite

@@ -22,6 +22,7 @@ class Exchange:
         headers: Sequence[tuple[bytes, bytes]],
         *,
         is_whole: bool = True,
+        query: str = "",
     ) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -41,7 +42,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "headers": list(headers),
@@ -165,12 +166,19 @@ class AsgiClient:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.request("POST", path, data, {"content-type": "application/json", **(headers or {})})
 
-    def get(self, path: str) -> Exchange:
-        return self.request("GET", path, b"", {})
+    def get(self, path: str, query: str = "") -> Exchange:
+        return self.request("GET", path, b"", {}, query=query)
 
     def request(
-        self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, is_whole: bool = True
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        is_whole: bool = True,
+        query: str = "",
     ) -> Exchange:
         """Start an exchange; `is_whole`: no more of the body follows."""
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        return Exchange(self._app, method, path, body, pairs, is_whole=is_whole)
+        return Exchange(self._app, method, path, body, pairs, is_whole=is_whole, query=query)

@@ -14,6 +14,7 @@ from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.endpoints import Handler
 from router.http.model import ServedModel
+from router.http.responses.store import ResponseStore, StoreBounds
 from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
 
@@ -30,8 +31,11 @@ class HttpRig(AsgiClient):
         template: str = DEFAULT_TEMPLATE,
         card: ModelCard = CARD,
         authenticator: PageAuthenticator | None = None,
+        bounds: StoreBounds | None = None,
     ) -> None:
         self.card = card
+        self.clock = FakeClock(5.0)
+        self.store = ResponseStore(bounds or StoreBounds(), self.clock)
         self._page_authenticator = authenticator
         self.handler = FakeHandler()
         self.why_not_ready = ""
@@ -44,10 +48,11 @@ class HttpRig(AsgiClient):
             model,
             lambda: self.why_not_ready,
             lambda: b"figures\n",
-            FakeClock(5.0),
+            self.clock,
             Random(1),
             keep_alive_s,
             self._page_authenticator,
+            store=self.store,
         )
 
     async def next_call(self) -> FakeCall:

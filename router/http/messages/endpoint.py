@@ -30,10 +30,10 @@ models that are served need them.
 """
 _NO_PINGS_S = 3600.0
 _NAMES: Mapping[str, Sequence[str]] = {
-    "request_id": ("x-request-id",),
-    "prompt": ("messages",),
-    "stop": ("stop_sequences",),
-    "json_schema": ("output_config",),
+    "request_id": ("request_id", "x-request-id"),
+    "prompt": ("prompt", "messages"),
+    "stop": ("stop", "stop_sequences"),
+    "json_schema": ("json_schema", "output_config"),
 }
 
 
@@ -87,14 +87,15 @@ class CountTokens:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _check_version(scope)
         content = await read_body(scope, receive)
+        found = await in_thread_if_large(self._handler, content, parse_json, content)
         async with Client(receive, send, _NO_PINGS_S) as client:
-            with with_client_names(_NAMES, {}):
-                count = await in_thread_if_large(self._handler, content, self._count, content)
+            with with_client_names(_NAMES, found):
+                count = await in_thread_if_large(self._handler, content, self._count, found)
             headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]
             await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
 
-    def _count(self, content: bytes) -> int:
-        return len(_prompt(self._model, read_as(CountBody, parse_json(content))))
+    def _count(self, found: Mapping[str, Any]) -> int:
+        return len(_prompt(self._model, read_as(CountBody, found)))
 
 
 def id_headers(request_id: str) -> Headers:

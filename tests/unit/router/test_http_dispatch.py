@@ -115,7 +115,10 @@ async def test_a_field_out_of_bounds_is_refused_before_any_node_is_asked() -> No
 
 
 MESSAGES = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
-STREAMS: list[tuple[str, dict[str, object], str]] = [("/v1/messages", MESSAGES, "content_block_delta")]
+STREAMS: list[tuple[str, dict[str, object], str]] = [
+    ("/v1/messages", MESSAGES, "content_block_delta"),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 4}, "response.output_text.delta"),
+]
 
 
 @pytest.mark.parametrize(("path", "body", "delta"), STREAMS)

@@ -275,6 +275,8 @@ def user(block: dict[str, Any]) -> dict[str, Any]:
         ({"container": "x"}, "container: is not served here"),
         ({"output_config": {"effort": "low"}}, "output_config.effort: is not served here"),
         ({"speed": "fast"}, "speed: "),
+        ({"prompt": "x"}, "prompt: is unknown"),
+        ({"stop": ["x"]}, "stop: is unknown"),
         ({"max_tokenz": 1}, "max_tokenz: is unknown (did you mean max_tokens?)"),
     ],
 )
@@ -332,7 +334,7 @@ async def test_a_large_conversation_is_counted_in_a_thread() -> None:
     turns = [{"role": "user", "content": "x" * 20_000}]
     exchange = await rig.post(COUNT, {"model": MODEL, "messages": turns}).end()
     assert exchange.json["input_tokens"] > 20_000
-    assert rig.handler.num_in_threads == 1
+    assert rig.handler.num_in_threads == 2, "parsed, and counted"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""Fuzzed bodies of Anthropic's messages and of OpenAI's responses, sent to a whole cluster in virtual time.
+
+A valid body is served, one with a single wrong field is refused with that field's name, and any other gets an answer
+that is no server error. It leaves no state, and a request beside it gets its own tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from tests.support.fuzzed_cluster import SPEC, Run, fuzzed_cluster
+from tests.support.fuzzed_http import JSON, JUNK, fuzzed, post
+from tests.support.http_client import Exchange
+from tests.support.mutations import mutated
+
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with fuzzed_cluster() as made:
+        yield made
+
+
+NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
+NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
+TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+PART = {"type": "input_text", "text": "a"}
+COMMON: dict[str, tuple[list[Any], list[Any]]] = {
+    "top_p": ([1, 0.5], [*NO_NUMBERS, 0, -1, 1.1]),
+    "seed": ([0, 2**64 - 1], [*NO_NUMBERS, -1, 2**64]),
+    "priority": ([0, -5], [*NO_NUMBERS, 2**31]),
+    "cache_salt": (["", "salt"], [*NO_TEXTS, "a\0", "x" * 257, "\ud800"]),
+    "stream": ([True, False], [1, "true", {}]),
+    "tools": ([None, []], [[{"type": "function"}], 1]),
+    "no_such_field": ([], [None, 1, {"a": 1}]),
+}
+OF_PROMPTS: dict[str, tuple[list[Any], list[Any]]] = {
+    "model": (["", SPEC.name], [*NO_TEXTS, "another", "\0", "x" * 100_000]),
+    "messages": (
+        [
+            [{"role": "user", "content": "hi"}],
+            [{"role": "user", "content": TEXTS}, {"role": "assistant", "content": "It is"}],
+        ],
+        [
+            *(None, [], "x", [1], [{}], [{"role": "user", "content": 1}], [{"role": "x", "content": "x"}]),
+            *([{"role": "user", "content": "\ud800"}], [{"role": "user", "content": [{"type": "image"}]}]),
+            *([{"role": "user", "content": "x", "y": 1}], [{"role": "assistant", "content": "It is "}]),
+        ],
+    ),
+    "system": (["", "s", TEXTS], [1, [1], [{"type": "image"}], {}]),
+    "thinking": (
+        [None, {"type": "disabled"}],
+        [1, {}, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}],
+    ),
+    "tool_choice": ([{"type": "none"}], [1, {}, {"type": "tool", "name": "x"}]),
+    **{name: COMMON[name] for name in ("tools", "no_such_field")},
+}
+FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
+    MESSAGES: {
+        **COMMON,
+        **OF_PROMPTS,
+        "max_tokens": ([1, 5, 10**400], [*(bad for bad in NO_NUMBERS if bad != 10**400), None, 0, -1, 1.5]),
+        "temperature": ([0, 0.5, 1, None], [*NO_NUMBERS, -0.1, 1.1]),
+        "top_k": ([-1, 1], [*NO_NUMBERS, 0, -2, SPEC.vocab_size + 1, 1.5]),
+        "stop_sequences": (["x", [], ["ab", "é"]], [1, [1], ["x"] * 17, [""], "x" * 257, "a\0", "\udc80"]),
+        "metadata": ([{}, {"user_id": "me"}], [1, "x", {"user_id": 1}, {"a": "b"}]),
+        "output_config": (
+            [None, {}],
+            [1, {"effort": "low"}, {"format": {"type": "x"}}, {"format": {"type": "json_schema"}}],
+        ),
+    },
+    COUNT: OF_PROMPTS,
+    RESPONSES: {
+        **COMMON,
+        "model": (["", SPEC.name, None], OF_PROMPTS["model"][1]),
+        "input": (
+            [
+                "hi",
+                [{"role": "user", "content": [PART]}],
+                [{"type": "message", "role": "assistant", "content": "x"}] * 2,
+            ],
+            [
+                *(None, 1, [], {}, [1], [{}], "\ud800", "x" * 200, [{"role": "user"}]),
+                *([{"role": "x", "content": "x"}], [{"type": "reasoning"}], [{"role": "user", "content": [{}]}]),
+                *([{"role": "user", "content": "x", "y": 1}], [{"role": "user", "content": [{**PART, "y": 1}]}]),
+            ],
+        ),
+        "instructions": ([None, "s"], NO_TEXTS),
+        "max_output_tokens": ([1, 5, 24], [*NO_NUMBERS, 0, -1, 128, 2**31, 1.5]),
+        "temperature": ([0, 2, None], [*NO_NUMBERS, -0.1, 2.1]),
+        "include": ([[], ["message.output_text.logprobs"], ["reasoning.encrypted_content"]], [1, "x", ["x"]]),
+        "top_logprobs": ([0], [*NO_NUMBERS, -1, 21]),
+        "metadata": ([{}, {"a": "\ud800"}], [1, "x", {"a": 1}, {"a": "x" * 513}]),
+        "store": ([True, False], [1, "true"]),
+        "previous_response_id": ([None], [*NO_TEXTS, "resp_x", "\ud800", "x" * 100_000]),
+        "text": (
+            [{}, {"format": {"type": "text"}}],
+            [1, {"format": {}}, {"format": {"type": "json_schema"}}, {"verbosity": "low"}],
+        ),
+        "truncation": (["disabled"], ["auto", 1]),
+        "background": ([False], [True, 1]),
+        "reasoning": ([None, {}], [{"effort": "low"}, 1]),
+        "user": (["\udfff"], NO_TEXTS),
+    },
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    MESSAGES: {"model": SPEC.name, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]},
+    COUNT: {"model": SPEC.name, "messages": [{"role": "user", "content": "hi"}]},
+    RESPONSES: {"input": "hi", "max_output_tokens": 5},
+}
+PATHS = st.sampled_from(sorted(FIELDS))
+
+
+@st.composite
+def valid_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    fields = {name: good for name, (good, _) in FIELDS[path].items() if good}
+    names = draw(st.sets(st.sampled_from(sorted(fields)), max_size=6))
+    return {**NEEDED[path], **{name: draw(st.sampled_from(fields[name])) for name in sorted(names)}}
+
+
+def error_of(path: str, exchange: Exchange) -> tuple[str, str]:
+    """The field that a refusal names, and its message."""
+    if path == RESPONSES:
+        return str(exchange.error["param"]), exchange.error["message"]
+    assert set(exchange.json) == {"type", "error", "request_id"}
+    assert set(exchange.json["error"]) == {"type", "message"}
+    message = exchange.json["error"]["message"]
+    return message.partition(":")[0], message
+
+
+@fuzzed
+@given(data=st.data())
+def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.DataObject) -> None:
+    path = data.draw(PATHS)
+    body = data.draw(valid_bodies(path))
+    spoilt = data.draw(st.sampled_from([None, *sorted(FIELDS[path])]))
+    if spoilt is not None:
+        body[spoilt] = data.draw(st.sampled_from(FIELDS[path][spoilt][1]))
+    exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), {}))
+    event(f"{path} {exchange.status}")
+    if spoilt is None:
+        assert exchange.status == 200, exchange.body
+        if body.get("stream"):
+            last = {"message_stop", "response.completed", "response.incomplete"}
+            assert exchange.events[-1].name in last, exchange.body
+        return
+    named, message = error_of(path, exchange)
+    is_unknown = spoilt in ("model", "previous_response_id") and isinstance(body[spoilt], str)
+    assert exchange.status == (404 if is_unknown else 400), exchange.body
+    assert len(message) < 20_000
+    assert named.partition(".")[0].partition("[")[0] == spoilt, (spoilt, message)
+
+
+@st.composite
+def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
+    """Arbitrary values under known field names."""
+    body = draw(valid_bodies(path))
+    for name in draw(st.sets(st.sampled_from(sorted(FIELDS[path])), min_size=1, max_size=4)):
+        body[name] = draw(JSON)
+    return json.dumps(body).encode()
+
+
+@st.composite
+def mutations(draw: st.DrawFn, path: str) -> bytes:
+    """The bytes of a valid body with a few of them changed, removed, repeated or inserted."""
+    return mutated(draw, json.dumps(draw(valid_bodies(path))).encode(), 12, JUNK)
+
+
+@fuzzed
+@given(data=st.data(), leaves=st.sampled_from([False, False, False, True]))
+def test_every_body_gets_an_answer(run: Run, data: st.DataObject, leaves: bool) -> None:
+    path = data.draw(PATHS)
+    body = data.draw(mutations(path) | wild_bodies(path) | st.binary(max_size=40))
+    exchange = run(lambda cluster: post(cluster, path, body, {}, leaves))
+    if leaves:
+        return
+    event(f"{path} {exchange.status}")
+    assert exchange.status in (200, 400, 404), exchange.body
+    if exchange.status != 200:
+        error_of(path, exchange)

@@ -1,0 +1,47 @@
+"""What fuzz tests of the HTTP APIs share: requests to a cluster in virtual time, and the values that bodies get."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from random import Random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from baton.testing.fake_clock import FakeClock
+from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.http.app import HttpFront
+from router.http.model import ServedModel
+from tests.support.fuzzed_cluster import FuzzedCluster, LetterTokenizer
+from tests.support.http_client import AsgiClient, Exchange
+
+EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
+TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
+fuzzed = settings(
+    max_examples=EXAMPLES,
+    database=None,
+    derandomize=EXAMPLES <= 500,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+JUNK = st.sampled_from([b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b"[" * 70, b'"a":1,', b"null", b"\xff", b"0"])
+"""What is inserted into the bytes of a valid body."""
+
+
+async def post(
+    cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
+) -> Exchange:
+    model = ServedModel(cluster.card, LetterTokenizer(), TEMPLATE, lambda: datetime(2026, 1, 2))
+    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", FakeClock(5.0), Random(1), 1000.0)
+    exchange = AsgiClient(front).post(path, body, headers)
+    if leaves:
+        exchange.disconnect()
+        await exchange.task
+        return exchange
+    return await exchange.end()

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from baton.cli.output import print_note
+from baton.cli.usage import explained
 from baton.errors import BatonError, Cancelled, ExitCode
 
 _COMMANDS = {
@@ -110,7 +111,7 @@ def _print_error(text: str) -> None:
 
 
 def _explain_usage(error: Any) -> None:
-    message = error.format_message()
+    message = explained(error)
     if "\n" in message:
         # A group without a subcommand: the message is its help.
         print_note(message)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from random import SystemRandom
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from baton.messages.ids import new_request_id
 from baton.security.connection_limit import Place
 from baton.wire.closing import close_transport
 from baton.wire.turn_budget import TurnBudget
@@ -258,6 +260,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
                 (b"connection", b"close"),
+                (b"x-request-id", new_request_id(SystemRandom()).encode()),
                 *error_headers(error),
             ]
             head = b"".join(b"%b: %b\r\n" % field for field in fields)

@@ -45,6 +45,8 @@ class ClusterSnapshot:
     registry_answers: bool = True
     why_unserved: str = ""
     """Why no request can be served; empty: requests can be."""
+    has_served: bool = False
+    """Whether requests could be served at this moment or earlier: until then the cluster is starting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def cluster_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> list[Clu
         *_node_changes(before, after),
         *_router_changes(before.routers, after.routers),
         *_breaker_changes(before.open_breakers, after.open_breakers),
-        *_health_changes(before.why_unserved, after.why_unserved),
+        *_health_changes(before, after),
     ]
 
 
@@ -141,8 +143,9 @@ def _breaker_changes(before: frozenset[str], after: frozenset[str]) -> Iterator[
         yield ClusterChange("BreakerClosed", name)
 
 
-def _health_changes(before: str, after: str) -> Iterator[ClusterChange]:
-    if after and not before:
-        yield ClusterChange("ClusterUnavailable", detail=after, is_warning=True)
-    if before and not after:
+def _health_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[ClusterChange]:
+    # A cluster that is starting is not unavailable: the warning would be shown long after the start.
+    if after.why_unserved and not before.why_unserved and before.has_served:
+        yield ClusterChange("ClusterUnavailable", detail=after.why_unserved, is_warning=True)
+    if before.why_unserved and not after.why_unserved:
         yield ClusterChange("ClusterServes")

@@ -316,13 +316,15 @@ class Steering:
 
     def _take_snapshot(self) -> ClusterSnapshot:
         now = self._timers.monotonic()
+        why_unserved = self._placer.why_not_ready(self._view.candidates(), self._model_name)
         return ClusterSnapshot(
             nodes={incarnation: NodeSnapshot(*snapshot) for incarnation, snapshot in self._view.node_snapshots()},
             routers=self._routers,
             desired=self._desired,
             open_breakers=self._placer.open_breakers(now),
             registry_answers=self._membership.healthy,
-            why_unserved=self._placer.why_not_ready(self._view.candidates(), self._model_name),
+            why_unserved=why_unserved,
+            has_served=self._snapshot.has_served or not why_unserved,
         )
 
 

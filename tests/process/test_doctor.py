@@ -24,14 +24,15 @@ CHECKS += ["port", "disk", "clock", "versions"]
 LEVELS = ["OK", "WARNING", "CRITICAL", "UNKNOWN"]
 
 
-def test_the_doctor_reports_every_check(shell: Shell, model: Path) -> None:
-    done = shell.baton("doctor", "--model", model, "-o", "json")
+def test_the_doctor_reports_every_check(shell: Shell, model: Path, tmp_path: Path) -> None:
+    done = shell.baton("doctor", "--model", model, "--run-dir", tmp_path / "elsewhere", "-o", "json")
     report = json.loads(done.stdout)
     assert [one["check"] for one in report["checks"]] == CHECKS
     assert LEVELS[done.returncode] == report["status"]
     by_name = {one["check"]: one for one in report["checks"]}
     for name in ("kernels", "model", "bit-exact", "compute", "redis", "nixl", "clock", "versions"):
         assert by_name[name]["status"] == "OK", by_name[name]
+    assert f"free for {tmp_path / 'elsewhere'}, where logs go" in by_name["disk"]["says"]
     for one in report["checks"]:
         assert bool(one["fix"]) == (one["status"] != "OK"), one
 

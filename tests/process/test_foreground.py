@@ -49,7 +49,9 @@ def test_the_printed_commands_and_addresses_work_when_pasted(shell: Shell, model
 
         terminal.ctrl_c()
         assert terminal.end() == 0
-        assert terminal.screen.endswith("Stopping: running requests may end first. Ctrl-C again ends them at once.\n")
+        *_, stopping, stopped = terminal.screen.splitlines()
+        assert stopping.endswith("Stopping: running requests may end first. Ctrl-C again ends them at once.")
+        assert stopped == f"stopped the cluster in {run_dir}"
     assert not shell.remaining_processes()
     assert sorted(path.name for path in run_dir.iterdir()) == ["lock", "logs"]
     assert f"no cluster is running in {run_dir}" in refusal(shell.baton("status", "--run-dir", run_dir), 5)

@@ -151,6 +151,35 @@ def test_setup_names_what_is_missing(shell: Shell, copy: Path) -> None:
     assert not (copy / ".venv").exists()
 
 
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "--version "*) echo "Python 3.11.0" ;;
+esac
+"""
+
+
+def test_setup_says_what_it_does_and_nothing_when_there_is_nothing_to_do(shell: Shell, copy: Path) -> None:
+    for part in ("pyproject.toml", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / part, copy)
+    kernels = "baton/runner/backends/cpu/kernels/csrc"
+    shutil.copytree(ROOT / kernels, copy / kernels)
+    (copy / ".venv").unlink()
+    python = copy / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    first, second = (shell.run([str(copy / "scripts/setup")], {"CC": "true", "PYTHON": str(python)}) for _ in range(2))
+    assert (first.returncode, first.stdout) == (0, "")
+    stages = [line.partition(" (after ")[0].removeprefix("scripts/setup: ") for line in first.stderr.splitlines()]
+    assert stages == [
+        "1 of 3: makes .venv with Python 3.11.0",
+        "2 of 3: installs torch",
+        "3 of 3: installs the other packages and compiles the C kernels",
+        "done",
+    ]
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+
+
 def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
     command = [sys.executable, "-u", "-m", "baton.cli.main", "demo"]
     with subprocess.Popen(

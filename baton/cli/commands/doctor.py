@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
 
@@ -26,12 +27,13 @@ def doctor(
             envvar="BATON_REGISTRY", help="URL of a Redis to check as well; its user must be allowed to call INFO."
         ),
     ] = "",
+    run_dir: RunDirOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Check this machine and this installation."""
     from baton.cli.views.doctor_facts import gather_facts
 
-    findings = run_checks(gather_facts(model or bundled_model_dir(), dtype, registry))
+    findings = run_checks(gather_facts(model or bundled_model_dir(), dtype, registry, run_dir))
     level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)

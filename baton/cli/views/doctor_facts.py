@@ -43,8 +43,8 @@ except BatonError as error:
 """
 
 
-def gather_facts(model_dir: Path, dtype: str, registry: str = "") -> Facts:
-    """Gather all facts. Never raises for what it finds."""
+def gather_facts(model_dir: Path, dtype: str, registry: str = "", run_dir: Path | None = None) -> Facts:
+    """Gather all facts. Never raises for what it finds. `run_dir`: a cluster's; None: the one of this user."""
     from baton.runner.backends.cpu import kernels
     from baton.runner.model.weights import resolve_dtype
 
@@ -53,7 +53,7 @@ def gather_facts(model_dir: Path, dtype: str, registry: str = "") -> Facts:
     nodes = _DEFAULTS.prefill + _DEFAULTS.decode
     redis_server, redis_reason = _redis_server()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    run_dir, installation = default_run_dir(os.environ).absolute(), Path(baton.__file__).parent
+    run_dir, installation = (run_dir or default_run_dir(os.environ)).absolute(), Path(baton.__file__).parent
     return Facts(
         kernel_path=found.isa,
         kernel_paths=found.isas,

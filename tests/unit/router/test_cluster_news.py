@@ -13,7 +13,7 @@ from router.operations.event_ring import EventRing
 from router.placement.view import NodeState
 
 READY = NodeSnapshot("d1", "decode", "h:1", NodeState.READY)
-CALM = ClusterSnapshot(nodes={"d1.a": READY})
+CALM = ClusterSnapshot(nodes={"d1.a": READY}, has_served=True)
 
 
 def event_names(before: ClusterSnapshot, after: ClusterSnapshot) -> list[tuple[str, str]]:
@@ -83,6 +83,13 @@ def test_cordons_and_wanted_roles_make_events() -> None:
     assert event_names(wanted, CALM) == [("Uncordoned", "d1"), ("Uncordoned", "d2")]
 
 
+def test_a_cluster_that_starts_is_not_unavailable() -> None:
+    starting = ClusterSnapshot(why_unserved="no node is up")
+    assert event_names(ClusterSnapshot(), starting) == []
+    assert event_names(starting, replace(CALM, nodes={})) == [("ClusterServes", "")]
+    assert event_names(CALM, replace(CALM, why_unserved="no node is up")) == [("ClusterUnavailable", "")]
+
+
 def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> None:
     bad = ClusterSnapshot(
         nodes={"d1.a": replace(READY, notice="KV layouts differ")},
@@ -90,6 +97,7 @@ def test_changes_of_breakers_links_registry_routers_and_health_make_events() -> 
         open_breakers=frozenset({"d1", "p1->d1"}),
         registry_answers=False,
         why_unserved="no node can serve",
+        has_served=True,
     )
     assert event_names(CALM, bad) == [
         ("RegistryLost", ""),

@@ -246,6 +246,7 @@ async def test_requests_beyond_the_bounds_are_refused_while_they_arrive(request_
     while not client.transport.written:
         await client.run_loop()
     assert client.transport.written.startswith(b"HTTP/1.1 " + status)
+    assert b"\r\nx-request-id: req-" in client.transport.written
     assert client.transport.written.count(b"HTTP/1.1 ") == 1
     assert client.transport.has_ended
 

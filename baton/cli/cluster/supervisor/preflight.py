@@ -12,6 +12,7 @@ from typing import Any
 from baton.config import UpConfig
 from baton.errors import ConfigError
 from baton.registry.registry import require_registry, with_authority
+from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
 from baton.runner.model.checkpoint import check_model_dir
 from baton.security.binds import check_bind
 from baton.security.tls_files import certificate_files
@@ -67,3 +68,14 @@ def check_port_free(host: str, port: int, flag: str) -> None:
         raise ConfigError(
             f"can't listen on {host}:{port} ({error.strerror}): choose another with --host or {flag}"
         ) from None
+
+
+def why_slow(config: UpConfig) -> str:
+    """What a person should know before the nodes start: that they have no kernels here; empty if they have."""
+    if config.runner != "torch" or config.device.startswith("cuda"):
+        return ""
+    try:
+        open_kernels()
+    except KernelsUnavailable as error:
+        return f"{error}. Until then prompts take about twelve times as long (`baton doctor` says more)"
+    return ""

@@ -13,7 +13,7 @@ from baton.cli.cluster.state import ClusterState
 from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor
 from baton.cli.cluster.supervisor.daemon import serve_detached
 from baton.cli.cluster.supervisor.plan import plan_nodes, plan_redis
-from baton.cli.cluster.supervisor.preflight import check_up
+from baton.cli.cluster.supervisor.preflight import check_up, why_slow
 from baton.cli.output import print_note
 from baton.clock import SystemClock
 from baton.config import UpConfig
@@ -32,6 +32,8 @@ def run_cluster(
     directory.lock()
     try:
         check_up(config)
+        if slow := why_slow(config):
+            print_note(f"baton: {slow}")
         redis = None if config.registry else embedded_redis(directory.path)
         plan = _plan(config, redis, file)
         directory.clear_logs()
@@ -42,6 +44,8 @@ def run_cluster(
     def serve(report: Callable[[ClusterState], None]) -> None:
         notes = _PhaseNotes() if not detach and sys.stderr.isatty() else None
         _serve(plan, directory, redis, report, notes)
+        if notes is not None:
+            print_note(f"stopped the cluster in {directory.path}")
 
     if detach:
         on_ready(serve_detached(serve, directory.log("supervisor")))

@@ -16,7 +16,7 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
-from baton.runner.backends.kernel_choice import choose_operations, packs_integers
+from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import host_blocks_in
@@ -180,9 +180,9 @@ def load_runner(
     layers.register()
     where = resolve_device(device)
     chosen = choose_operations(num_threads, where) if operations is None else operations
-    if quantization is not None and not packs_integers(chosen):
+    if quantization is not None and not chosen.packs_integers:
         raise ConfigError(f"{quantization} weights can't be computed by {chosen.numerics()}; leave quantization out")
-    plain = dequantize or not packs_integers(chosen)
+    plain = dequantize or not chosen.packs_integers
     loaded = load_model(model_dir, dtype, where, quantization, dequantize=plain)
     try:
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)

@@ -85,11 +85,6 @@ class CompiledOperations:
         )
 
 
-def packs_integers(operations: Operations) -> bool:
-    """Whether these operations take weights as integers. Where they don't, weights are dequantised at load."""
-    return bool(getattr(operations, "packs_integers", False))
-
-
 def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:
     """On a CPU the C kernels if they can run, otherwise torch's products; on a GPU the CUDA operations.
 

@@ -14,7 +14,7 @@ from torch import nn
 from baton.runner.backends.cpu.kernels.program import Program, Rows
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention
-from baton.runner.model.quantized_layers import Weight, pack, pack_gated
+from baton.runner.model.quantized_layers import Weight
 
 
 class FusedNorm(nn.Module):
@@ -58,8 +58,8 @@ class FusedMlp(nn.Module):
         super().__init__()
         self._operations = operations
         self._activation = activation
-        self._gated = pack_gated(operations, gate, up)
-        self._down = pack(operations, down)
+        self._gated = operations.pack_gated(gate, up)
+        self._down = operations.pack(down)
         self._bias = None if down_bias is None else down_bias.detach().clone()
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,9 +105,9 @@ class FusedAttention(nn.Module):
         self._norms = norms
         sinks = None if how.sinks is None else how.sinks.detach().clone()
         self._how = AttentionParameters(how.scale, how.window, how.softcap, sinks)
-        self._qkv = pack(operations, *weights)
+        self._qkv = operations.pack(*weights)
         self._qkv_bias = _joined_bias(weights, biases)
-        self._out = pack(operations, out[0])
+        self._out = operations.pack(out[0])
         self._out_bias = None if out[1] is None else out[1].detach().clone()
 
     def rows(

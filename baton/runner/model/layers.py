@@ -25,8 +25,6 @@ from baton.runner.model.quantized_layers import (
     Weight,
     halves_of,
     held_experts,
-    pack,
-    pack_gated,
     read_packed,
 )
 from baton.runner.model.recognition import children_of, gated_activation
@@ -48,7 +46,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight_dtype = dtype
         self._operations = operations
-        self._packed = pack(operations, weight)
+        self._packed = operations.pack(weight)
         self._bias = None if bias is None else bias.detach().clone()
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,8 +159,8 @@ class PackedExperts:
     def _pack_held(self, weights: list[QuantizedWeight], gated: bool) -> Any:
         if gated:
             gate, up = weights if len(weights) == 2 else halves_of(weights[0])
-            return pack_gated(self._operations, gate, up)
-        return pack(self._operations, *weights)
+            return self._operations.pack_gated(gate, up)
+        return self._operations.pack(*weights)
 
     def compute(
         self, module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -1,18 +1,18 @@
 """Stands for the linear layers, embeddings and experts of a model whose weights are quantised, until they are packed.
 
-Each holds weights that are still in their file. A linear layer computes with one dequantised tensor at a time, which is
-what recognition (recognition.py) compares; what is packed are the integers.
+Each holds weights that are still in their file. While recognition (recognition.py) compares what parts compute, a
+linear layer computes with its integers as operations do, so that both sides round alike, and packs nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from baton.runner.backends.operations import Operations
+from baton.runner.backends.quantized_product import quantized_product
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.model.quantization.stored_weight import StoredWeight
 
@@ -21,7 +21,7 @@ Weight: TypeAlias = torch.Tensor | QuantizedWeight
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose `weight` is dequantised whenever it is read."""
+    """A linear layer that computes with integers, and whose `weight` is dequantised whenever it is read."""
 
     def __init__(self, stored: StoredWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a weight
@@ -43,6 +43,13 @@ class QuantizedLinear(nn.Linear):
         if self._quantized is None:
             self._quantized = read_packed(self.stored)
         return self._quantized
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of x [..., k] and the weight transposed, plus the bias: [..., n]."""
+        sums = quantized_product(x.reshape(-1, self.in_features), self.quantized())
+        if self.bias is not None:
+            sums = sums + self.bias.float()
+        return sums.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def forget(self) -> None:
         """Free the integers; they are read again when they are needed."""
@@ -84,16 +91,6 @@ def read_packed(stored: StoredWeight) -> QuantizedWeight:
     if not isinstance(weight, QuantizedWeight):
         raise TypeError("a weight that has no packed form must be loaded as a plain tensor")
     return weight
-
-
-def pack(operations: Operations, *weights: Weight) -> Any:
-    """Pack weights as `Operations.pack` does; integers only where `packs_integers` says so."""
-    return operations.pack(*weights)
-
-
-def pack_gated(operations: Operations, gate: Weight, up: Weight) -> Any:
-    """Pack two weights as `Operations.pack_gated` does; integers only where `packs_integers` says so."""
-    return operations.pack_gated(gate, up)
 
 
 def weight_of(linear: nn.Linear) -> Weight:

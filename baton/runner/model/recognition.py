@@ -18,7 +18,13 @@ from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.torch_operations import activate, rms_norm
 from baton.runner.model.attention import AttentionParameters, EchoAttention
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
-from baton.runner.model.quantized_layers import QuantizedLinear, Weight, forget_weights, halves_of, weight_of
+from baton.runner.model.quantized_layers import (
+    QuantizedLinear,
+    Weight,
+    forget_weights,
+    halves_of,
+    weight_of,
+)
 
 _ROWS = 5
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")

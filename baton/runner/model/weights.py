@@ -28,6 +28,9 @@ from baton.runner.model.weight_plan import WeightPlan, plan_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_MOST = 1 << 27
+"""The largest vocabulary and the longest context that a config.json may ask for."""
+
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -117,6 +120,7 @@ def load_model(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = _config(checkpoint)
+    _check_numbers(checkpoint, config)
     model_class = _model_class(checkpoint, config)
     try:
         with tensors_on_file(checkpoint.weight_files) as tensors:
@@ -242,6 +246,13 @@ def _config(checkpoint: Checkpoint) -> Any:
         if hasattr(config, name):
             delattr(config, name)
     return config
+
+
+def _check_numbers(checkpoint: Checkpoint, config: Any) -> None:
+    for name in ("vocab_size", "max_position_embeddings"):
+        value = getattr(config, name, 1)
+        if type(value) is not int or not 0 < value <= _MOST:
+            raise ConfigError(f"{checkpoint.directory} has {name} {value!r:.40} in its config.json; copy it again")
 
 
 def _model_class(checkpoint: Checkpoint, config: Any) -> Any:

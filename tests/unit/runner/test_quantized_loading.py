@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.backends.torch_operations import TorchOperations, TorchWeight
+from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
@@ -39,34 +39,26 @@ FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 PROMPT = [(7 * position) % 251 for position in range(40)]
 
 
-class IntegersInTorch(TorchOperations):
-    """torch's products on integers that are dequantised to float32 when they are packed; counts them."""
-
-    packs_integers = True
+class CountingOperations(TorchOperations):
+    """torch's operations, which count the integer weights that they pack."""
 
     def __init__(self) -> None:
         super().__init__(1)
         self.num_integers = 0
 
-    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> TorchWeight:
+    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> TorchWeight | TorchStack:
         self.num_integers += sum(isinstance(weight, QuantizedWeight) for weight in weights)
-        plain = [weight.dequantized() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
-        packed = super().pack(*plain)
-        assert isinstance(packed, TorchWeight)
-        return packed
-
-    def pack_gated(self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> TorchWeight:
-        return self.pack(gate, up)
+        return super().pack(*weights)
 
 
-class FloatsInTorch(TorchOperations):
-    """torch's products on weights that must be dequantised before they are packed."""
+class PlainOnly(TorchOperations):
+    """torch's products on plain weights alone, as on a GPU."""
 
     packs_integers = False
 
 
 def load(directory: Path, **how: Any) -> TorchModelRunner:
-    return load_runner(directory, dtype="float32", num_blocks=48, **{"operations": IntegersInTorch(), **how})
+    return load_runner(directory, dtype="float32", num_blocks=48, **{"operations": CountingOperations(), **how})
 
 
 def logits(runner: TorchModelRunner) -> npt.NDArray[np.float32]:
@@ -85,19 +77,56 @@ def logits(runner: TorchModelRunner) -> npt.NDArray[np.float32]:
     return seen[0]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def error(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    """The root of the mean square error, as a share of what was expected."""
+    return float(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_model_computes_with_the_weights_that_its_file_means(tmp_path: Path, architecture: str, name: str) -> None:
-    twin = write_quantized_model(tmp_path / "tiny", architecture, FORMATS[name])
+def test_a_model_computes_with_the_weights_that_its_file_means(tmp_path: Path, name: str) -> None:
+    twin = write_quantized_model(tmp_path / "tiny", "llama", FORMATS[name])
     expected = logits(load(twin))
-    operations = IntegersInTorch()
-    runner = load(tmp_path / "tiny", operations=operations)
-    assert np.array_equal(logits(runner), expected)
-    # Of 3 layers: q, k, v and o; gate, up and down of one MLP, or of four experts.
-    expected_integers = 3 * (4 + 3 * (4 if architecture == "mixtral" else 1))
-    assert operations.num_integers == (0 if name in FP8_FORMATS else expected_integers)
     assert np.array_equal(logits(load(tmp_path / "tiny", dequantize=True)), expected)
-    assert np.array_equal(logits(load(tmp_path / "tiny", operations=FloatsInTorch(1))), expected)
+    operations = CountingOperations()
+    found = logits(load(tmp_path / "tiny", operations=operations))
+    # Of 3 layers: q, k, v and o; gate, up and down.
+    assert operations.num_integers == (0 if name in FP8_FORMATS else 3 * 7)
+    assert error(found, expected) < 0.15
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "fp8-block"])
+def test_a_mixture_computes_with_the_weights_that_its_file_means(tmp_path: Path, name: str) -> None:
+    twin = write_quantized_model(tmp_path / "tiny", "mixtral", FORMATS[name])
+    expected = logits(load(twin))
+    assert np.array_equal(logits(load(tmp_path / "tiny", dequantize=True)), expected)
+    assert np.array_equal(logits(load(tmp_path / "tiny", operations=PlainOnly(1))), expected)
+    operations = CountingOperations()
+    load(tmp_path / "tiny", operations=operations)
+    # Of 3 layers: q, k, v and o; gate, up and down of four experts.
+    assert operations.num_integers == (0 if name in FP8_FORMATS else 3 * (4 + 4 * 3))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "operations"),
+    [
+        ("llama", "gptq-int4-asymmetric", None),
+        ("llama", "ct-int8-rows", None),
+        ("phi3", "awq-int4", None),
+        ("mixtral", "ct-int4", None),
+        ("llama", "gptq-int4-asymmetric", TorchOperations(1)),
+    ],
+)
+def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
+    tmp_path: Path, architecture: str, name: str, operations: TorchOperations | None
+) -> None:
+    twin = write_quantized_model(tmp_path / "tiny", architecture, PACKED_FORMATS[name])
+    expected = logits(load(twin))
+    runner = load(tmp_path / "tiny", operations=operations)
+    # Each product rounds its input to 8 bits, and a mixture may choose another expert then.
+    assert 0 < error(logits(runner), expected) < (0.3 if architecture == "mixtral" else 0.15)
+    assert runner.model.bit_exact, runner.model.bit_exact_reason
+    assert runner._transformer.has_own_loop
+    assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
 
 
 @pytest.mark.parametrize("architecture", sorted(set(TINY_MODELS) - {"gpt_oss", "gpt2"}))
@@ -105,10 +134,10 @@ def test_every_architecture_takes_packed_weights(tmp_path: Path, architecture: s
     # Rows that groups of 32 divide.
     widths = {"q_lora_rank": 32} if architecture == "deepseek_v3" else {}
     twin = write_quantized_model(tmp_path / "tiny", architecture, PACKED_FORMATS["gptq-int4-asymmetric"], **widths)
-    operations = IntegersInTorch()
+    operations = CountingOperations()
     runner = load(tmp_path / "tiny", operations=operations)
     assert operations.num_integers >= 3 * 4
-    assert np.array_equal(logits(runner), logits(load(twin)))
+    assert error(logits(runner), logits(load(twin))) < 0.3
     assert runner.model.bit_exact
 
 
@@ -137,7 +166,7 @@ def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(tmp_path
 
 
 @pytest.mark.parametrize("architecture", TINY_MODELS)
-@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.03), ("int4", 0.6)])
+@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.1), ("int4", 0.6)])
 def test_a_plain_model_that_is_quantised_at_load_computes_nearly_the_same(
     tmp_path: Path, architecture: str, quantization: str, share: float
 ) -> None:
@@ -145,14 +174,12 @@ def test_a_plain_model_that_is_quantised_at_load_computes_nearly_the_same(
     widths = {"moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
     known = {key: width for key, width in widths.items() if key in TINY_MODELS[architecture]}
     write_random_model(tmp_path / "tiny", {**TINY_MODELS[architecture], **known, "initializer_range": 0.05}, seed=0)
-    operations = IntegersInTorch()
+    operations = CountingOperations()
     runner = load(tmp_path / "tiny", quantization=quantization, operations=operations)
     assert operations.num_integers >= 9
     assert runner.model.bit_exact
     assert not [name for name, p in runner._transformer._module.named_parameters() if p.dim() > 2]
-    expected, found = logits(load(tmp_path / "tiny")), logits(runner)
-    difference = np.sqrt(np.square(found - expected).mean() / np.square(expected).mean())
-    assert 0 < difference < share
+    assert 0 < error(logits(runner), logits(load(tmp_path / "tiny"))) < share
 
 
 def test_a_tied_head_has_eight_bits_and_serves_the_embedding(tmp_path: Path) -> None:
@@ -272,7 +299,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:
 def test_operations_that_take_no_integers_refuse_to_quantise(tmp_path: Path) -> None:
     write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
     with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-rows"):
-        load(tmp_path / "tiny", quantization="int4", operations=FloatsInTorch(1))
+        load(tmp_path / "tiny", quantization="int4", operations=PlainOnly(1))
 
 
 def test_a_weight_with_a_number_that_is_not_finite_is_not_quantised(tmp_path: Path) -> None:
@@ -290,7 +317,7 @@ def test_code_of_other_quantizers_is_never_called(directory: Path, monkeypatch: 
     load(directory)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_of_a_header_or_a_configuration_is_refused_or_harmless(
     pristine: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -265,6 +265,23 @@ def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, archit
     assert _status("VmHWM") - before < 1.3 * (weights + runner.memory.num_bytes)
 
 
+def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 32}
+    write_random_model(tmp_path / "tiny", TINY_MODELS["qwen2"], 0)
+    load_runner(tmp_path / "tiny", dtype="bfloat16", num_blocks=16, quantization="int4")
+    write_random_model(tmp_path / "large", {**TINY_MODELS["qwen2"], **shape}, 0, "bfloat16")
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    runner = load_runner(tmp_path / "large", dtype="bfloat16", num_blocks=16, quantization="int4")
+    plain = (tmp_path / "large/model.safetensors").stat().st_size
+    assert plain > 130 << 20
+    packed = plain * 4.5 / 16
+    # Reading ahead, a region of the kernels' memory and one layer's tensors are a constant; a plain copy is `plain`.
+    assert _status("VmHWM") - before < packed + runner.memory.num_bytes + (64 << 20)
+
+
 def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen2 import modeling_qwen2
 

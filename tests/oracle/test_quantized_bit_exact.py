@@ -1,0 +1,89 @@
+"""The bits of a quantised model depend on the sequence alone, and nodes that compute it hand off to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import load_runner
+from tests.oracle.test_bit_exact import CACHED, LENGTH, Bits, Run, same_bits
+from tests.support.quantized_models import PACKED_FORMATS, write_quantized_model
+from tests.support.tiny_models import TINY_MODELS
+
+BLOCK_SIZE = 16
+
+
+def run_on(directory: Path, dtype: str, num_threads: int, operations: Operations | None, how: str) -> Run:
+    quantization = how if how in ("int8", "int4") else None
+    runner = load_runner(
+        directory,
+        dtype=dtype,
+        num_blocks=400,
+        num_threads=num_threads,
+        operations=operations,
+        quantization=quantization,  # type: ignore[arg-type]
+    )
+    assert runner.model.bit_exact, runner.model.bit_exact_reason
+    assert runner.model.compute_paths[0].runs.count(" bits a weight") == 1
+    return Run(runner._transformer, runner.model.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def written(models: Path, architecture: str, how: str) -> Path:
+    directory = models / f"{architecture}-{how}"
+    if not directory.exists():
+        if how in PACKED_FORMATS:
+            write_quantized_model(directory, architecture, PACKED_FORMATS[how])
+        else:
+            write_random_model(directory, TINY_MODELS[architecture], seed=3)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [
+        ("llama", "gptq-int4-asymmetric"),
+        ("llama", "awq-int4"),
+        ("qwen3", "ct-int8-rows"),
+        ("mixtral", "ct-int4"),
+        ("qwen2", "int4"),
+        ("qwen2", "int8"),
+        ("qwen3_moe", "int4"),
+    ],
+)
+def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how: str, dtype: str) -> None:
+    directory = written(models, architecture, how)
+    run = run_on(directory, dtype, 1, None, how)
+    expected = run.compute(run.state("main"), [LENGTH])
+    for chunk in (1, 7, 64):
+        assert run.compute(run.state("main"), [chunk]).equals(expected), f"in chunks of {chunk}"
+    assert run.compute(run.state("main"), [77, 1, 40, 9], run.mates(6)).equals(expected), "among others"
+    assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:])
+
+    again = run.state("main")
+    assert run.compute(again, [LENGTH]).equals(expected)
+    tail = Bits(expected.logits[CACHED:], expected.kv)
+    cached = list(again.block_table[: CACHED // BLOCK_SIZE])
+    assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
+
+    other = run_on(directory, dtype, 2, None, how)
+    moved = other.state("main").block_table[: CACHED // BLOCK_SIZE].tolist()
+    other.kv_blocks[moved] = run.kv_blocks[cached]
+    assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+
+
+@pytest.mark.parametrize("how", ["gptq-int4-asymmetric", "int8"])
+def test_bits_depend_on_the_sequence_alone_without_kernels(models: Path, how: str) -> None:
+    run = run_on(written(models, "llama", how), "bfloat16", 1, TorchOperations(1), how)
+    expected = run.compute(run.state("main"), [LENGTH])
+    assert run.compute(run.state("main"), [7, 93, 1, 1, 1]).equals(expected)
+    assert run.compute(run.state("main"), [77, 1, 40, 90], run.mates(6)).equals(expected)

@@ -13,6 +13,8 @@ import pytest
 
 from tests.process.shell import ROOT, Shell
 
+# Compiling all kernels takes half a minute of CPU time, and other programs share the machine.
+pytestmark = pytest.mark.timeout(400)
 LIBRARY = "baton/runner/backends/cpu/kernels/libkernels.so"
 
 

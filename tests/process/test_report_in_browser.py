@@ -55,6 +55,46 @@ def test_every_plot_is_visible_on_every_screen(chromium: Browser, report: Path, 
     assert (red + green + blue > 600) == (scheme == "light")
 
 
+_CUT_TABLES = """[...document.querySelectorAll('.figures, dd')].filter(each => each.scrollWidth > each.clientWidth)
+  .map(each => each.textContent)"""
+_EMPTY_FIELDS = """[...document.querySelectorAll('section, table td, table th, dd, dt, figure, p')]
+  .filter(each => ['', '\u2013'].includes(each.textContent.trim())).map(each => each.outerHTML)"""
+_BROKEN_WORDS = """[...document.querySelectorAll('.word')].filter(each => each.getClientRects().length > 1
+  || each.offsetHeight > 2 * parseFloat(getComputedStyle(each).fontSize)).map(each => each.textContent)"""
+
+
+def test_no_column_is_cut_no_field_empty_and_no_address_broken_on_a_desktop(chromium: Browser, tmp_path: Path) -> None:
+    result = comparison(requests=120)
+    result["command"] = ["baton", "bench", "serve", "--goodput", *["--base-url", "http://llm.example.com:8000/v1"] * 5]
+    result["workload"] = {"dataset": "random", "ramp_up": None, "dataset_path": "", "seed": 0}
+    path = tmp_path / "run.html"
+    write_report(result, path)
+    chromium.open(path, width=1280)
+    assert chromium.run(_CUT_TABLES) == []
+    assert chromium.run(_EMPTY_FIELDS) == []
+    assert chromium.run("document.querySelectorAll('.word').length") > 10
+    assert chromium.run(_BROKEN_WORDS) == []
+    assert chromium.run("[...document.querySelectorAll('dd')].map(each => each.textContent)").count(
+        "dataset random, seed 0"
+    )
+
+
+def test_what_can_not_be_drawn_is_no_section_but_a_line_with_the_reason(chromium: Browser, tmp_path: Path) -> None:
+    result = comparison(requests=40)
+    result.pop("slo", None)
+    for one in result["arrangements"]:
+        for rate in one["rates"]:
+            rate["summary"].pop("goodput_slo", None)
+    path = tmp_path / "run.html"
+    write_report(result, path)
+    chromium.open(path, width=1280)
+    assert not chromium.run("document.querySelector('#goodput')")
+    assert chromium.run("[...document.querySelectorAll('section')].every(each => each.querySelector('figure, table'))")
+    assert "How much load it serves: This result has no SLO" in chromium.run(
+        "document.querySelector('footer').innerText"
+    )
+
+
 def test_labels_do_not_overlap(chromium: Browser, report: Path) -> None:
     """Words below and beside an axis, and of the legend."""
     for width in (360, 1200):

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from markupsafe import Markup
 
-__all__ = ["Child", "Markup", "join", "tag"]
+__all__ = ["Child", "Markup", "join", "tag", "unbroken"]
 
 Child: TypeAlias = "str | None"
 _EMPTY = frozenset({"meta", "br", "line", "path", "rect"})
@@ -35,3 +35,12 @@ def _attribute(name: str, value: str | float) -> Markup:
     if value is True:
         return Markup(" {}").format(name)
     return Markup(' {}="{}"').format(name, f"{value:.6g}" if isinstance(value, float) else value)
+
+
+def unbroken(text: str) -> list[str]:
+    """The words of a text, those of which are kept in one line that a browser would break, such as addresses."""
+    parts: list[str] = []
+    for word in text.split(" "):
+        parts += [" "] if parts else []
+        parts.append(tag("span", word, class_="word") if any(mark in word for mark in "-/:.") else word)
+    return parts

@@ -274,7 +274,8 @@ def _words(raw: Any, name: str) -> str:
     if raw is None:
         return ""
     if isinstance(raw, Mapping):
-        return ", ".join(f"{_label(str(key))} {_words(value, str(key))}" for key, value in raw.items())
+        texts = {str(key): _words(value, str(key)) for key, value in raw.items()}
+        return ", ".join(f"{_label(key)} {text}" for key, text in texts.items() if text)
     if isinstance(raw, list | tuple):
         return " ".join(_words(one, name) for one in raw)
     if name.endswith("_bytes") and (number := _number(raw)):

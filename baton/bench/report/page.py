@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 
 from baton.bench.report import plots
 from baton.bench.report.comparison import answer, rate_of
 from baton.bench.report.figures import percent, plural
-from baton.bench.report.markup import Markup, join, tag
+from baton.bench.report.markup import Markup, join, tag, unbroken
 from baton.bench.report.measured import MeasuredResult
 from baton.bench.report.section import Section, render, table
 from baton.bench.report.timeline import timelines
@@ -45,11 +46,13 @@ def page(measured: MeasuredResult) -> str:
         plots.overview(measured),
         *([_errors(measured)] if _has_errors(measured) else []),
     ]
+    shown = [section for section in sections if section.plots is not None or section.table is not None]
+    left_out = [f"{section.title}: {section.missing}" for section in sections if section not in shown]
     body = tag(
         "body",
         _header(measured),
-        tag("main", *(render(section) for section in sections)),
-        tag("footer", _conditions(measured)),
+        tag("main", *(render(section) for section in shown)),
+        tag("footer", _conditions(measured, left_out)),
         tag("script", script),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -101,9 +104,11 @@ def _errors(measured: MeasuredResult) -> Section:
     return Section("errors", "What failed", "Errors as the client received them.", None, figures, is_wide=True)
 
 
-def _conditions(measured: MeasuredResult) -> Markup:
-    """The conditions of the measurement, and how to repeat it."""
-    rows = [tag("div", tag("dt", name), tag("dd", text)) for name, text in measured.facts.items()]
+def _conditions(measured: MeasuredResult, left_out: Sequence[str]) -> Markup:
+    """The conditions of the measurement, how to repeat it, and which sections have no content."""
+    rows = [tag("div", tag("dt", name), tag("dd", *unbroken(text))) for name, text in measured.facts.items()]
+    if left_out:
+        rows.append(tag("div", tag("dt", "Not shown"), tag("dd", *(tag("div", reason) for reason in left_out))))
     return join(tag("h2", "How this was measured"), tag("dl", *rows))
 
 

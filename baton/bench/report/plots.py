@@ -15,6 +15,7 @@ from baton.bench.report.figures import NOTHING, milliseconds, number, percent, p
 from baton.bench.report.markup import Markup, join, tag
 from baton.bench.report.measured import Arrangement, MeasuredResult, Measurement
 from baton.bench.report.section import Section, table
+from baton.bench.results.slo import limit_text
 from baton.bench.results.summary import SLO_SCALES
 
 _HISTOGRAM_BARS = 48
@@ -33,6 +34,8 @@ def overview(measured: MeasuredResult) -> Section:
         for one in arrangement.measurements
     ]
     reading = "Times count from a request's planned time. Good: requests per second that kept all limits."
+    if not rows:
+        return Section("figures", "All figures", reading, None, None, "Nothing was measured.")
     return Section("figures", "All figures", reading, table(columns, rows, "Every measurement"), None, is_wide=True)
 
 
@@ -55,10 +58,12 @@ def goodput(measured: MeasuredResult) -> Section:
     mark = Mark(f"{percent(measured.target)} of the offered rate", slope=measured.target)
     chart = Chart("plot-goodput", "Good requests per second over offered ones", x, y, lines, marks=[mark])
     best = capacities(measured)
-    rows = [_capacity_row(one) for one in best]
+    spreads = {one.arrangement.name: spread for one in best if (spread := _spread_text(one))}
+    rows = [_capacity_row(one, spreads) for one in best]
     shown = {one.arrangement.name for one in best}
-    rows += [[one.name, "none", NOTHING, NOTHING] for one in measured.arrangements if one.name not in shown]
-    columns = ["Arrangement", "Up to", "Repeated", f"Per {_unit(measured)}"]
+    none = ["none", *(["none"] if spreads else []), "0"]
+    rows += [[one.name, *none] for one in measured.arrangements if one.name not in shown]
+    columns = ["Arrangement", "Up to", *(["Repeated"] if spreads else []), f"Per {_unit(measured)}"]
     caption = "The highest rate within the SLO, requests/s"
     return Section(name, title, reading, draw(chart), table(columns, rows, caption))
 
@@ -165,7 +170,7 @@ def _distribution(
         return Section(name, title, reading, None, None, "Nothing was measured: no request got that far.")
     drawn = found[:_MAX_SERIES]
     x = _time_axis([distribution for _, distribution in drawn])
-    marks = [Mark(f"SLO {milliseconds(limit_ms)}", x=limit_ms)] if limit_ms and x.low <= limit_ms <= x.high else []
+    marks = [Mark(f"SLO {limit_text(limit_ms)} ms", x=limit_ms)] if limit_ms and x.low <= limit_ms <= x.high else []
     lines = [_cumulative(one, distribution) for one, distribution in drawn]
     y = axis.linear("share that took at most this long", 1.0, percent)
     cdf = Chart(f"plot-{name}-cdf", f"{title}: cumulative distribution", x, y, lines, marks=marks)
@@ -218,7 +223,7 @@ def _bars(one: Compared, distribution: Distribution, x: axis.Axis) -> Bars:
 
 def _quantiles(found: Sequence[tuple[Compared, Distribution]], name: str, limit_ms: float | None) -> Markup:
     columns = ["Arrangement", "mean", "p50", "p90", "p99"]
-    columns += [f"≤ {milliseconds(limit_ms)}"] if limit_ms else []
+    columns += [f"≤ {limit_text(limit_ms)} ms"] if limit_ms else []
     rows = []
     for one, distribution in found:
         summary = one.at.summary
@@ -263,11 +268,17 @@ def _goodput_points(arrangement: Arrangement) -> list[Point]:
     return points
 
 
-def _capacity_row(one: Capacity) -> list[str]:
+def _spread_text(one: Capacity) -> str:
+    """The spread of repeated searches; empty if there was one search, or all found the same."""
     found = one.arrangement.goodput
-    spread = f"{number(found.p10)} … {number(found.p90)}" if found and found.p10 < found.p90 else NOTHING
+    return f"{number(found.p10)} … {number(found.p90)}" if found and found.p10 < found.p90 else ""
+
+
+def _capacity_row(one: Capacity, spreads: Mapping[str, str]) -> list[str]:
+    """`spreads`: if any arrangement has one, there is a column for it."""
     goodput = f"≥ {number(one.goodput)}" if one.is_highest_tried else number(one.goodput)
-    return [one.arrangement.name, goodput, spread, number(one.goodput_per_engine())]
+    spread = [spreads.get(one.arrangement.name, "none")] if spreads else []
+    return [one.arrangement.name, goodput, *spread, number(one.goodput_per_engine())]
 
 
 def _unit(measured: MeasuredResult) -> str:

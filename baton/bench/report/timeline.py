@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from baton.bench.report import axis, work
 from baton.bench.report.chart import legend
 from baton.bench.report.comparison import Compared, compared, rate_of
-from baton.bench.report.figures import NOTHING, number, percent, plural
+from baton.bench.report.figures import number, percent, plural
 from baton.bench.report.lanes import Rows, draw_shares, draw_steps
 from baton.bench.report.markup import Markup, join, tag
 from baton.bench.report.measured import Interval, MeasuredResult
@@ -97,7 +97,7 @@ def _table_rows(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> list[lis
         for interval in intervals:
             spent[interval.kind] += interval.end_s - interval.start_s
         steps = [interval.end_s - interval.start_s for interval in intervals if work.has_prompt(interval.kind)]
-        longest = f"{number(max(steps) * 1e3)} ms" if steps else NOTHING
+        longest = f"{number(max(steps) * 1e3)} ms" if steps else "none"
         shares = [percent(min(1.0, took / (end - begin))) for took in spent.values()]
         written.append([node, one.arrangement.name, *shares, longest])
     return written

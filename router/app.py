@@ -59,7 +59,6 @@ from baton.wire.turn_budget import TurnBudget
 from router.admission.tenants import Tenants
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
-from router.flight.flight_table import AttemptCause
 from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
@@ -71,7 +70,9 @@ from router.limits import DispatchLimits
 from router.node_links import LinkTimes, NodeLinks
 from router.operations.event_ring import EventRing
 from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector, set_thresholds
+from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory
 from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
+from router.operations.live_totals import LiveTotals, buckets_of, router_totals
 from router.operations.metrics import connection_figures, figures
 from router.operations.steering import Steering
 from router.placement.placer import PlacementSettings, Placer, Policy
@@ -168,8 +169,12 @@ class _Router:
         self._private = RpcServer((operator_service.SERVICE_NAME,), private, tls, asks_certificates=True)
         self._tenants = Tenants()
         handler = GenerationHandler(self._dispatcher, codec, cards, self._tenants)
-        self._live = LiveFeed(self._picture)
         self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), clock)
+        own_totals = partial(router_totals, self._dispatcher.requests, config.router_id, incarnation)
+        served = self._dispatcher.requests.counters.served
+        history = LiveHistory(buckets_of(served.ttft, served.gaps))
+        self._totals = LiveTotals(membership, self._timers, clock.wall, own_totals, history)
+        self._live = LiveFeed(self._picture, every_s=SAMPLE_EVERY_S)
         self._http = HttpServer(
             HttpFront(
                 handler,
@@ -229,6 +234,8 @@ class _Router:
             "router-look": self._steering.check_periodically,
         }
         background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
+        # Only the live page needs them.
+        background["router-totals"] = start_background(self._totals.run, "router-totals", on_fault=OnFault.RESTART)
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
         awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")
         try:
@@ -265,6 +272,7 @@ class _Router:
             self._links.update(nodes)
             routers = [record for record in snapshot.values() if record.role == "router"]
             self._operator.registered_routers(routers)
+            self._totals.registered_routers(record.incarnation for record in routers)
             self._steering.registered_routers({record.incarnation: record.name for record in routers})
             self._steering.check_cluster()
 
@@ -315,19 +323,17 @@ class _Router:
     def _picture(self) -> bytes:
         """The data of the live page, as JSON."""
         requests, operator = self._dispatcher.requests, self._operator
-        counters = requests.counters
-        attempts = counters.attempts.total() - counters.attempts[AttemptCause.FIRST]
-        totals = {
-            "tokens": counters.served.generation_tokens + requests.num_live_tokens,
-            "requests": counters.accepted,
-            "retried": attempts,
-            "failed": counters.failed,
-            "running": requests.num_live - requests.num_waiting,
-            "waiting": requests.num_waiting,
-        }
         running, ended = operator.running(MAX_RUNNING), operator.ended(MAX_REMEMBERED)
-        wall = self._clock.wall()
-        data = live_page_data(operator.status(), running, ended, self._events.after(0), totals, self._record.name, wall)
+        data = live_page_data(
+            operator.status(),
+            self._record.model,
+            self._totals.history,
+            running,
+            requests.num_live,
+            ended,
+            self._events.after(0),
+            self._record.name,
+        )
         return json.dumps(data, separators=(",", ":")).encode()
 
     async def _shut_down(self) -> None:

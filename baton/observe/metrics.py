@@ -62,6 +62,16 @@ class Histogram:
     def count(self) -> int:
         return sum(self._counts)
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The upper bounds of the buckets, the infinite one last."""
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of values in each bucket."""
+        return tuple(self._counts)
+
     def observe(self, value: float, count: int = 1) -> None:
         """Count a value, `count` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from baton.errors import ConfigError, Unreachable
@@ -100,6 +100,13 @@ class Membership(Protocol):
 
         While the registry is unreachable the last state remains valid. A watcher writes it back to a registry that has
         lost its data.
+        """
+        ...
+
+    async def exchange_totals(self, incarnation: str, data: bytes, others: Sequence[str]) -> Mapping[str, bytes]:
+        """Publish what a router has counted, for some seconds, and read what others published, by incarnation.
+
+        Those that published nothing lately are left out. Raises Unreachable.
         """
         ...
 

@@ -7,6 +7,7 @@
     baton:CLUSTER:reserve:N          memory held in reserve, freed when a record has to be written and Redis is full
     baton:CLUSTER:desired:STATE      the set of nodes that operators want to be cordoned, prefill or decode
     baton:CLUSTER:changes            pub/sub channel; each message says that a record or the desired state changed
+    baton:CLUSTER:totals:INCARNATION what a router has counted, as JSON for the live pages of all; expires
     baton:CLUSTER:flight:REQUEST     the record of one running request, see `redis_flights`
 
 Records are stored per incarnation, so that no two processes write the same key and no compare-and-set is needed.
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -66,6 +67,8 @@ RESERVE_BYTES = 128 << 10
 """Size of a reserve. A record takes a tenth of it, and the connections of a new process the rest."""
 _RESERVE_MS = 10 * 365 * 86_400_000
 """Lifetime of a reserve: practically unlimited. Setting it again tells whether the reserve still exists."""
+_TOTALS_MS = 10_000
+"""Lifetime of a router's totals, which are published more often than that."""
 _RESERVES_EVERY_S = 60.0
 """Interval at which a process checks that the reserves exist."""
 _SCHEMES = ("redis://", "rediss://", "unix://")
@@ -176,6 +179,23 @@ class Registry:
         self._start_following()
         async for desired in self._desired_feed.watch():
             yield desired
+
+    async def exchange_totals(self, incarnation: str, data: bytes, others: Sequence[str]) -> Mapping[str, bytes]:
+        """Publish a router's totals and read those of others; see `Membership.exchange_totals`."""
+        return await self._checked(self._exchange_totals(incarnation, data, others))
+
+    async def _exchange_totals(self, incarnation: str, data: bytes, others: Sequence[str]) -> Mapping[str, bytes]:
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.set(self._key("totals", incarnation), data, px=_TOTALS_MS)
+            if others:
+                pipe.mget([self._key("totals", name) for name in others])
+            written, *answers = await pipe.execute(raise_on_error=False)
+        # A full Redis can still be read.
+        for answer in (written, *answers):
+            if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                raise answer
+        values = answers[0] if answers else []
+        return {name: _bytes(value) for name, value in zip(others, values, strict=True) if value is not None}
 
     async def close(self) -> None:
         """Close all leases and watches, then the connections. Idempotent."""

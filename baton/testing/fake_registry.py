@@ -7,7 +7,7 @@ with or without its records, and given the records of another program.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.clock import Clock, SystemClock
@@ -33,6 +33,7 @@ class FakeRegistryStore:
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._desired: dict[str, DesiredState] = {}
         self._starts: dict[str, int] = {}
+        self._totals: dict[str, dict[str, bytes]] = {}
         self._clients: set[FakeRegistry] = set()
 
     @property
@@ -54,6 +55,7 @@ class FakeRegistryStore:
             self._entries.clear()
             self._desired.clear()
             self._starts.clear()
+            self._totals.clear()
             self._epochs += 1
         self.up = True
         self._notify_clients()
@@ -93,6 +95,10 @@ class FakeRegistryStore:
         """Count the start of a process. Returns the number of starts so far."""
         self._starts[cluster] = self._starts.get(cluster, 0) + 1
         return self._starts[cluster]
+
+    def totals(self, cluster: str) -> dict[str, bytes]:
+        """The totals of the routers of a cluster, by incarnation. They do not expire here."""
+        return self._totals.setdefault(cluster, {})
 
     def attach(self, client: FakeRegistry) -> None:
         """Notify this client of every change from now on."""
@@ -192,6 +198,13 @@ class FakeRegistry:
         self.notice()
         async for desired in self._desired_feed.watch():
             yield desired
+
+    async def exchange_totals(self, incarnation: str, data: bytes, others: Sequence[str]) -> Mapping[str, bytes]:
+        """Publish a router's totals and read those of others; see `Membership.exchange_totals`."""
+        await self.ping()
+        published = self._store.totals(self._cluster)
+        published[incarnation] = data
+        return {name: published[name] for name in others if name in published}
 
     async def close(self) -> None:
         """Close every lease and watch. Idempotent."""

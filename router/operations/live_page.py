@@ -1,4 +1,4 @@
-"""The data of the live page, made once a second: plain values for JSON, without any text of a request. Pure."""
+"""The data of the live page, made every two seconds: plain values for JSON, without any text of a request. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.request_rows import RequestRow
 from baton.messages.steering import ClusterEvent
+from router.operations.live_history import LiveHistory
 
 MAX_RUNNING = 40
 MAX_ENDED = 12
@@ -22,24 +23,33 @@ RECENT_S = 60.0
 
 def live_page_data(
     status: ClusterStatus,
+    model: str,
+    history: LiveHistory,
     running: Sequence[RequestRow],
+    num_running: int,
     ended: Iterable[RequestRow],
     events: Iterable[ClusterEvent],
-    totals: Mapping[str, float],
     router: str,
-    wall: float,
 ) -> dict[str, Any]:
-    """The data. `running`, `ended`: the latest first; `events`: the oldest first; `wall`: seconds since the epoch."""
+    """The data. `running`: the latest of this router's `num_running` requests, the latest first, as are `ended`;
+    `events`: the oldest first.
+    """
     over = list(ended)
+    figures = {each.pop("incarnation"): each for each in history.routers()}
+    by_role = sorted(status.nodes, key=lambda node: (_ROLES.get(node.role, 3), node.name))
+    nodes = [node for node in by_role if node.role != "router"]
     return {
         "cluster": status.cluster,
         "router": router,
         "health": status.health,
         "detail": status.detail,
-        "time": wall,
-        "totals": dict(totals),
-        "nodes": [_node(node) for node in sorted(status.nodes, key=lambda node: (_ROLES.get(node.role, 3), node.name))],
+        "model": model,
+        "totals": {**history.totals(), "kv": _kv_usage(nodes)},
+        "history": history.columns(),
+        "routers": [_router(each, figures) for each in by_role if each.role == "router"],
+        "nodes": [_node(node) for node in nodes],
         "running": [_request(row) for row in running[:MAX_RUNNING]],
+        "more_running": max(0, num_running - len(running[:MAX_RUNNING])),
         "ended": [_request(row) for row in over[:MAX_ENDED]],
         "pairs": _pairs([*running, *over]),
         "events": [_event(event) for event in list(events)[: -MAX_EVENTS - 1 : -1]],
@@ -47,6 +57,27 @@ def live_page_data(
 
 
 _ROLES = {"router": 0, "prefill": 1, "decode": 2}
+
+
+def _router(status: NodeStatus, figures: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """A router's state, and its figures if it publishes any."""
+    return {
+        "name": status.name,
+        "status": status.status,
+        "detail": status.detail,
+        "figures": figures.get(status.incarnation),
+    }
+
+
+def _kv_usage(nodes: Sequence[NodeStatus]) -> list[dict[str, Any]]:
+    """The share of the KV blocks of each role that are in use, and their number."""
+    usage = []
+    for role in ("prefill", "decode"):
+        own = [node for node in nodes if node.role == role]
+        if blocks := sum(node.total_blocks for node in own):
+            used = sum(node.kv_usage * node.total_blocks for node in own)
+            usage.append({"role": role, "usage": round(used / blocks, 4), "blocks": blocks})
+    return usage
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:
@@ -59,8 +90,6 @@ def _node(node: NodeStatus) -> dict[str, Any]:
         "kv": round(node.kv_usage, 4),
         "leased": node.leased_blocks,
         "quarantined": node.quarantined_blocks,
-        "age_s": round(node.age_s),
-        "model": node.model,
         "detail": node.detail,
     }
 
@@ -68,6 +97,7 @@ def _node(node: NodeStatus) -> dict[str, Any]:
 def _request(row: RequestRow) -> dict[str, Any]:
     return {
         "id": row.request_id,
+        "router": row.router,
         "state": row.state,
         "age_s": round(row.age_s, 2),
         "prefill": row.prefill_node,

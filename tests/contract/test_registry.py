@@ -470,3 +470,16 @@ async def test_invalid_urls_are_refused_and_errors_hide_the_password() -> None:
     assert "secret" not in str(caught.value)
     assert "127.0.0.1:1" in str(caught.value)
     await unreachable.close()
+
+
+async def test_routers_exchange_their_totals(server: Server) -> None:
+    one, other, stranger = server.connect(), server.connect(), server.connect("another")
+    assert await one.exchange_totals("r0.x", b"first", ["r1.x"]) == {}
+    assert await other.exchange_totals("r1.x", b"second", ["r0.x", "never"]) == {"r0.x": b"first"}
+    assert await one.exchange_totals("r0.x", b"third", ["r1.x"]) == {"r1.x": b"second"}
+    assert await other.exchange_totals("r1.x", b"second", ["r0.x"]) == {"r0.x": b"third"}
+    assert await other.exchange_totals("r1.x", b"second", []) == {}
+    assert await stranger.exchange_totals("r2.x", b"", ["r0.x"]) == {}
+    await server.stop()
+    with pytest.raises(Unreachable):
+        await one.exchange_totals("r0.x", b"fourth", [])

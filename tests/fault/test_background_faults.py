@@ -27,6 +27,7 @@ from router.app import RouterAddresses, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server
 from router.losses import NodeLosses
+from router.operations.live_totals import LiveTotals
 from router.operations.steering import Steering
 from router.timers import LoopTimers
 from router.waiting_room import WaitingRoom
@@ -100,6 +101,24 @@ async def test_a_fault_in_an_essential_task_ends_the_router(
     async with running_router(tmp_path) as (task, _):
         with pytest.raises(BackgroundFault, match=rf"{kind} failed: ValueError\('out of luck'\)"):
             await task
+
+
+async def test_a_fault_in_the_totals_for_the_live_page_starts_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tries, started_again = 0, asyncio.Event()
+
+    async def fail_once(_: LiveTotals) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise ValueError("out of luck")
+        started_again.set()
+
+    monkeypatch.setattr(LiveTotals, "sample", fail_once)
+    async with running_router(tmp_path) as (task, _):
+        await started_again.wait()
+        assert not task.done()
 
 
 async def test_a_timer_that_raises_ends_the_process(ended: asyncio.Queue[BackgroundFault]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from pathlib import Path
 from random import Random
@@ -19,43 +18,47 @@ from router.http.server import HttpServer
 from router.operations.live_page import live_page_data
 from tests.support.browser import Browser
 from tests.support.http_rig import CARD
-from tests.support.live_cluster_page import node, row
+from tests.support.live_cluster_page import history_of, node, row
 
 HOSTILE = "<img src=x onerror=window.pwned=1><script>window.pwned=1</script>"
 EVERY_S = 0.02
+CUT = """[...document.querySelectorAll('body *')].filter(each =>
+  each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).display !== 'inline' && !each.closest('svg')
+).map(each => each.className + ': ' + each.textContent.slice(0, 60))"""
+"""Elements whose content is wider than they are."""
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 SHOWN = """new Promise(done => {
-  const look = () => document.querySelectorAll('.node').length && byId('tokens').textContent !== '–'
-    ? done(true) : requestAnimationFrame(look);
+  const look = () => document.querySelectorAll('.node').length ? done(true) : requestAnimationFrame(look);
   look();
 })"""
 
 
-class Cluster:
-    """A large one; every live_page_data is a second, and 50 tokens, after the one before."""
+class LargeCluster:
+    """Many nodes, and three routers, of which one has a hostile name and publishes no figures."""
 
     def __init__(self) -> None:
-        self._seconds = itertools.count(1000)
+        self._history = history_of(400, num_routers=2, failed=0)
 
     def __call__(self) -> bytes:
-        second = next(self._seconds)
         nodes = [node(f"{role}-{n}", role) for role in ("prefill", "decode") for n in range(100)]
         nodes.append(node(HOSTILE, "decode", status="Lost", detail=HOSTILE))
+        nodes += [node(name, "router") for name in ("r0", "r1", HOSTILE)]
         states = ("Waiting", "Prefilling", "Transferring", "Decoding", "Retrying")
         drawn = live_page_data(
             ClusterStatus(HOSTILE, "degraded", HOSTILE, nodes),
+            HOSTILE,
+            self._history,
             [row(f"r{n}-{HOSTILE}", state=states[n % 5]) for n in range(60)],
+            300,
             [row(f"over-{n}", state="Failed", detail=HOSTILE, total_ms=1234.5, kv_bytes=1 << 20) for n in range(20)],
             [ClusterEvent(n, float(n), "Warning", "NodeLost", HOSTILE, detail=HOSTILE) for n in range(5)],
-            {"tokens": 50 * second, "requests": second, "retried": 3, "failed": 2, "running": 300, "waiting": 5},
             "r0",
-            float(second),
         )
         return json.dumps(drawn).encode()
 
 
 async def test_a_large_cluster_fits_on_every_screen(chromium: Browser, tmp_path: Path) -> None:
-    feed = LiveFeed(Cluster(), every_s=EVERY_S)
+    feed = LiveFeed(LargeCluster(), every_s=EVERY_S)
     model = ServedModel(lambda: CARD, None, None, lambda: None)  # type: ignore[arg-type, return-value]
     front = HttpFront(FakeHandler(), model, str, bytes, FakeClock(), Random(1), more=live_pages(feed))
     server = HttpServer(front)
@@ -93,6 +96,14 @@ def _look(chromium: Browser, url: str, width: int, scheme: str) -> None:
     assert chromium.run("byId('lanes').lastChild.textContent") == "and 260 more"
     assert chromium.run("document.querySelectorAll('.track i.now').length") == 40
     assert chromium.run("byId('cluster').textContent") == f"Baton {HOSTILE}"
-    assert chromium.run("[byId('tokens').textContent, byId('failed').textContent]") == ["50", "2"]
+    shown = chromium.run("[...document.querySelectorAll('.figure')].map(each => each.innerText.replace(/\\s+/g, ' '))")
+    assert shown[0] == "Generated tokens 50 tokens/s mean of 10 s 10 min ago max 50/s"
+    assert shown[2].startswith("Time to first token 10 ms median of the last minute; p99 98 ms")
+    assert shown[-3] == "Failed 0 requests in the last 10 min"
+    assert chromium.run("document.querySelectorAll('.figure polyline').length") == 6
+    names = chromium.run("[...document.querySelectorAll('.router b')].map(each => each.textContent)")
+    assert names == [HOSTILE, "r0", "r1"]
+    assert chromium.run("byId('model').textContent") == f"Model {HOSTILE}"
+    assert chromium.run(CUT) == []
     assert chromium.run("window.pwned === undefined && !document.querySelector('main img, main script')")
     assert chromium.run(OVERFLOW) == 0

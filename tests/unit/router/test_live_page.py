@@ -12,27 +12,54 @@ from baton.errors import Overloaded
 from baton.messages.cluster import ClusterStatus
 from baton.messages.steering import ClusterEvent
 from router.http.live import MAX_VIEWERS, LiveFeed
-from router.operations.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, live_page_data
-from tests.support.live_cluster_page import node, row
+from router.operations.live_page import MAX_ENDED, MAX_EVENTS, MAX_RUNNING, RECENT_S, live_page_data
+from tests.support.live_cluster_page import history_of, node, row
 
 
 def picture_of(**changed: object) -> dict[str, object]:
     parts: dict[str, object] = {
         "status": ClusterStatus("c", "ok", "", [node("d0", "decode"), node("p0", "prefill"), node("r0", "router")]),
+        "model": "m",
+        "history": history_of(2),
         "running": [row("a")],
+        "num_running": 1,
         "ended": [],
         "events": [],
-        "totals": {"running": 1},
         "router": "r0",
-        "wall": 5.0,
     }
     return live_page_data(**{**parts, **changed})  # type: ignore[arg-type]
 
 
-def test_routers_come_first_then_prefill_then_decode_nodes() -> None:
-    nodes = picture_of()["nodes"]
-    assert isinstance(nodes, list)
-    assert [each["name"] for each in nodes] == ["r0", "p0", "d0"]
+def test_routers_have_rows_of_their_own_and_prefill_nodes_come_before_decode_nodes() -> None:
+    found = json.loads(json.dumps(picture_of()))
+    assert [each["name"] for each in found["routers"]] == ["r0"]
+    assert [each["name"] for each in found["nodes"]] == ["p0", "d0"]
+
+
+def test_each_router_has_its_own_figures_and_the_cluster_their_sum() -> None:
+    nodes = [node("r0", "router"), node("r1", "router"), node("old", "router")]
+    found = json.loads(json.dumps(picture_of(status=ClusterStatus("c", "ok", "", nodes), history=history_of(6, 2))))
+    figures = {each["name"]: each["figures"] for each in found["routers"]}
+    assert figures["old"] is None, "a router of another version publishes nothing"
+    assert figures["r0"]["tokens_per_s"] == figures["r1"]["tokens_per_s"] == 25
+    assert found["totals"]["tokens_per_s"] == 50
+    assert len(found["history"]["tokens_per_s"]) == len(found["history"]["age_s"]) == 6
+
+
+def test_the_use_of_the_kv_cache_is_that_of_all_nodes_of_a_role() -> None:
+    nodes = [
+        node("p0", "prefill", kv_usage=0.5, total_blocks=100),
+        node("p1", "prefill", kv_usage=0.0, total_blocks=300),
+        node("d0", "decode"),
+    ]
+    found = json.loads(json.dumps(picture_of(status=ClusterStatus("c", "ok", "", nodes))))
+    assert found["totals"]["kv"] == [{"role": "prefill", "usage": 0.125, "blocks": 400}]
+
+
+def test_requests_that_are_not_listed_are_counted() -> None:
+    found = picture_of(running=[row(f"r{n}") for n in range(MAX_RUNNING)], num_running=300)
+    assert found["more_running"] == 300 - MAX_RUNNING
+    assert picture_of()["more_running"] == 0
 
 
 def test_a_pair_counts_its_recent_hand_offs() -> None:

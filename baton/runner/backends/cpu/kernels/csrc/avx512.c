@@ -33,8 +33,8 @@ const struct isa isa_avx512 = {
 #define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define QUANTIZED_WIDE_ROWS 6
 #define QUANTIZED_WIDE_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
-#define QUANTIZED_TALL_ROWS 12
-#define QUANTIZED_TALL_CASES(F) F(7) F(8) F(9) F(10) F(11) F(12)
+#define QUANTIZED_TALL_ROWS 8
+#define QUANTIZED_TALL_CASES(F) F(7) F(8)
 #include "integers_avx512_vnni.h"
 #include "product_quantized.inc.h"
 

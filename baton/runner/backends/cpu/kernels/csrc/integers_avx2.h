@@ -35,12 +35,21 @@ INLINE i16 i_add_product(i16 sum, i16 x, i16 y) {
 INLINE v16 v_load_f16(const uint8_t *p) {
     return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 16)))};
 }
-INLINE int32_t i_largest_magnitude(v16 x) {
+INLINE __m256i magnitudes_8(v16 x) {
     __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
-    __m256i m = _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask));
+    return _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask));
+}
+INLINE int32_t i_largest_magnitude(v16 x, v16 y) {
+    __m256i m = _mm256_max_epi32(magnitudes_8(x), magnitudes_8(y));
     __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
     h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4E));
     return _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xB1)));
+}
+INLINE float v_total_of_integers(v16 x) {
+    __m256 s = _mm256_add_ps(x.a, x.b);
+    __m128 h = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
 INLINE void i_store_codes(int8_t *p, v16 shifted) {
     __m256i base = _mm256_set1_epi32(0x4B400000);

@@ -8,15 +8,20 @@ INLINE i16 i_high(i16 a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm5
 INLINE i16 i_load_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE i16 i_load_signed_bytes(const uint8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE v16 v_from_i(i16 a) { return _mm512_cvtepi32_ps(a); }
+/* In assembly, since a compiler copies the sums of the intrinsic twice in every step, and runs out of registers. */
 INLINE i16 i_dot(const int BITS, i16 sum, i16 codes, i16 x) {
     (void)BITS;
-    return _mm512_dpbusd_epi32(sum, codes, x);
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+    return sum;
 }
 INLINE i16 i_add_product(i16 sum, i16 a, i16 b) { return _mm512_dpwssd_epi32(sum, a, b); }
 INLINE v16 v_load_f16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE int32_t i_largest_magnitude(v16 a) {
-    return _mm512_reduce_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7FFFFFFF)));
+INLINE int32_t i_largest_magnitude(v16 a, v16 b) {
+    __m512i mask = _mm512_set1_epi32(0x7FFFFFFF);
+    return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), mask),
+                                                    _mm512_and_si512(_mm512_castps_si512(b), mask)));
 }
+INLINE float v_total_of_integers(v16 a) { return _mm512_reduce_add_ps(a); }
 INLINE void i_store_codes(int8_t *p, v16 shifted) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_castps_si512(shifted)));
 }

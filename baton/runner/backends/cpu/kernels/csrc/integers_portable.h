@@ -52,14 +52,21 @@ INLINE v16 v_load_f16(const uint8_t *p) {
     for (int i = 0; i < 16; i++) r.f[i] = float_from_half(halves[i]);
     return r;
 }
-/* The bits of the largest magnitude; those of NaN are the largest of all. */
-INLINE int32_t i_largest_magnitude(v16 a) {
+/* The bits of the largest magnitude in both; those of NaN are the largest of all. */
+INLINE int32_t i_largest_magnitude(v16 a, v16 b) {
     int32_t largest = 0;
     for (int i = 0; i < 16; i++) {
-        int32_t bits = (int32_t)(to_bits(a.f[i]) & 0x7FFFFFFF);
-        largest = bits > largest ? bits : largest;
+        int32_t one = (int32_t)(to_bits(a.f[i]) & 0x7FFFFFFF), other = (int32_t)(to_bits(b.f[i]) & 0x7FFFFFFF);
+        largest = one > largest ? one : largest;
+        largest = other > largest ? other : largest;
     }
     return largest;
+}
+/* The sum of 16 small integers, which is exact in any order. */
+INLINE float v_total_of_integers(v16 a) {
+    float sum = 0;
+    for (int i = 0; i < 16; i++) sum += a.f[i];
+    return sum;
 }
 /* Stores the integers that are in the low bits of n + ROUND_SHIFT, as bytes. */
 INLINE void i_store_codes(int8_t *p, v16 shifted) {

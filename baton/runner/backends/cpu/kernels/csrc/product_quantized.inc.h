@@ -5,31 +5,29 @@
 
 /* The length of a piece of k, whose weights stay in a cache while block after block of rows is multiplied with them: the
  * first-level cache while there are few rows, else the second-level cache. And how far ahead weights are prefetched. */
-enum { FEW_PIECE_BYTES = 16 << 10, MANY_PIECE_BYTES = 64 << 10, CODES_AHEAD = 4 << 10 };
+enum { FEW_PIECE_BYTES = 16 << 10, MANY_PIECE_BYTES = 64 << 10, CODES_AHEAD = FEW_PIECE_BYTES };
 
-/* Quantizes a block of x: 16 elements at a time, missing ones are zero. */
-INLINE void quantize_block(const enum dtype dtype, const struct quantized_format *f, const void *x, size_t index,
+/* Quantizes a block of x; BLOCK: its length where the compiler knows it, else 0. */
+INLINE void quantize_block(const enum dtype dtype, const size_t BLOCK, const struct quantized_format *f, const void *x, size_t index,
                            struct quantized_block *to) {
-    const size_t first = f->block < LANES ? f->block : LANES, second = f->block - first;
+    const size_t block = BLOCK > 0 ? BLOCK : f->block, first = block < LANES ? block : LANES, second = block - first;
     v16 low = load_lanes(dtype, x, index, first), high = second > 0 ? load_lanes(dtype, x, index + first, second) : v_zero();
-    int32_t bits = i_largest_magnitude(low), other = i_largest_magnitude(high);
+    int32_t bits = i_largest_magnitude(low, high);
     float largest;
-    if (other > bits) bits = other;
     memcpy(&largest, &bits, sizeof largest);
     float scale = largest / 127.0f, sum = 0;
-    if (bits < 0x7F800000 && scale > 0) {
-        int8_t codes[MAX_BLOCK];
+    int8_t codes[MAX_BLOCK] = {0};
+    if (bits >= 0x7F800000) {
+        scale = NAN; /* an infinity or NaN in x makes the whole row of the product NaN */
+    } else if (scale > 0) {
         v16 shift = v_set1(ROUND_SHIFT);
         low = v_add(v_div(low, v_set1(scale)), shift);
         high = v_add(v_div(high, v_set1(scale)), shift);
-        sum = v_total(v_add(v_sub(low, shift), v_sub(high, shift)));
+        sum = v_total_of_integers(v_add(v_sub(low, shift), v_sub(high, shift)));
         i_store_codes(codes, low);
         i_store_codes(codes + LANES, high);
-        memcpy(to->codes, codes, f->block);
-    } else { /* all zero; or with an infinity or NaN, which makes the whole row NaN */
-        if (bits >= 0x7F800000) scale = NAN;
-        memset(to->codes, 0, f->block);
     }
+    memcpy(to->codes, codes, block);
     to->scale = scale;
     to->weighted_sum = scale * sum;
     to->start = -f->zero * (int32_t)sum;
@@ -41,8 +39,13 @@ INLINE void quantize_rows(const enum dtype dtype, const struct quantize_call *ca
     size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
     char *to = (char *)call->out + row * quantized_row_bytes(f, call->k);
     for (; row < end; row++)
-        for (size_t i = 0; i < call->k; i += f->block, to += quantized_block_bytes(f))
-            quantize_block(dtype, f, call->x, row * call->x_stride + i, (struct quantized_block *)to);
+        for (size_t i = 0; i < call->k; i += f->block, to += quantized_block_bytes(f)) {
+            struct quantized_block *block = (struct quantized_block *)to;
+            if (f->block == MAX_BLOCK)
+                quantize_block(dtype, MAX_BLOCK, f, call->x, row * call->x_stride + i, block);
+            else
+                quantize_block(dtype, 0, f, call->x, row * call->x_stride + i, block);
+        }
 }
 
 TARGET static void quantize_float32(const void *job, size_t task, void *scratch) {
@@ -67,6 +70,11 @@ INLINE v16 load_numbers(int32_t number, const uint8_t *values, const uint8_t *fa
     return v_zero();
 }
 
+/* The block of x in a row that begins m rows behind x. */
+INLINE const struct quantized_block *row_block(const char *x, size_t ldx, int m) {
+    return (const struct quantized_block *)(x + (size_t)m * ldx);
+}
+
 /* The sums of the block's products of codes: sums[MM][NU] */
 INLINE void multiply_codes(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t steps,
                            i16 sums[12][4]) {
@@ -88,10 +96,33 @@ INLINE void multiply_codes(const int BITS, const int MM, const int NU, const cha
 #pragma GCC unroll 12
         for (int m = 0; m < MM; m++) {
             int32_t four;
-            memcpy(&four, ((const struct quantized_block *)(x + (size_t)m * ldx))->codes + 4 * step, sizeof four);
+            memcpy(&four, row_block(x, ldx, m)->codes + 4 * step, sizeof four);
             i16 elements = i_set1(four);
 #pragma GCC unroll 4
             for (int u = 0; u < NU; u++) sums[m][u] = i_dot(BITS, sums[m][u], w[u], elements);
+        }
+    }
+}
+
+INLINE void subtract_zeros(const int MM, const int NU, const char *x, size_t ldx, const i16 zero[4], i16 sums[12][4]) {
+#pragma GCC unroll 12
+    for (int m = 0; m < MM; m++)
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++) sums[m][u] = i_add_product(sums[m][u], zero[u], i_set1(row_block(x, ldx, m)->minus_sum));
+}
+
+/* Adds a block's share, which is in integers, to the float32 sums c[MM][NU * 16]. */
+INLINE void add_block(const int OFFSETS, const int MM, const int NU, const char *x, size_t ldx, const v16 scale[4],
+                      const v16 offset[4], i16 sums[12][4], float *c) {
+#pragma GCC unroll 12
+    for (int m = 0; m < MM; m++) {
+        const struct quantized_block *row = row_block(x, ldx, m);
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++) {
+            float *sum = c + m * GROUP_COLUMNS + u * LANES;
+            v16 total = v_fma(v_mul(scale[u], v_set1(row->scale)), v_from_i(sums[m][u]), v_load(sum));
+            if (OFFSETS) total = v_fma(offset[u], v_set1(row->weighted_sum), total);
+            v_store(sum, total);
         }
     }
 }
@@ -100,7 +131,7 @@ INLINE void multiply_codes(const int BITS, const int MM, const int NU, const cha
  * of ldx bytes; `columns` are the records of the 64 columns. */
 INLINE void tile_quantized(const int BITS, const int MM, const int NU, const struct quantized_format *f, const char *x, size_t ldx,
                            const uint8_t *columns, size_t panel, size_t from, size_t to, float *c) {
-    const size_t blocks = f->group / f->block, block_codes = codes_bytes(f, f->block), first = panel * LANES;
+    const size_t blocks = f->group / f->block, block_codes = codes_bytes(f, f->block), first = panel * LANES, steps = f->block / 4;
     c += first;
     if (from == 0)
         for (int m = 0; m < MM; m++)
@@ -122,23 +153,15 @@ INLINE void tile_quantized(const int BITS, const int MM, const int NU, const str
 #pragma GCC unroll 12
             for (int m = 0; m < MM; m++)
 #pragma GCC unroll 4
-                for (int u = 0; u < NU; u++) sums[m][u] = i_set1(((const struct quantized_block *)(x + (size_t)m * ldx))->start);
-            if (f->block == MAX_BLOCK)
-                multiply_codes(BITS, MM, NU, x, ldx, codes, MAX_BLOCK / 4, sums);
+                for (int u = 0; u < NU; u++) sums[m][u] = i_set1(row_block(x, ldx, m)->start);
+            multiply_codes(BITS, MM, NU, x, ldx, codes, steps, sums);
+            if (f->has_zeros) subtract_zeros(MM, NU, x, ldx, zero, sums);
+            if (f->offsets != NUMBER_NONE)
+                add_block(1, MM, NU, x, ldx, scale, offset, sums, c);
             else
-                multiply_codes(BITS, MM, NU, x, ldx, codes, f->block / 4, sums);
-#pragma GCC unroll 12
-            for (int m = 0; m < MM; m++) {
-                const struct quantized_block *row = (const struct quantized_block *)(x + (size_t)m * ldx);
-#pragma GCC unroll 4
-                for (int u = 0; u < NU; u++) {
-                    float *sum = c + m * GROUP_COLUMNS + u * LANES;
-                    if (f->has_zeros) sums[m][u] = i_add_product(sums[m][u], zero[u], i_set1(row->minus_sum));
-                    v16 total = v_fma(v_mul(scale[u], v_set1(row->scale)), v_from_i(sums[m][u]), v_load(sum));
-                    if (f->offsets != NUMBER_NONE) total = v_fma(offset[u], v_set1(row->weighted_sum), total);
-                    v_store(sum, total);
-                }
-            }
+                add_block(0, MM, NU, x, ldx, scale, offset, sums, c);
+            /* There are registers for the integer sums, and not for c too: this keeps the compiler from having c in others' places. */
+            __asm__ volatile("" : : : "memory");
         }
     }
 }

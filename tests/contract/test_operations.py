@@ -61,6 +61,20 @@ def test_products_equal_those_in_float64(operations: Any, dtype: torch.dtype) ->
         assert_near(operations.gated_linear(x, both, activation=activation), gated)
 
 
+def test_a_float32_product_is_as_near_whatever_the_dtype_of_its_operands(operations: Any, dtype: torch.dtype) -> None:
+    """Its error is smaller by a thousand than bfloat16's rounding."""
+    x, weight, bias = (randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(((13, 96), (70, 96), (70,))))
+    expected = x.double() @ weight.double().T
+    packed = operations.pack(weight)
+    for added in (None, bias):
+        out = operations.linear(x, packed, added, out_dtype=torch.float32)
+        assert out.dtype == torch.float32
+        exact = expected if added is None else expected + added.double()
+        assert float((out.double() - exact).norm() / exact.norm()) < 3e-6
+        alone = operations.linear(x[5:6].clone(), packed, added, out_dtype=torch.float32)
+        assert torch.equal(alone, out[5:6]), "a row does not depend on the other rows"
+
+
 def test_norms_and_rotations_equal_those_in_float64(operations: Any, dtype: torch.dtype) -> None:
     x, weight = randn(13, 96, seed=0, dtype=dtype), randn(96, seed=1, dtype=dtype)
     wide = x.double()

@@ -38,8 +38,15 @@ class CompiledOperations:
     def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return kernels.take_rows(weight, index, dtype, threads=self._threads)
 
-    def linear(self, x: torch.Tensor, weight: Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return kernels.linear(x, weight, bias, threads=self._threads)
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        return kernels.linear(x, weight, bias, out_dtype=out_dtype, threads=self._threads)
 
     def gated_linear(self, x: torch.Tensor, weight: Packed, *, activation: Activation) -> torch.Tensor:
         return kernels.gated_linear(x, weight, activation=activation, threads=self._threads)

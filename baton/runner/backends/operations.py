@@ -52,9 +52,17 @@ class Operations(Protocol):
         """
         ...
 
-    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype.
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N].
 
+        The result is in `out_dtype`: x's dtype (None), or float32, whose sums are not rounded to a narrower x's dtype.
         For a quantised weight each row of x is rounded to 8 bits, in blocks of at most 32 elements.
         """
         ...

@@ -43,7 +43,7 @@ packs_integers = True
 
 
 def numerics() -> str:
-    return "reference-2"
+    return "reference-3"
 
 
 def program(dtype: torch.dtype) -> None:
@@ -81,11 +81,17 @@ def take_rows(
     return torch.from_numpy(weight.rows[index.numpy()]).to(weight.dtype)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight | PackedStack, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight | PackedStack,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     out = _product(x, weight)
     if bias is not None:
         out += _array(bias)
-    return torch.from_numpy(out).to(x.dtype)
+    return torch.from_numpy(out).to(x.dtype if out_dtype is None else out_dtype)
 
 
 def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedStack, *, activation: Activation) -> torch.Tensor:

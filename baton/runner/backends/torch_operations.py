@@ -24,6 +24,9 @@ from baton.runner.backends.quantized_weight import QuantizedWeight
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
 
+_WIDENED_ROWS = 4096
+"""How many rows of a weight are widened to float32 at a time, so that a head of many rows needs little memory."""
+
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Apply an activation by its name, in x's dtype."""
@@ -96,7 +99,7 @@ class TorchOperations:
         self._num_threads = num_threads
 
     def numerics(self) -> str:
-        return f"torch-rows-{self.rows_per_call}-threads-{self._num_threads}"
+        return f"torch-2-rows-{self.rows_per_call}-threads-{self._num_threads}"
 
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
@@ -123,12 +126,24 @@ class TorchOperations:
         return weight.matrix(dtype or torch.float32)[index]
 
     def linear(
-        self, x: torch.Tensor, weight: TorchWeight | TorchStack, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: TorchWeight | TorchStack,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        if isinstance(weight, TorchWeight):
+        dtype = x.dtype if out_dtype is None else out_dtype
+        if isinstance(weight, TorchWeight) and dtype == x.dtype:
             return self._in_calls(x, lambda rows: functional.linear(rows, weight.matrix, bias))
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            if isinstance(weight, TorchWeight):
+                return self._float32_product(rows, weight.matrix)
+            return weight.sums(rows)
+
         added = 0.0 if bias is None else bias.float()
-        return self._in_calls(x, lambda rows: (weight.sums(rows) + added).to(x.dtype))
+        return self._in_calls(x, lambda rows: (compute(rows) + added).to(dtype))
 
     def gated_linear(
         self, x: torch.Tensor, weight: TorchWeight | TorchStack, *, activation: Activation
@@ -194,6 +209,12 @@ class TorchOperations:
                 weights = torch.softmax(scores, dim=-1)[..., : stop - start]
                 out[row] = torch.bmm(weights, values[:, seen].contiguous()).view_as(out[row]).to(query.dtype)
         return out
+
+    def _float32_product(self, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """The product of operands of a narrower dtype, in float32: widened, since a CPU's products have one dtype."""
+        wide = rows.float()
+        parts = (matrix[row : row + _WIDENED_ROWS] for row in range(0, matrix.shape[0], _WIDENED_ROWS))
+        return torch.cat([functional.linear(wide, part.float()) for part in parts], dim=1)
 
     def _in_calls(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         rows, size = x.shape[0], self.rows_per_call

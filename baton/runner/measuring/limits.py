@@ -141,8 +141,15 @@ class UnpaddedOperations:
     def take_rows(self, weight: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return weight[index]
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return functional.linear(x, weight, bias)
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        return functional.linear(x, weight, bias).to(x.dtype if out_dtype is None else out_dtype)
 
     def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *, activation: Activation) -> torch.Tensor:
         gate, up = functional.linear(x, weight).chunk(2, dim=-1)

@@ -34,7 +34,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes that have graphs. Larger batches keep a GPU busy without a graph."""
 
 Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Computes logits [S, vocabulary] from rows x [T, hidden], cosines and sines [T, R], and the rows that sample [S]."""
+"""Computes logits [S, vocabulary], in float32, from x [T, hidden], cosines and sines [T, R], and rows that sample."""
 
 
 class DecodeGraphs:

@@ -60,7 +60,7 @@ class ModelOutput(NamedTuple):
     hidden: torch.Tensor
     """The input of the head, behind the last norm: [rows, hidden size]."""
     logits: torch.Tensor
-    """The output of the head: [rows, vocabulary]."""
+    """The output of the head: float32 [rows, vocabulary], whatever the dtype of the layers."""
 
 
 class NotAPlainDecoder(Exception):
@@ -161,7 +161,7 @@ class Decoder:
         x = program.argument(self._head.in_features)
         cos, sin = (program.argument(self._rotary.width) for _ in range(2))
         hidden = program.argument(self._head.in_features, sampled=True)
-        logits = program.argument(self._head.out_features, sampled=True)
+        logits = program.argument(self._head.out_features, sampled=True, dtype=torch.float32)
         normed = self._layers[0].attention_norm.record(program, x, into="normed")
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
@@ -185,9 +185,8 @@ class Decoder:
     ) -> ModelOutput:
         if self._paged is None or self._paged.layout is None:
             raise RuntimeError("attention was called outside of a step")
-        hidden, logits = (
-            x.new_empty(logits_rows.shape[0], width) for width in (self._head.in_features, self._head.out_features)
-        )
+        hidden = x.new_empty(logits_rows.shape[0], self._head.in_features)
+        logits = x.new_empty(logits_rows.shape[0], self._head.out_features, dtype=torch.float32)
         program.run([x, *angles, hidden, logits], self._paged.layout, logits_rows)
         return ModelOutput(hidden, logits)
 

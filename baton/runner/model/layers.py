@@ -39,12 +39,20 @@ _CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on a packed weight: [..., K] to [..., N]."""
+    """A linear layer on a packed weight: [..., K] to [..., N], in `out_dtype`: x's dtype (None), or float32."""
 
-    def __init__(self, operations: Operations, weight: Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight_dtype = dtype
+        self._out_dtype = out_dtype
         self._operations = operations
         self._packed = operations.pack(weight)
         self._bias = None if bias is None else bias.detach().clone()
@@ -52,11 +60,11 @@ class PackedLinear(nn.Module):
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, K], contiguous: [T, N]."""
         if x.shape[0] == 0:
-            return x.new_empty(0, self.out_features)
-        return self._operations.linear(x, self._packed, self._bias)
+            return x.new_empty(0, self.out_features, dtype=self._out_dtype)
+        return self._operations.linear(x, self._packed, self._bias, out_dtype=self._out_dtype)
 
     def record(self, program: Program, x: Rows, *, into: Rows) -> None:
-        """Append to a program what `rows` computes."""
+        """Append to a program what `rows` computes; the rows `into` must have the same dtype."""
         program.linear(x, self._packed, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,24 +219,34 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
 
 
+def head_of(module: Any) -> nn.Module | None:
+    """The module that computes a causal language model's logits; None for a model without one."""
+    head = module.get_output_embeddings()
+    return head if isinstance(head, nn.Module) else None
+
+
 def replace_products(
     module: nn.Module, operations: Operations, row_quantum: int, release: Callable[[nn.Module], None]
 ) -> None:
     """Replace every product in place. `release` is called with each module whose weights have been packed.
+
+    The head's product is float32: rounded to bfloat16, the two best logits would be equal in about 2 % of all steps.
 
     An embedding that shares its weight with the head reads the head's packed weight (`PackedEmbedding`).
     """
     from transformers.pytorch_utils import Conv1D
 
     embeddings = _embeddings(module)
+    head = head_of(module)
     for parent, name, child in children_of(module):
+        out_dtype = torch.float32 if child is head else None
         if isinstance(child, QuantizedLinear):
             shared = id(child.stored)
-            packed = PackedLinear(operations, child.quantized(), child.bias, child.dtype)
+            packed = PackedLinear(operations, child.quantized(), child.bias, child.dtype, out_dtype)
         elif isinstance(child, nn.Linear | Conv1D):
             shared = child.weight.data_ptr()
             weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight.detach()
-            packed = PackedLinear(operations, weight, child.bias, weight.dtype)
+            packed = PackedLinear(operations, weight, child.bias, weight.dtype, out_dtype)
         else:
             continue
         setattr(parent, name, packed)

@@ -28,7 +28,7 @@ from baton.runner.model.attention import (
 from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.decoder import Decoder, ModelOutput, NotAPlainDecoder
 from baton.runner.model.layer_groups import group_layers
-from baton.runner.model.layers import ProductWatch, replace_products
+from baton.runner.model.layers import ProductWatch, head_of, replace_products
 from baton.runner.model.mapped_files import MappedFiles
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.quantized_layers import widths_of
@@ -99,7 +99,7 @@ class Transformer:
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         self._last_hidden: torch.Tensor | None = None
         """The latest input of the head in transformers' own loop, [1, rows, hidden size]."""
-        head = _head_of(model.module)
+        head = head_of(model.module)
         if head is not None:
             head.register_forward_pre_hook(self._keep_hidden)
         probe = ProbeAttention()
@@ -271,11 +271,6 @@ class Transformer:
 
     def _keep_hidden(self, _head: Any, given: Any) -> None:
         self._last_hidden = given[0]
-
-
-def _head_of(module: Any) -> torch.nn.Module | None:
-    head = module.get_output_embeddings()
-    return head if isinstance(head, torch.nn.Module) else None
 
 
 def _on_host(rows: torch.Tensor) -> npt.NDArray[np.float32]:

@@ -59,6 +59,22 @@ def test_linear_equals_the_product_in_float64(isa: str, dtype: torch.dtype, m: i
         assert _relative_error(out, expected if added is None else expected + added.double()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("m", [1, 13, 70])
+def test_a_float32_result_of_bfloat16_operands_is_what_is_rounded_otherwise(isa: str, m: int) -> None:
+    kernels.use_isa(isa)
+    x, weight, bias = (_randn(*shape, dtype=torch.bfloat16) for shape in ((m, 129), (70, 129), (70,)))
+    packed = kernels.pack(weight)
+    sums = kernels.linear(x, packed, bias, out_dtype=torch.float32, threads=2)
+    assert sums.dtype == torch.float32
+    assert torch.equal(sums.bfloat16(), linear(x, packed, bias))
+    assert _relative_error(sums, x.double() @ weight.double().T + bias.double()) < 2e-6
+    with pytest.raises(KernelArgumentError, match="out_dtype"):
+        kernels.linear(x, packed, out_dtype=torch.float16, threads=1)
+    with pytest.raises(KernelArgumentError, match="out_dtype"):
+        kernels.linear(x.float(), kernels.pack(weight.float()), out_dtype=torch.bfloat16, threads=1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=8)

@@ -47,6 +47,21 @@ def test_steps_of_any_size_follow_each_other() -> None:
         assert torch.equal(out, expected)
 
 
+def test_only_products_write_float32_rows() -> None:
+    program, packed = Program(torch.bfloat16, 2), kernels.pack(_randn(96, WIDTH))
+    x, out = program.argument(WIDTH), program.argument(96, dtype=torch.float32)
+    program.linear(x, packed, None, into=out)
+    rows, got = _randn(3, WIDTH), torch.empty(3, 96)
+    program.run([rows, got], _layout(3), torch.tensor([2]))
+    assert torch.equal(got, kernels.linear(rows, packed, out_dtype=torch.float32, threads=1))
+    with pytest.raises(KernelArgumentError, match=r"arguments: .* must be \(3, 96\) torch.float32"):
+        program.run([rows, got.bfloat16()], _layout(3), torch.tensor([2]))
+    with pytest.raises(KernelArgumentError, match="only products"):
+        program.linear(out, kernels.pack(_randn(8, 96)), None, into="out")
+    with pytest.raises(KernelArgumentError, match="only products"):
+        program.rms_norm(x, _randn(WIDTH), 1e-6, plus_one=False, into=program.argument(WIDTH, dtype=torch.float32))
+
+
 def test_times_are_kept_when_asked_for() -> None:
     program, _, _ = _normed_product()
     arguments = [_randn(5, WIDTH), torch.empty(1, 80, dtype=torch.bfloat16)]

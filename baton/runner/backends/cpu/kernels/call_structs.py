@@ -29,7 +29,7 @@ class LinearCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x packed bias out format"),
         *_fields(_SIZE, "m n k x_stride out_stride rows_per_task groups_per_task"),
-        ("activation", _INT),
+        *_fields(_INT, "activation out_dtype"),
     ]
 
 

@@ -52,13 +52,15 @@ def _numerics() -> str:
             digest.update(_bytes(probe(dtype)))
         for cache_dtype in (dtype, *CACHE_FORMATS):
             digest.update(_bytes(_attention_probe(dtype, cache_dtype)))
+    digest.update(_bytes(_rounding_noise(torch.bfloat16, out_dtype=torch.float32)))
     return digest.hexdigest()[:12]
 
 
-def _rounding_noise(dtype: torch.dtype) -> torch.Tensor:
+def _rounding_noise(dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Products whose second half cancels the first: the rounding errors that remain show the order of summation."""
     x, weight = _noise(5, 320).to(dtype), _noise(70, 320).to(dtype)
-    return linear(torch.cat([x, x], dim=1), pack(torch.cat([weight, -weight], dim=1)), threads=1)
+    packed = pack(torch.cat([weight, -weight], dim=1))
+    return linear(torch.cat([x, x], dim=1), packed, out_dtype=out_dtype, threads=1)
 
 
 def _attention_probe(dtype: torch.dtype, cache_dtype: torch.dtype) -> torch.Tensor:

@@ -87,10 +87,12 @@ def linear(
     threads: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
+    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
 
-    Sums are float32. Each output is summed over k in one fixed order, which does not depend on m, on the row's index or
-    on the number of threads. The bias is added before rounding. There may be gaps between the rows of x. Raises
+
+    The result is in x's dtype, or in that of `out`, which may be float32 to keep the sums unrounded. Sums are float32.
+    Each output is summed over k in one fixed order, which does not depend on m, on the row's index or on the number of
+    threads. The bias is added before rounding. There may be gaps between the rows of x. Raises
     KernelArgumentError for tensors that don't fit.
     """
     if w.gated:
@@ -159,6 +161,7 @@ def _multiply(
         x.stride(0),
         out.stride(0),
         activation,
+        DTYPES[out.dtype],
         threads,
     )
     if status:

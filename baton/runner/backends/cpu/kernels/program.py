@@ -72,6 +72,7 @@ class Rows:
     """Number of elements from row to row."""
     sampled: bool
     """Whether the buffer has only the rows that sample."""
+    dtype: torch.dtype
 
     def columns(self, first: int, end: int) -> Rows:
         """The columns `first` to `end` of these."""
@@ -107,14 +108,19 @@ class Program:
         self._num_groups = 0
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
 
-    def argument(self, width: int, *, sampled: bool = False) -> Rows:
-        """Declare a matrix that callers of `run` pass: [T, width], or [S, width] with `sampled`, contiguous."""
-        rows = Rows(self._new_buffer(), 0, width, width, sampled)
+    def argument(self, width: int, *, sampled: bool = False, dtype: torch.dtype | None = None) -> Rows:
+        """Declare a matrix that callers of `run` pass: [T, width], or [S, width] with `sampled`, contiguous.
+
+        `dtype`: the program's (None), or float32 for the result of `linear`.
+        """
+        if dtype not in (None, self._dtype, torch.float32):
+            raise KernelArgumentError("dtype", f"must be {self._dtype} or float32, is {dtype}")
+        rows = Rows(self._new_buffer(), 0, width, width, sampled, self._dtype if dtype is None else dtype)
         self._arguments.append(rows)
         return rows
 
     def linear(self, x: Rows, w: Packed, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
-        """Record the product of x and the weight transposed, plus bias."""
+        """Record the product of x and the weight transposed, plus bias; float32 rows `into` keep the sums unrounded."""
         if w.gated:
             raise KernelArgumentError("w", "is gated: use gated_linear")
         if bias is not None and (bias.shape != (w.n,) or bias.dtype != self._dtype or not bias.is_contiguous()):
@@ -281,6 +287,7 @@ class Program:
             x_stride=x.stride,
             out_stride=out.stride,
             activation=activation,
+            out_dtype=DTYPES[out.dtype],
         )
         if isinstance(w, PackedQuantizedWeight):
             x = self._quantize(x, w)
@@ -331,12 +338,15 @@ class Program:
         group: int = 0,
     ) -> None:
         of = x if out is None else out
+        others = (x, second, third) if kind is OperationKind.LINEAR else (x, out, second, third)
+        if any(rows is not None and rows.dtype != self._dtype for rows in others):
+            raise KernelArgumentError("into", f"and all operands must be {self._dtype}; only products can be float32")
         places = [self._place(rows) for rows in (x, out, second, third)]
         self._recorded.append(Operation(kind, of.sampled, group, *places, call))
         self._num_groups = max(self._num_groups, group + 1)
 
     def _place(self, rows: Rows | None) -> Place:
-        return Place(-1, 0) if rows is None else Place(rows.buffer, rows.first * self._dtype.itemsize)
+        return Place(-1, 0) if rows is None else Place(rows.buffer, rows.first * rows.dtype.itemsize)
 
     def _new_buffer(self) -> int:
         return len(self._arguments) + len(self._scratch)
@@ -354,7 +364,7 @@ class Program:
             self._scratch[name] = self._new_buffer()
         buffer = self._scratch[name]
         self._scratch_widths[buffer] = max(width, self._scratch_widths.get(buffer, 0))
-        return Rows(buffer, 0, width, width, sampled)
+        return Rows(buffer, 0, width, width, sampled, self._dtype)
 
     def _buffers(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
         """The address of each buffer, for a step of at most `rows` rows."""
@@ -389,5 +399,6 @@ class Program:
                 raise KernelArgumentError(name, f"must be [{size}], is {tuple(tensor.shape)}")
         for argument, tensor in zip(self._arguments, arguments, strict=True):
             shape = (sampled.shape[0] if argument.sampled else num_rows, argument.width)
-            if tensor.shape != shape or tensor.dtype != self._dtype or not tensor.is_contiguous() or not tensor.is_cpu:
-                raise KernelArgumentError("arguments", f"{tuple(tensor.shape)} must be {shape} {self._dtype}")
+            fits = tensor.shape == shape and tensor.dtype == argument.dtype
+            if not fits or not tensor.is_contiguous() or not tensor.is_cpu:
+                raise KernelArgumentError("arguments", f"{tuple(tensor.shape)} must be {shape} {argument.dtype}")

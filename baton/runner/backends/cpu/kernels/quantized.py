@@ -157,6 +157,7 @@ def multiply_quantized(
         x.stride(0),
         out.stride(0),
         activation,
+        DTYPES[out.dtype],
         threads,
     )
     if status:

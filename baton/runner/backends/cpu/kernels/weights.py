@@ -93,21 +93,31 @@ def take_rows(w: Packed, index: torch.Tensor, dtype: torch.dtype | None = None, 
     return out
 
 
-def linear(x: torch.Tensor, w: Packed, bias: torch.Tensor | None = None, *, threads: int) -> torch.Tensor:
-    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
+def linear(
+    x: torch.Tensor,
+    w: Packed,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    threads: int,
+) -> torch.Tensor:
+    """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
 
-    Sums are float32, each in one fixed order of k, whatever m, the row's index and the number of threads are. x is
-    quantised for a quantised weight. Raises KernelArgumentError for tensors that don't fit.
+    The result is in `out_dtype`: x's dtype (None), or float32, which keeps the sums unrounded. Sums are float32, each
+    in one fixed order of k, whatever m, the row's index and the number of threads are. x is quantised for a quantised
+    weight. Raises KernelArgumentError for tensors that don't fit.
     """
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise KernelArgumentError("out_dtype", f"must be {x.dtype} or float32, is {out_dtype}")
+    out = x.new_empty((x.shape[0], w.n), dtype=out_dtype)
     if isinstance(w, PackedWeight):
-        return product.linear(x, w, bias, threads=threads)
+        return product.linear(x, w, bias, threads=threads, out=out)
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
     if isinstance(w, PackedQuantizedWeight):
-        return multiply_quantized(x, w, bias, NOT_GATED, threads)
+        return multiply_quantized(x, w, bias, NOT_GATED, threads, out)
     if bias is not None:
         product.require_bias(bias, w.n, x.dtype)
-    out = x.new_empty((x.shape[0], w.n))
     for first, part in columns_of(w.parts):
         columns, own_bias = out[:, first : first + part.n], None if bias is None else bias[first : first + part.n]
         if isinstance(part, PackedWeight):

@@ -245,7 +245,7 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
     for (size_t group = part.group; group < part.group_end; group++, sums += rows * GROUP_COLUMNS) {
         struct epilogue epilogue;
         open_epilogue(&epilogue, call, DTYPE_BFLOAT16, group);
-        store_rows(DTYPE_BFLOAT16, &epilogue, call->out, part.row, rows, sums);
+        store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }
 

@@ -116,11 +116,13 @@ static int worthwhile_threads(size_t m, size_t n, size_t k, int n_threads) {
     return (double)m * (double)n * (double)k < 1 << 18 ? 1 : n_threads;
 }
 
-/* activation: an enum activation; n: columns of out; k: padded columns of x; strides: elements from row to row */
+/* activation: an enum activation; out_dtype: float32, or dtype; n: columns of out; k: padded columns of x; strides: elements from
+ * row to row */
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
-                 size_t k, size_t x_stride, size_t out_stride, int activation, int n_threads) {
+                 size_t k, size_t x_stride, size_t out_stride, int activation, int out_dtype, int n_threads) {
     struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
-                               .x_stride = x_stride, .out_stride = out_stride, .activation = (enum activation)activation};
+                               .x_stride = x_stride, .out_stride = out_stride, .activation = (enum activation)activation,
+                               .out_dtype = (enum dtype)out_dtype};
     n_threads = worthwhile_threads(m, n, k, n_threads);
     struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);
     return run_works(&work, 1, n_threads, NULL);
@@ -129,12 +131,12 @@ int baton_linear(int isa_index, int dtype, const void *x, const void *packed, co
 /* The product with a quantized weight. room: m rows of quantized x (baton_quantized_row_bytes) */
 int baton_quantized_linear(int isa_index, int dtype, const struct quantized_format *format, const void *x, const void *packed,
                            const void *bias, void *out, void *room, size_t m, size_t n, size_t k, size_t x_stride,
-                           size_t out_stride, int activation, int n_threads) {
+                           size_t out_stride, int activation, int out_dtype, int n_threads) {
     const struct isa *isa = isas[isa_index];
     struct quantize_call quantize = {.x = x, .out = room, .format = format, .rows = m, .k = k, .x_stride = x_stride};
     struct linear_call call = {.x = room, .packed = packed, .bias = bias, .out = out, .format = format, .m = m, .n = n, .k = k,
                                .x_stride = quantized_row_bytes(format, k), .out_stride = out_stride,
-                               .activation = (enum activation)activation};
+                               .activation = (enum activation)activation, .out_dtype = (enum dtype)out_dtype};
     n_threads = worthwhile_threads(m, n, k, n_threads);
     struct work works[] = {quantize_work(&quantize, isa, (enum dtype)dtype), linear_work(&call, isa, (enum dtype)dtype, n_threads)};
     return run_works(works, 2, n_threads, NULL);

@@ -49,6 +49,7 @@ struct linear_call {
     size_t x_stride, out_stride; /* in elements, from row to row; of rows of quantized x, which format says, in bytes */
     size_t rows_per_task, groups_per_task;
     enum activation activation;
+    enum dtype out_dtype; /* of out: x's dtype, or float32, which keeps the sums as they are */
 };
 
 static inline size_t group_outputs(const struct linear_call *call) {

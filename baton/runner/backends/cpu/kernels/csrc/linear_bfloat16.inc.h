@@ -24,6 +24,6 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
             }
             from += depth;
         } while (from < all);
-        store_rows(DTYPE_BFLOAT16, &epilogue, call->out, part.row, rows, sums);
+        store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }

@@ -1,9 +1,10 @@
 /* Linear layers in float32, and the epilogue that both dtypes share: the bias is added to the float32 sums, or the gate is applied
- * to them, and then they are rounded to the output's dtype. */
+ * to them, and then they are rounded to the output's dtype, which is float32 or x's. */
 struct epilogue {
     float bias[GROUP_COLUMNS];
     size_t column, columns, stride; /* the group's first output, its number of outputs, the length of out's rows */
     enum activation activation;
+    enum dtype out_dtype;
     int has_bias;
 };
 
@@ -12,12 +13,13 @@ INLINE void open_epilogue(struct epilogue *e, const struct linear_call *call, co
     e->columns = call->n - e->column < group_outputs(call) ? call->n - e->column : group_outputs(call);
     e->stride = call->out_stride;
     e->activation = call->activation;
+    e->out_dtype = call->out_dtype;
     e->has_bias = call->bias != NULL;
     for (size_t i = 0; e->has_bias && i < e->columns; i += LANES)
         v_store(e->bias + i, load_lanes(dtype, call->bias, e->column + i, lanes_left(i, e->columns)));
 }
 
-/* Stores rows of out, from a row on, from the sums c[rows][GROUP_COLUMNS]. */
+/* Stores rows of out, from a row on, from the sums c[rows][GROUP_COLUMNS]; dtype: of out. */
 INLINE void store_rows(const enum dtype dtype, const struct epilogue *e, void *out, size_t row, size_t rows, const float *c) {
     for (size_t m = 0; m < rows; m++, c += GROUP_COLUMNS) {
         size_t to = (row + m) * e->stride + e->column;
@@ -32,6 +34,14 @@ INLINE void store_rows(const enum dtype dtype, const struct epilogue *e, void *o
             store_lanes(dtype, out, to + i, lanes_left(i, e->columns), result);
         }
     }
+}
+
+/* Stores rows of out in its own dtype, which bfloat16 products may leave float32. */
+INLINE void store_sums(const struct epilogue *e, void *out, size_t row, size_t rows, const float *c) {
+    if (e->out_dtype == DTYPE_FLOAT32)
+        store_rows(DTYPE_FLOAT32, e, out, row, rows, c);
+    else
+        store_rows(DTYPE_BFLOAT16, e, out, row, rows, c);
 }
 
 TARGET static void linear_float32(const void *job, size_t task, void *scratch) {

@@ -211,7 +211,7 @@ INLINE void multiply_quantized(const enum dtype dtype, const struct linear_call 
             else
                 product_8_bits(rows, f, piece, call->x_stride, columns, from, to, sums);
         }
-        store_rows(dtype, &epilogue, call->out, part.row, rows, sums);
+        store_sums(&epilogue, call->out, part.row, rows, sums);
     }
 }
 

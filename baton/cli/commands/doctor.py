@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,9 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def doctor(
-    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="What `baton up --model` takes. Default: the bundled model.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: auto, float32 or bfloat16.")] = "auto",
     registry: Annotated[
         str,
@@ -31,9 +34,12 @@ def doctor(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Check this machine and this installation."""
+    from baton.cli.models.resolve import find_model
     from baton.cli.views.doctor_facts import gather_facts
 
-    findings = run_checks(gather_facts(model or bundled_model_dir(), dtype, registry, run_dir))
+    directory = model or bundled_model_dir()
+    found = find_model(directory, os.environ)
+    findings = run_checks(gather_facts(found.directory if found is not None else directory, dtype, registry, run_dir))
     level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)

@@ -348,6 +348,7 @@ def test_other_operations_compute_the_same(operations: TorchOperations | ModuleT
         operations.take_rows(packed, index, dtype), kernels.take_rows(kernels.pack(*mixed), index, dtype)
     )
     gate, up = with_offsets(33, 96, 4, 32), with_offsets(33, 96, 4, 32, 9)
+    x = x / 4  # so that the reference's exponential does not overflow
     out = operations.gated_linear(x, operations.pack_gated(gate, up), activation="silu")
     expected = kernels.gated_linear(x, kernels.pack_gated(gate, up), activation="silu", threads=1)
     torch.testing.assert_close(out, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -116,8 +117,14 @@ class _Cards:
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
             vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
             width = max(node.embedding_size for node in nodes)
-            self._known = ModelCard(self._known.name, longest, vocab_size, has_end, width)
+            self._known = ModelCard(self._known.name, longest, vocab_size, has_end, width, _fingerprint(nodes))
         return self._known
+
+
+def _fingerprint(nodes: Sequence[NodeDescription]) -> str:
+    """A name for all that decides on the bits that these nodes compute, whatever their number and their order."""
+    told = sorted({f"{node.model_fingerprint} {node.dtype} {node.numerics}" for node in nodes})
+    return "fp_" + hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
 
 
 class _Router:

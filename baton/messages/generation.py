@@ -151,3 +151,6 @@ class ModelCard:
     """Whether the model has an end-of-sequence token. Not sent to clients."""
     embedding_size: int = 0
     """Numbers in an embedding; 0: the router has seen no node that computes embeddings. Not sent to clients."""
+    fingerprint: str = ""
+    """A name for the weights and the numerics of the nodes, OpenAI's `system_fingerprint`: equal names, equal tokens;
+    empty: the router has seen no node."""

@@ -140,15 +140,27 @@ class Collected:
         return choice
 
 
-def whole_answer(shape: Shape, label: Label, choices: Sequence[dict[str, Any]], ends: Sequence[Finished]) -> bytes:
-    """The answer as one JSON object."""
+def whole_answer(
+    shape: Shape,
+    label: Label,
+    choices: Sequence[dict[str, Any]],
+    ends: Sequence[Finished],
+    prompts: Sequence[Sequence[int]] = (),
+) -> bytes:
+    """The answer as one JSON object. `prompts`: the token ids of the prompts, if they are wanted."""
     usage = usage_of(
         sum(end.prompt_tokens for end in ends),
         sum(end.completion_tokens for end in ends),
         sum(end.cached_tokens for end in ends),
     )
     head = {"id": label.id, "object": shape.whole, "created": label.created, "model": label.model}
-    return json.dumps({**head, "choices": choices, "usage": usage}, ensure_ascii=False).encode()
+    answer = {**head, "system_fingerprint": label.fingerprint, "choices": choices, "usage": usage}
+    if prompts and shape.has_one_prompt:
+        answer["prompt_token_ids"] = prompts[0]
+    # In the first choice of each prompt alone, since a prompt may be long and its choices many.
+    for place, prompt in enumerate(() if shape.has_one_prompt else prompts):
+        choices[place * len(choices) // len(prompts)]["prompt_token_ids"] = prompt
+    return json.dumps(answer, ensure_ascii=False).encode()
 
 
 def path_headers(finished: Finished) -> Headers:

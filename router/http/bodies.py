@@ -139,6 +139,21 @@ def _template_variables(value: Any) -> Any:
     return value
 
 
+def _schema(value: Any) -> str | None:
+    """A JSON schema as text, which is checked later."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON schema: an object, or its text")
+    return json.dumps(value)
+
+
+def _truncation(value: Any) -> int | None:
+    if value is None or (type(value) is int and (value == -1 or 1 <= value <= MAX_TOKEN_IDS)):
+        return value
+    raise ValueError(f"must be 1 to {MAX_TOKEN_IDS}, or -1 for as many tokens as the model takes")
+
+
 def _not_served(value: Any) -> None:
     if value not in (None, "", [], {}):
         raise ValueError("is not served here")
@@ -152,6 +167,8 @@ StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids)]
 LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias)]
 Content = Annotated[str, PlainValidator(_content)]
 NotServed = Annotated[None, PlainValidator(_not_served)]
+Truncation = Annotated[int | None, PlainValidator(_truncation)]
+Schema = Annotated[str | None, PlainValidator(_schema)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -191,6 +208,27 @@ class ResponseFormat(Strict):
         if self.json_schema is None:
             return ANY_OBJECT if self.type == "json_object" else None
         return json.dumps(self.json_schema.schema_)
+
+
+class StructuredOutputs(Strict):
+    """What the text of an answer must be, in vLLM's words."""
+
+    json_: Schema = Field(None, alias="json")
+    json_object: bool | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: bool | None = None
+    regex: NotServed = None
+    choice: NotServed = None
+    grammar: NotServed = None
+    structural_tag: NotServed = None
+    whitespace_pattern: NotServed = None
+
+    def as_schema(self) -> str:
+        """The schema as JSON; raises InvalidRequest unless there is exactly one."""
+        if (self.json_ is None) == (not self.json_object):
+            raise InvalidRequest("structured_outputs", "must have either json or json_object: true")
+        return _ANY_OBJECT if self.json_ is None else self.json_
 
 
 class RepetitionBody(Strict):
@@ -240,12 +278,15 @@ class Body(Strict):
     ttft_slo_ms: Positive | None = None
     tpot_slo_ms: Positive | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    truncate_prompt_tokens: Truncation = None
+    return_tokens_as_token_ids: bool | None = None
 
     # Only these values are served.
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -260,13 +301,10 @@ class Body(Strict):
     bad_words: NotServed = None
     guided_choice: NotServed = None
     guided_grammar: NotServed = None
-    guided_json: NotServed = None
     guided_regex: NotServed = None
     kv_transfer_params: NotServed = None
     logits_processors: NotServed = None
     prompt_logprobs: NotServed = None
-    structured_outputs: NotServed = None
-    truncate_prompt_tokens: NotServed = None
     vllm_xargs: NotServed = None
 
     @property
@@ -278,6 +316,20 @@ class Body(Strict):
     def usage_in_all(self) -> bool:
         """Whether each event has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def _json_schema(self) -> str | None:
+        """The schema of the answer, None for any text; raises InvalidRequest for several."""
+        found = {
+            "response_format": self.response_format.as_schema() if self.response_format is not None else None,
+            "structured_outputs": self.structured_outputs.as_schema() if self.structured_outputs is not None else None,
+            "guided_json": self.guided_json,
+        }
+        given = {name: schema for name, schema in found.items() if schema is not None}
+        if len(given) > 1:
+            raise InvalidRequest(
+                list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"
+            )
+        return next(iter(given.values()), None)
 
     def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
         """The request to the core, for one prompt; raises InvalidRequest for an invalid response format."""
@@ -294,7 +346,7 @@ class Body(Strict):
             best_of=best_of,
             beam_width=beam_width,
             repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
-            json_schema=self.response_format.as_schema() if self.response_format is not None else None,
+            json_schema=self._json_schema(),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             **{name: getattr(self, name) for name in _AS_THEY_CAME},
@@ -383,6 +435,7 @@ class EmbeddingBody(Strict):
     inputs: Inputs = Field(alias="input")
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    truncate_prompt_tokens: Truncation = None
     dimensions: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -394,9 +447,6 @@ class EmbeddingBody(Strict):
 
     # Ignored: they change no answer.
     user: str | None = None
-
-    # Known, but not served.
-    truncate_prompt_tokens: NotServed = None
 
     def request(self, prompt: str | Sequence[int], request_id: str, traceparent: str = "") -> GenerateRequest:
         """The request to the core, for one input."""

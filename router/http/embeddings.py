@@ -26,6 +26,7 @@ from router.http.endpoints import (
     in_thread_if_large,
     part_ids,
     timeout_of,
+    truncated,
     with_client_names,
 )
 from router.http.model import ServedModel
@@ -62,13 +63,23 @@ class Embeddings:
             check_request_id(body.request_id, request_id)
             self._check_dimensions(body)
             async with Client(receive, send, _NO_COMMENTS_S) as client:
-                parts = await self._embed_all(body, request_id, traceparent, timeout_s)
+                inputs = await in_thread_if_large(self._handler, content, self._inputs, body)
+                parts = await self._embed_all(body, inputs, request_id, traceparent, timeout_s)
                 answer_headers = [
                     (b"content-type", b"application/json"),
                     (b"x-request-id", request_id.encode()),
                     *path_headers(parts[0].finished),
                 ]
                 await client.answer(200, answer_headers, _whole(self._model.card.name, parts))
+
+    def _inputs(self, body: EmbeddingBody) -> Sequence[str | Sequence[int]]:
+        """The inputs as the core gets them: of each the last tokens, if that is wanted. May be called in a thread."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return body.inputs
+        longest, encode = self._model.card.max_model_len, self._model.encode
+        ids = [encode(one, special=True, field="input") if isinstance(one, str) else one for one in body.inputs]
+        return [truncated(one, most, longest) for one in ids]
 
     def _check_dimensions(self, body: EmbeddingBody) -> None:
         """Check the wanted number of dimensions; if no node has reported its own yet, the vector is checked later."""
@@ -82,7 +93,12 @@ class Embeddings:
             raise InvalidRequest("dimensions", message)
 
     async def _embed_all(
-        self, body: EmbeddingBody, request_id: str, traceparent: str, timeout_s: float | None
+        self,
+        body: EmbeddingBody,
+        inputs: Sequence[str | Sequence[int]],
+        request_id: str,
+        traceparent: str,
+        timeout_s: float | None,
     ) -> Sequence[_Part]:
         """Embed all inputs; the first error ends the others."""
         room = asyncio.Semaphore(min(_MOST_AT_ONCE, self._handler.most_at_once() or _MOST_AT_ONCE))
@@ -91,16 +107,16 @@ class Embeddings:
         write = _as_base64 if body.encoding_format == "base64" else _as_numbers
 
         async def embed(place: int, name: str) -> _Part:
-            field = "input" if len(body.inputs) == 1 else f"input[{place}]"
+            field = "input" if len(inputs) == 1 else f"input[{place}]"
             async with room:
                 left_s = None if due is None else max(0.0, due - loop.time())
                 with with_client_names({"prompt": (field,)}, {}):
-                    finished = await self._embed(body.request(body.inputs[place], name, traceparent), left_s)
+                    finished = await self._embed(body.request(inputs[place], name, traceparent), left_s)
                 self._check_size(body, len(finished.embedding) // 4)
                 item = {"object": "embedding", "index": place, "embedding": write(finished.embedding)}
                 return _Part(json.dumps(item), finished)
 
-        return await gather_all([embed(*part) for part in enumerate(part_ids(request_id, len(body.inputs)))])
+        return await gather_all([embed(*part) for part in enumerate(part_ids(request_id, len(inputs)))])
 
     async def _embed(self, request: GenerateRequest, timeout_s: float | None) -> Finished:
         async with aclosing(self._handler.generate(request, timeout_s)) as events:

@@ -32,6 +32,7 @@ from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
+from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
 from router.http.position import parse_event_id
 from router.http.shapes import CHAT, COMPLETION, Shape
@@ -186,6 +187,11 @@ class OptionsRequest(EndpointRequest):
 
     options: AnswerOptions
 
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """The token ids of all prompts, of a request whose prompts were tokenized here."""
+        return [request.prompt for request in self.requests if request.prompt and not isinstance(request.prompt, str)]
+
 
 class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     """The common part of completions and chats."""
@@ -194,20 +200,37 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     can_resume = True
 
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
-        label = self._label(accepted.request_id)
-        return EventWriter(self.shape, label, parsed.options, positions, accepted.prompt_tokens, self._model.spelling)
+        label, spelling = self._label(accepted.request_id), self._spelling(parsed)
+        is_new = not any(positions)
+        prompt = parsed.prompts[0] if parsed.options.token_ids and is_new else ()
+        return EventWriter(self.shape, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt)
 
     def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         choices = [
             choice
             for place, answer in enumerate(answers)
-            for choice in answer.choices(self.shape, parsed.options, self._model.spelling, place * parsed.num_sequences)
+            for choice in answer.choices(
+                self.shape, parsed.options, self._spelling(parsed), place * parsed.num_sequences
+            )
         ]
         ends = [answer.finished for answer in answers]
-        return whole_answer(self.shape, self._label(parsed.request_id), choices, ends)
+        prompts = parsed.prompts if parsed.options.token_ids else ()
+        return whole_answer(self.shape, self._label(parsed.request_id), choices, ends, prompts)
+
+    def _spelling(self, parsed: OptionsRequest) -> Spelling:
+        return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
 
     def _label(self, request_id: str) -> Label:
-        return Label(self.shape.id_prefix + request_id, self._model.card.name, int(self._clock.wall()))
+        card = self._model.card
+        return Label(self.shape.id_prefix + request_id, card.name, int(self._clock.wall()), card.fingerprint or None)
+
+    def _prompt_of(self, prompt: str | Sequence[int], body: Body, card: ModelCard) -> str | Sequence[int]:
+        """The prompt as the core gets it: token ids where its ids are returned or only its end is used."""
+        if isinstance(prompt, str):
+            if not (prompt and (body.return_token_ids or body.truncate_prompt_tokens is not None)):
+                return prompt
+            prompt = self._model.encode(prompt, special=True)
+        return truncated(prompt, body.truncate_prompt_tokens, card.max_model_len - (body.max_tokens or 1))
 
 
 class Completions(_OpenAiEndpoint):
@@ -217,7 +240,7 @@ class Completions(_OpenAiEndpoint):
     names = {  # noqa: RUF012
         "request_id": ("request_id", "x-request-id"),
         "next_token_index": ("last-event-id",),
-        "json_schema": ("response_format",),
+        "json_schema": ("structured_outputs", "guided_json", "response_format"),
         "beam_width": ("beam_width", "use_beam_search"),
     }
 
@@ -227,7 +250,8 @@ class Completions(_OpenAiEndpoint):
         body = read(CompletionBody, found)
         check_request_id(body.request_id, request_id)
         ids = part_ids(request_id, len(body.prompts))
-        requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(body.prompts, ids, strict=True)]
+        prompts = [self._prompt_of(prompt, body, card) for prompt in body.prompts]
+        requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(prompts, ids, strict=True)]
         return _with_options(body, request_id, requests, timeout_s, logprobs=body.logprobs is not None)
 
 
@@ -248,8 +272,9 @@ class ChatCompletions(_OpenAiEndpoint):
         body = read(ChatBody, found)
         check_request_id(body.request_id, request_id)
         check_model(body.model or "", card)
-        prompt = self._model.chat_prompt(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        longest = card.max_model_len - (max_tokens or 1)
+        prompt = truncated(self._model.chat_prompt(body), body.truncate_prompt_tokens, longest)
         if max_tokens is None:
             max_tokens = longest_answer(card, len(prompt))
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
@@ -277,6 +302,13 @@ def part_ids(request_id: str, count: int) -> Sequence[str]:
     return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
 
 
+def truncated(prompt: Sequence[int], most: int | None, longest: int) -> Sequence[int]:
+    """The last `most` tokens of a prompt. -1: as many as the model takes, `longest`; None: all."""
+    if most is None or not prompt:
+        return prompt
+    return prompt[-(max(1, longest) if most == -1 else most) :]
+
+
 def check_request_id(in_body: str | None, request_id: str) -> None:
     """Raises InvalidRequest if the body has another request id than the header."""
     if in_body not in (None, request_id):
@@ -286,7 +318,13 @@ def check_request_id(in_body: str | None, request_id: str) -> None:
 def _with_options(
     body: Body, request_id: str, requests: Sequence[GenerateRequest], timeout_s: float | None, *, logprobs: bool
 ) -> OptionsRequest:
-    options = AnswerOptions(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
+    options = AnswerOptions(
+        usage=body.includes_usage,
+        usage_in_all=body.usage_in_all,
+        logprobs=logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
     return OptionsRequest(request_id, requests, bool(body.stream), 1 if body.n is None else body.n, timeout_s, options)
 
 

@@ -26,6 +26,9 @@ class AnswerOptions:
     usage_in_all: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    """The ids of the output's tokens, and those of the prompt."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name a token by its id, not by its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,14 @@ class Label:
     model: str
     created: int
     """Seconds since the epoch."""
+    fingerprint: str | None = None
+    """See `ModelCard.fingerprint`."""
 
     def head(self, kind: str) -> str:
         """The beginning of an object, up to its choices."""
         name, model = quote(self.id), quote(self.model)
-        return f'{{"id":{name},"object":"{kind}","created":{self.created},"model":{model},"choices":['
+        made = f'"created":{self.created},"model":{model},"system_fingerprint":{json.dumps(self.fingerprint)}'
+        return f'{{"id":{name},"object":"{kind}",{made},"choices":['
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, object]:
@@ -64,7 +70,9 @@ class EventWriter:
         positions: Sequence[int],
         prompt_tokens: int,
         spelling: Spelling,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
+        """`prompt_token_ids`: those that the stream returns, once; empty for a stream that goes on."""
         self._shape = shape
         self._options = options
         self._positions = list(positions)
@@ -78,6 +86,7 @@ class EventWriter:
         self._is_plain = not (options.logprobs or options.token_ids or options.usage_in_all)
         self._logprobs = [shape.logprobs(spelling) for _ in positions]
         self._rests = [""] * len(positions)
+        self._prompt_ids = f',"prompt_token_ids":{json.dumps(list(prompt_token_ids))}' if prompt_token_ids else ""
 
     @property
     def num_sequences(self) -> int:
@@ -87,8 +96,11 @@ class EventWriter:
         """The events before all text: in chats they have the role."""
         if not self._shape.opening:
             return b""
-        behind = f'{self._shape.opening},"logprobs":null,"finish_reason":null}}{self._ending()}'
-        return b"".join(self._event(f"{head}{behind}") for head in self._heads)
+        behind = f'{self._shape.opening},"logprobs":null,"finish_reason":null}}]'
+        ids, self._prompt_ids = self._prompt_ids, ""
+        # The prompt's ids are in the first event alone, since a prompt may be long and the sequences many.
+        ends = [ids + self._ending()[1:], *[self._ending()[1:]] * (len(self._heads) - 1)]
+        return b"".join(self._event(f"{head}{behind}{end}") for head, end in zip(self._heads, ends, strict=True))
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The event for tokens and their text. Text without tokens is kept for the event that ends its sequence."""
@@ -131,6 +143,9 @@ class EventWriter:
         parts.append(f',"logprobs":{json.dumps(logprobs)},"finish_reason":null')
         if self._options.token_ids:
             parts.append(f',"token_ids":{json.dumps(list(chunk.token_ids))}')
+            if chunk.sequence_index == 0:
+                parts.append(self._prompt_ids)
+                self._prompt_ids = ""
         parts.append(f"}}{self._ending()}")
         return "".join(parts)
 

@@ -13,6 +13,11 @@ LEAST_LOGPROB = -9999.0
 Spelling = Callable[[int], bytes]
 
 
+def as_token_id(token_id: int) -> bytes:
+    """A token's spelling that tells tokens with the same text apart; as in vLLM."""
+    return b"token_id:%d" % token_id
+
+
 class CompletionLogprobs:
     """The log-probabilities of one sequence of /v1/completions, piece by piece, as parallel lists."""
 

@@ -12,6 +12,7 @@ from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.text.chat_template import ChatTemplate
 from router.admission.validation import check_text
 from router.http.bodies import ChatPrompt
+from router.http.logprobs import as_token_id
 
 _MAX_RENDERED_BYTES = 2 << 20
 
@@ -51,15 +52,16 @@ class ServedModel:
     def spelling(self, token_id: int) -> bytes:
         """The bytes that a token stands for; without a tokenizer `token_id:ID`."""
         if self._vocabulary is None:
-            return b"token_id:%d" % token_id
+            return as_token_id(token_id)
         return self._vocabulary.spelling(token_id)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, field: str = "prompt") -> list[int]:
         """The token ids of a text; raises InvalidRequest. May be called in a thread.
 
-        `special`: with the special tokens that the tokenizer puts around a text, as for /v1/completions.
+        `special`: with the special tokens that the tokenizer puts around a text, as for /v1/completions. `field`: what
+        a refusal names.
         """
-        check_text("prompt", text, MAX_PROMPT_BYTES)
+        check_text(field, text, MAX_PROMPT_BYTES)
         vocabulary = self._with_text()
         return vocabulary.encode(text) if special else vocabulary.encode_rendered(text)
 

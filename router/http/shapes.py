@@ -38,6 +38,11 @@ class Shape:
     in_choice: Callable[[str], dict[str, Any]]
     """The text in a choice of a whole answer."""
 
+    @property
+    def has_one_prompt(self) -> bool:
+        """Whether a call has one prompt, which therefore belongs to the whole answer and to no choice."""
+        return bool(self.opening)
+
 
 COMPLETION = Shape(
     id_prefix="cmpl-",

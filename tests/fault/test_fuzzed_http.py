@@ -35,6 +35,7 @@ def run() -> Iterator[Run]:
 
 NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
 NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
+TRUNCATIONS: list[Any] = [*NO_NUMBERS, 0, -2, 1.5, 2**18 + 1]
 FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, 0.5, 2, None], [*NO_NUMBERS, -0.1, 2.1, 1e308]),
     "top_p": ([1, 0.5, 1e-300], [*NO_NUMBERS, 0, -1, 1.1]),
@@ -63,6 +64,14 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "user": (["somebody"], NO_TEXTS),
     "model": (["", SPEC.name, None], [*NO_TEXTS, "another", "\0", "x" * 100_000]),
     "response_format": ([None, {"type": "text"}], [1, {}, {"type": "grammar"}, {"type": "text", "x": 1}, []]),
+    "structured_outputs": (
+        [None],
+        [1, {}, [], {"regex": "a"}, {"json": {}, "json_object": True}, {"json": 1}, {"x": 1}],
+    ),
+    "guided_json": ([None], [1, True, []]),
+    "truncate_prompt_tokens": ([None, 1, 7, -1, 2**18], TRUNCATIONS),
+    "return_token_ids": ([True, False], [1, "true"]),
+    "return_tokens_as_token_ids": ([True, False], [1, "true"]),
     "skip_special_tokens": ([True], [False, "x"]),
     "metadata": ([{}, {"a": {"b": 1}}], [1, "x"]),
     "no_such_field": ([], [None, 1, {"a": 1}]),
@@ -118,7 +127,7 @@ OF_EMBEDDINGS: dict[str, tuple[list[Any], list[Any]]] = {
     "encoding_format": ([None, "float"], ["", "hex", 1, []]),
     "dimensions": ([None], [*NO_NUMBERS[:-1], 0, -1, 7, 1.5, 2**64]),
     **{name: FIELDS[name] for name in ("priority", "cache_salt", "user", "model")},
-    "truncate_prompt_tokens": ([None], [1, -1]),
+    "truncate_prompt_tokens": ([None, 2, -1, 2**18], TRUNCATIONS),
     "no_such_field": FIELDS["no_such_field"],
 }
 HEADERS: dict[str, tuple[list[str], list[str]]] = {
@@ -166,6 +175,8 @@ def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.
         headers[spoilt] = data.draw(st.sampled_from(HEADERS[spoilt][1]))
     elif spoilt is not None:
         body[spoilt] = data.draw(st.sampled_from(fields_of(path)[spoilt][1]))
+    if spoilt in ("prompt", "messages"):
+        body.pop("truncate_prompt_tokens", None)  # it would make a prompt valid that is too long
     exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), headers))
     event(str(exchange.status))
     if spoilt is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +40,8 @@ def test_a_completion_equals_the_output_of_the_command(client: OpenAI, shell: Sh
     assert choice.text == printed["text"]
     assert choice.token_ids == printed["token_ids"]
     assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 8)
-    assert answer.usage.prompt_tokens == printed["usage"]["prompt_tokens"]
+    assert answer.usage.prompt_tokens == printed["usage"]["prompt_tokens"] == len(choice.prompt_token_ids)
+    assert re.fullmatch("fp_[0-9a-f]{12}", answer.system_fingerprint or "")
 
 
 def test_a_streamed_completion_equals_the_whole_one(client: OpenAI) -> None:

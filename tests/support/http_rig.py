@@ -19,7 +19,7 @@ from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
 
 NOW = datetime(2026, 1, 2)
-CARD = ModelCard(MODEL, 64, 300, embedding_size=2)
+CARD = ModelCard(MODEL, 64, 300, embedding_size=2, fingerprint="fp_0123456789ab")
 
 
 class HttpRig(AsgiClient):

@@ -127,7 +127,7 @@ async def test_dimensions_are_compared_with_the_vector_if_no_node_has_reported_t
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
         ({"input": "a", "dimensions": 1}, "dimensions", "must be 2"),
         ({"input": "a", "dimension": 2}, "dimension", "did you mean dimensions"),
-        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not served"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be 1 to"),
         ({"input": "a", "normalize": False}, "normalize", "True"),
         ({"input": "a", "priority": "x"}, "priority", "integer"),
         ({"input": "a", "request_id": "another"}, "request_id", "x-request-id"),

@@ -36,6 +36,7 @@ async def test_a_completion_is_returned_whole() -> None:
         "object": "text_completion",
         "created": 5,
         "model": MODEL,
+        "system_fingerprint": "fp_0123456789ab",
         "choices": [
             {"index": 0, "text": "cde", "logprobs": None, "finish_reason": "length", "stop_reason": None},
         ],

@@ -1,0 +1,157 @@
+"""Fields of a request that this front serves by itself: token ids, truncation, structured outputs, the fingerprint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.messages.generation import Chunk, GenerateRequest, SequenceFinished
+from baton.messages.sampling import TokenLogprobs
+from tests.support.http_client import Exchange
+from tests.support.http_rig import CARD, HttpRig, chunk, finished
+
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+HELLO: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
+RENDERED = "user: hi\nassistant:"
+SCHEMA: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+async def asked(path: str, body: dict[str, object]) -> GenerateRequest:
+    """The request that the core gets for a body."""
+    rig = HttpRig()
+    exchange = rig.post(path, body)
+    call = await rig.next_call()
+    exchange.disconnect()
+    await exchange.task
+    assert call.request is not None
+    return call.request
+
+
+async def answered(path: str, body: dict[str, object], *events: Chunk | SequenceFinished) -> Exchange:
+    rig = HttpRig()
+    exchange = rig.post(path, body)
+    (await rig.next_call()).tell(*events, finished())
+    return await exchange.end()
+
+
+async def test_the_ids_of_prompt_and_output_are_returned() -> None:
+    body: dict[str, object] = {"prompt": "ab", "return_token_ids": True}
+    answer = (await answered(COMPLETIONS, body, chunk(0, "cd"))).json
+    assert (answer["choices"][0]["prompt_token_ids"], answer["choices"][0]["token_ids"]) == ([97, 98], [99, 100])
+    chat = (await answered(CHATS, {**HELLO, "return_token_ids": True}, chunk(0, "cd"))).json
+    assert "".join(map(chr, chat["prompt_token_ids"])) == RENDERED
+    assert "prompt_token_ids" not in chat["choices"][0]
+
+
+async def test_a_stream_returns_the_prompts_ids_once() -> None:
+    pieces = (chunk(0, "c"), chunk(0, "x", 1), chunk(1, "d"), SequenceFinished(0, "stop", None, 2))
+    ends = SequenceFinished(1, "stop", None, 1)
+    body: dict[str, object] = {"stream": True, "n": 2, "return_token_ids": True}
+    *events, _ = (await answered(COMPLETIONS, {"prompt": "ab", **body}, *pieces, ends)).events
+    assert [event.choice.get("prompt_token_ids") for event in events] == [[97, 98], None, None, None, None]
+    for usage in (True, False):
+        options = {"stream_options": {"include_usage": usage}}
+        *events, _ = (await answered(CHATS, {**HELLO, **body, **options}, *pieces, ends)).events
+        told = [event.json["prompt_token_ids"] for event in events if "prompt_token_ids" in event.json]
+        assert ["".join(map(chr, ids)) for ids in told] == [RENDERED]
+        assert "prompt_token_ids" in events[0].json
+
+
+async def test_each_of_several_prompts_has_its_ids_in_its_first_choice() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": ["a", [98]], "n": 2, "return_token_ids": True})
+    for _ in range(2):
+        (await rig.next_call()).tell(
+            chunk(0, "c"), chunk(0, "d", 1), *(SequenceFinished(n, "stop", None, 1) for n in (0, 1)), finished()
+        )
+    choices = (await exchange.end()).json["choices"]
+    assert [choice.get("prompt_token_ids") for choice in choices] == [[97], None, [98], None]
+
+
+async def test_log_probabilities_may_name_tokens_by_their_ids() -> None:
+    positions = (TokenLogprobs(99, -0.5, 1, ((99, -0.5), (100, -1.5))),)
+    body: dict[str, object] = {"prompt": "ab", "logprobs": 2, "return_tokens_as_token_ids": True}
+    logprobs = (await answered(COMPLETIONS, body, Chunk(0, (99,), "c", positions))).json["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:99"]
+    assert logprobs["top_logprobs"] == [{"token_id:99": -0.5, "token_id:100": -1.5}]
+    chat = {**HELLO, "logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True, "stream": True}
+    events = (await answered(CHATS, chat, Chunk(0, (99,), "c", positions))).events
+    assert events[1].choice["logprobs"]["content"][0]["token"] == "token_id:99"
+    assert events[1].choice["delta"] == {"content": "c"}
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"prompt": "abc", "truncate_prompt_tokens": 2}, "bc"),
+        ({"prompt": [97, 98, 99], "truncate_prompt_tokens": 2}, "bc"),
+        ({"prompt": "abc", "truncate_prompt_tokens": 3}, "abc"),
+        ({"prompt": "abc", "truncate_prompt_tokens": 1000}, "abc"),
+        ({"prompt": "a" * 100 + "b", "truncate_prompt_tokens": -1, "max_tokens": 60}, "aaab"),
+        ({"prompt": "a" * 100 + "b", "truncate_prompt_tokens": -1}, "a" * 62 + "b"),
+        ({**HELLO, "truncate_prompt_tokens": 4}, "ant:"),
+        ({**HELLO, "truncate_prompt_tokens": -1, "max_completion_tokens": 60}, "ant:"),
+    ],
+)
+async def test_only_the_last_tokens_of_a_prompt_are_used(body: dict[str, object], prompt: str) -> None:
+    request = await asked(CHATS if "messages" in body else COMPLETIONS, body)
+    assert "".join(map(chr, request.prompt or ())) == prompt  # type: ignore[arg-type]
+
+
+async def test_only_the_last_tokens_of_an_input_are_embedded() -> None:
+    assert (await asked("/v1/embeddings", {"input": "abc", "truncate_prompt_tokens": 2})).prompt == [98, 99]
+    assert (await asked("/v1/embeddings", {"input": [1] * 70, "truncate_prompt_tokens": -1})).prompt == [1] * 64
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA), "response_format": {"type": "text"}},
+    ],
+)
+async def test_vllms_names_constrain_an_answer_to_a_schema(fields: dict[str, object]) -> None:
+    assert json.loads((await asked(COMPLETIONS, {"prompt": "a", **fields})).json_schema or "") == SCHEMA
+
+
+async def test_any_json_object_may_be_wanted_in_vllms_words() -> None:
+    request = await asked(CHATS, {**HELLO, "structured_outputs": {"json_object": True}})
+    assert json.loads(request.json_schema or "") == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "json_object": True}}, "structured_outputs"),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"guided_json": 1}, "guided_json"),
+        ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA}}, "guided_json"),
+        ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": True}, "truncate_prompt_tokens"),
+        ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
+    ],
+)
+async def test_a_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
+    exchange = await HttpRig().post(COMPLETIONS, {"prompt": "a", **fields}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, param)
+
+
+async def test_every_answer_and_event_has_the_fingerprint_of_the_nodes() -> None:
+    assert CARD.fingerprint
+    asked_of: list[tuple[str, dict[str, object]]] = [(COMPLETIONS, {"prompt": "a"}), (CHATS, HELLO)]
+    for path, body in asked_of:
+        assert (await answered(path, body, chunk(0, "b"))).json["system_fingerprint"] == CARD.fingerprint
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *events, _ = (await answered(path, {**body, **options}, chunk(0, "b"))).events
+        assert {event.json["system_fingerprint"] for event in events} == {CARD.fingerprint}

@@ -63,6 +63,7 @@ from router.flight.flight_journal import FlightJournal
 from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
+from router.http.cors import with_cors
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.responses.store import ResponseStore, StoreBounds
@@ -182,18 +183,20 @@ class _Router:
         history = LiveHistory(buckets_of(served.ttft, served.gaps))
         self._totals = LiveTotals(membership, self._timers, clock.wall, own_totals, history)
         self._live = LiveFeed(self._picture, every_s=SAMPLE_EVERY_S)
+        front = HttpFront(
+            handler,
+            ServedModel(cards, codec, template, datetime.now),
+            self._why_not_ready,
+            self._metrics,
+            clock,
+            rng,
+            authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
+            more=live_pages(self._live),
+            store=self._responses,
+        )
+        origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
         self._http = HttpServer(
-            HttpFront(
-                handler,
-                ServedModel(cards, codec, template, datetime.now),
-                self._why_not_ready,
-                self._metrics,
-                clock,
-                rng,
-                authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
-                more=live_pages(self._live),
-                store=self._responses,
-            ),
+            with_cors(front, origins),
             limits.stall_s,
             config.tls,
             limit=limit,

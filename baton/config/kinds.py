@@ -7,6 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?\Z|[a-z][a-z0-9+.-]*://\[[0-9a-f:]+\](:[0-9]{1,5})?\Z"
+)
+"""An origin as browsers write it in their header `origin`: in lower case, without a path or a slash at its end."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
@@ -23,7 +27,15 @@ def _host_port(value: str) -> str:
     return value
 
 
+def _origins(value: str) -> str:
+    for origin in filter(None, (part.strip() for part in value.split(","))):
+        if origin != "*" and not _ORIGIN.match(origin):
+            raise ValueError(f"{origin[:80]!r} must be * or an origin such as https://chat.example.org:8443")
+    return value
+
+
 Name = Annotated[str, AfterValidator(_name)]
+Origins = Annotated[str, AfterValidator(_origins)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1)]

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import ByteSize, Field
 
 from baton.config.cluster import ClusterSettings, ProcessSettings
-from baton.config.kinds import Count, CountOrZero, Name, OnOff, Port, Seconds
+from baton.config.kinds import Count, CountOrZero, Name, OnOff, Origins, Port, Seconds
 
 
 class RouterSettings(ClusterSettings):
@@ -42,6 +42,11 @@ class RouterSettings(ClusterSettings):
         512,
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "
         "hand-off; for placement by cost.",
+    )
+    cors_origins: Origins = Field(
+        "",
+        description="Origins, separated by commas, whose pages may call the HTTP service from a browser, such as "
+        "https://chat.example.org; * for any. Default: none but the router's own.",
     )
     require_disaggregation: OnOff = Field(
         "off",

@@ -33,7 +33,12 @@ REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "red
 TLS = ("tls_cert", "tls_key", "tls_ca")
 PER_PROCESS = {"threads", "metrics_port", "grpc_port", "http_port"}
 """Settings of which `baton up` gives each process a value of its own, derived from its own one."""
-SPECIAL: dict[str, Any] = {"advertise": "host:37", "watermark": 0.25, "preemption_mode": "auto"}
+SPECIAL: dict[str, Any] = {
+    "advertise": "host:37",
+    "cors_origins": "https://chat.example.org",
+    "preemption_mode": "auto",
+    "watermark": 0.25,
+}
 """Values for settings for which `another` finds no valid one."""
 EVERY = [
     pytest.param(command, setting, id=f"{command} {setting.key}")

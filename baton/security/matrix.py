@@ -54,6 +54,9 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
     "/health": frozenset({CallerRole.ANYONE}),
     "/metrics": frozenset({CallerRole.MONITOR, CallerRole.OPERATOR}),
     "/ui": frozenset({CallerRole.MONITOR, CallerRole.OPERATOR}),
+    "/": frozenset({CallerRole.ANYONE}),
+    "/docs": frozenset({CallerRole.ANYONE}),
+    "/openapi.json": frozenset({CallerRole.ANYONE}),
     "/version": _ALL_WITH_KEY,
     "/v1": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
     "/tokenize": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
@@ -83,7 +86,9 @@ def is_page(path: str) -> bool:
 
 
 def _first_part(path: str) -> str:
-    return "/" + path.removeprefix("/").partition("/")[0]
+    first = path.removeprefix("/").partition("/")[0]
+    # A path that begins with an empty segment is not the path "/".
+    return "/" + first if first or path == "/" else path
 
 
 def certificate_name(role: CallerRole, cluster: str) -> str:

@@ -51,6 +51,8 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
         self._special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
+        self.is_default = source == DEFAULT_TEMPLATE
+        """Whether the model has no template of its own."""
         self._knows_developer = "developer" in source
 
     @classmethod

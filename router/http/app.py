@@ -22,6 +22,7 @@ from router.http.elsewhere import use_instead
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, kind_of
+from router.http.html_pages import html_pages
 from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_headers
 from router.http.messages.errors import error_object, status_of
 from router.http.model import ServedModel
@@ -74,6 +75,7 @@ class HttpFront:
                 Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
                 Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
                 Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
+                *html_pages(),
                 *pages(model, clock.wall(), why_not_ready, figures),
                 *more,
             ],

@@ -159,16 +159,17 @@ def _not_served(value: Any) -> None:
         raise ValueError("is not served here")
 
 
-Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts)]
-Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs)]
-TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids)]
-Stop = Annotated[Sequence[str], PlainValidator(_stop)]
-StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids)]
-LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias)]
-Content = Annotated[str, PlainValidator(_content)]
-NotServed = Annotated[None, PlainValidator(_not_served)]
-Truncation = Annotated[int | None, PlainValidator(_truncation)]
-Schema = Annotated[str | None, PlainValidator(_schema)]
+_PROMPTS = str | list[int] | list[str] | list[list[int]]
+Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts, json_schema_input_type=_PROMPTS)]
+Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs, json_schema_input_type=_PROMPTS)]
+TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
+Stop = Annotated[Sequence[str], PlainValidator(_stop, json_schema_input_type=str | list[str])]
+StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids, json_schema_input_type=list[int])]
+LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float])]
+Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
+NotServed = Annotated[None, PlainValidator(_not_served, json_schema_input_type=None)]
+Truncation = Annotated[int | None, PlainValidator(_truncation, json_schema_input_type=int)]
+Schema = Annotated[str | None, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | str)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -228,7 +229,7 @@ class StructuredOutputs(Strict):
         """The schema as JSON; raises InvalidRequest unless there is exactly one."""
         if (self.json_ is None) == (not self.json_object):
             raise InvalidRequest("structured_outputs", "must have either json or json_object: true")
-        return _ANY_OBJECT if self.json_ is None else self.json_
+        return ANY_OBJECT if self.json_ is None else self.json_
 
 
 class RepetitionBody(Strict):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-METHODS = ("GET", "HEAD", "POST")
+METHODS = ("DELETE", "GET", "HEAD", "POST")
 EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry", "baton-seed"),
     *("baton-prefill-node", "baton-decode-node", "baton-attempts", "baton-path-reason", "baton-kv-bytes"),

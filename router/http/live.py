@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -13,16 +12,9 @@ from starlette.routing import Route
 
 from baton.background import OnFault, start_background
 from baton.errors import Overloaded
+from router.http.html_pages import page_headers, read_page
 
 MAX_VIEWERS = 64
-_PAGE = Path(__file__).with_name("live.html")
-_HEADERS = {
-    "cache-control": "no-store",
-    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
-    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
 
 
 class LiveFeed:
@@ -86,16 +78,17 @@ class LiveFeed:
 
 def live_pages(feed: LiveFeed) -> list[Route]:
     """The routes /ui and /ui/events."""
-    page = _PAGE.read_bytes()
+    page = read_page("live.html")
+    headers = page_headers(page)
 
     async def show(_request: Request) -> Response:
-        return Response(page, media_type="text/html", headers=_HEADERS)
+        return Response(page, media_type="text/html", headers=headers)
 
     async def follow(_request: Request) -> Response:
         datas = feed.follow()
         # Awaited here, so that too many viewers are refused before the answer begins.
         first = await anext(datas, b"")
-        return StreamingResponse(_events(first, datas), media_type="text/event-stream", headers=_HEADERS)
+        return StreamingResponse(_events(first, datas), media_type="text/event-stream", headers=headers)
 
     return [Route("/ui", show), Route("/ui/events", follow)]
 

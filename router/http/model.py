@@ -49,6 +49,11 @@ class ServedModel:
         """The model's card at present."""
         return self._card()
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template of its own, and so was probably trained on chats."""
+        return self._template is not None and not self._template.is_default
+
     def spelling(self, token_id: int) -> bytes:
         """The bytes that a token stands for; without a tokenizer `token_id:ID`."""
         if self._vocabulary is None:

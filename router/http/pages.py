@@ -29,6 +29,7 @@ def pages(
             "root": served.name,
             "parent": None,
             "max_model_len": served.max_model_len,
+            "has_chat_template": model.has_chat_template,
         }
 
     async def models(_request: Request) -> Response:

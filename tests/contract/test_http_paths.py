@@ -46,7 +46,7 @@ SPELLINGS = [
         b"/metrics%e2%80%a8",
         b"/metrics#x",
     ),
-    *(b"http://h/metrics", b"*", b"metrics", b"/", b"/%", b"/%zz", b"/\xff", b"/%ff", b"/v1%0a/models", b"/livez%0a"),
+    *(b"http://h/metrics", b"*", b"metrics", b"//", b"/%", b"/%zz", b"/\xff", b"/%ff", b"/v1%0a/models", b"/livez%0a"),
 ]
 SAME_PATH = {b"/%6detrics", b"/metrics?x=1", b"/metrics#x", b"http://h/metrics", b"%2fmetrics"}
 """Equivalent spellings of /metrics, by RFC 3986 or the server's parser: they serve the page to the right keys."""

@@ -87,6 +87,17 @@ class Browser:
         """Move the mouse to these coordinates (pixels)."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def type(self, text: str) -> None:
+        """Type a text into the element that has the focus."""
+        self._call("Input.insertText", text=text)
+
+    def press(self, key: str, shift: bool = False) -> None:
+        """Press and release a key of this name, such as Enter or Escape."""
+        code, text = {"Enter": (13, "\r"), "Escape": (27, "")}[key]
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self._call("Input.dispatchKeyEvent", type="keyDown", **about, **({"text": text} if text else {}))
+        self._call("Input.dispatchKeyEvent", type="keyUp", **about)
+
     def picture(self, path: Path, whole: bool = True) -> None:
         """Write a screenshot as a PNG file."""
         shot = self._call("Page.captureScreenshot", captureBeyondViewport=whole)

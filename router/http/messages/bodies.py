@@ -42,7 +42,7 @@ def _text_of(block: Any, place: int) -> str:
     return text
 
 
-Content = Annotated[str, PlainValidator(_content)]
+Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]])]
 
 
 class Turn(Strict):

@@ -62,7 +62,7 @@ async def test_a_preflight_needs_no_key_and_the_request_behind_it_does(tmp_path:
         {**ASKS, "origin": "https://chat.example.org.evil.org"},
         {**ASKS, "origin": "http://chat.example.org"},
         {**ASKS, "origin": "null"},
-        {**ASKS, "access-control-request-method": "DELETE"},
+        {**ASKS, "access-control-request-method": "PUT"},
     ],
 )
 async def test_other_pages_and_methods_are_refused(headers: dict[str, str]) -> None:

@@ -359,7 +359,7 @@ async def test_an_invalid_deadline_is_refused(said: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "//", 404, "unknown_url"),
         ("POST", "/v1/completions/", 404, "unknown_url"),
         ("GET", "/v1/\N{SNOWMAN}", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),

@@ -1,0 +1,113 @@
+"""What each field of a request's body means, in one sentence, for the reference of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton.engine.sequences.sequence_group import MAX_SEQUENCES
+from baton.messages.request_limits import MAX_LOGPROBS, MAX_STOP_BYTES, MAX_STOP_STRINGS
+
+_NO_EFFECT = "Accepted; changes no answer."
+_ONE_VALUE = "Only this value is served."
+
+FIELDS: Mapping[str, str] = {
+    # The prompt
+    "model": "Name of the model; left out, it is the one that is served.",
+    "messages": "The messages of the conversation, of which only text is served.",
+    "system": "The system prompt.",
+    "prompt": "The text to continue, or its token ids, or a list of either.",
+    "input": "The text to embed, or its token ids, or a list of either.",
+    "tokens": "The token ids to turn into text.",
+    "role": "Who says the message.",
+    "content": "The text of the message, or text parts, which are joined by newlines.",
+    "name": "A name, for the chat template, or of the schema.",
+    "add_generation_prompt": "Whether the prompt ends with the beginning of an assistant's message. Default: true.",
+    "continue_final_message": _ONE_VALUE,
+    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as a beginning of text.",
+    "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
+    "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
+    "echo": _ONE_VALUE,
+    # How tokens are drawn
+    "temperature": "How random tokens are; 0: always the most likely one. Default: 1.",
+    "top_p": "Only the most likely tokens with this probability together are drawn.",
+    "top_k": "Only so many of the most likely tokens are drawn; -1: all.",
+    "min_p": "Only tokens with at least this share of the most likely token's probability are drawn.",
+    "top_n_sigma": "Only tokens within so many standard deviations of the largest logit are drawn; 0: all.",
+    "seed": "With the same seed the same request gives the same tokens. Without one it is drawn: header baton-seed.",
+    "presence_penalty": "Lowers the logits of tokens that the output has.",
+    "frequency_penalty": "Lowers the logits of tokens by how often the output has them.",
+    "repetition_penalty": "Divides the logits of tokens that the prompt or the output has.",
+    "logit_bias": "Added to the logits of tokens, by token id.",
+    # Where the output ends
+    "max_tokens": "Most tokens of the output. Default: what the model takes; of completions 16.",
+    "max_completion_tokens": "The same as max_tokens, by its newer name.",
+    "min_tokens": "Least tokens of the output.",
+    "stop": f"Up to {MAX_STOP_STRINGS} texts of {MAX_STOP_BYTES} bytes at which the output ends, without them.",
+    "stop_sequences": "Texts at which the output ends, without them.",
+    "stop_token_ids": "Tokens with which the output ends.",
+    "ignore_eos": "Whether the output goes on behind the model's end token.",
+    "include_stop_str_in_output": _ONE_VALUE,
+    "repetition_detection": "When an output that repeats itself ends with an error.",
+    "max_pattern_size": "Length of the longest pattern that is looked for, in tokens.",
+    "min_pattern_size": "Length of the shortest pattern that is looked for, in tokens.",
+    "min_count": "How often in a row the pattern has to occur.",
+    # Several outputs
+    "n": f"Number of outputs, at most {MAX_SEQUENCES}.",
+    "best_of": "Number of outputs that are generated, of which the n most likely ones are returned.",
+    "use_beam_search": "Whether outputs are found by a beam search; n, or best_of, is its width then.",
+    "beam_width": "Width of the beam search.",
+    "length_penalty": "Exponent of the length by which a beam's score is divided.",
+    "early_stopping": "Whether the beam search ends as soon as it has enough outputs.",
+    # The format of the output
+    "response_format": "What the text of the output must be.",
+    "type": "Which of the kinds is meant.",
+    "json_schema": "The schema that the output fits, in OpenAI's wrapping.",
+    "schema": "The JSON schema.",
+    "description": _NO_EFFECT,
+    "strict": "Accepted; the output always fits the schema.",
+    "structured_outputs": "What the text of the output must be, in vLLM's words.",
+    "json": "The JSON schema that the output fits, or its text.",
+    "json_object": "Whether the output is any JSON object.",
+    "guided_json": "The JSON schema that the output fits, in the words of older clients of vLLM.",
+    "disable_any_whitespace": _ONE_VALUE,
+    "disable_additional_properties": _ONE_VALUE,
+    "disable_fallback": _NO_EFFECT,
+    "output_config": "What is wanted of the output.",
+    "format": "The schema that the output fits.",
+    "modalities": "Only text is served.",
+    "skip_special_tokens": _ONE_VALUE,
+    "spaces_between_special_tokens": _ONE_VALUE,
+    # The answer
+    "stream": "Whether the answer comes as server-sent events, token by token.",
+    "stream_options": "What a stream has beside the text.",
+    "include_usage": "Whether an event before the end has the usage.",
+    "continuous_usage_stats": "Whether each event has the usage so far.",
+    "include_obfuscation": _ONE_VALUE,
+    "logprobs": "Whether the answer has log-probabilities; of completions: of how many of the most likely tokens.",
+    "top_logprobs": f"Log-probabilities of so many of the most likely tokens, at most {MAX_LOGPROBS}.",
+    "return_token_ids": "Whether the answer has the token ids of prompt and output.",
+    "return_tokens_as_token_ids": "Whether log-probabilities name tokens token_id:123 instead of by their text.",
+    "return_token_strs": "Whether the answer has the text of each token.",
+    "encoding_format": "float: a list of numbers; base64: float32, little-endian.",
+    "dimensions": "Number of dimensions, which may only be the model's own.",
+    "normalize": _ONE_VALUE,
+    # The request itself
+    "request_id": "Name of the request; the header x-request-id has it, too.",
+    "priority": "Requests with a smaller number are served first. Default: 0.",
+    "cache_salt": "Only requests with the same salt share cached prefixes of prompts.",
+    "ttft_slo_ms": "The longest acceptable time to the first token; a request that is predicted to miss it is refused.",
+    "tpot_slo_ms": "The longest acceptable mean time per token after the first; the request is refused likewise.",
+    "service_tier": _NO_EFFECT,
+    "speed": _ONE_VALUE,
+    "store": _ONE_VALUE,
+    "user": _NO_EFFECT,
+    "user_id": _NO_EFFECT,
+    "metadata": _NO_EFFECT,
+    "safety_identifier": _NO_EFFECT,
+    "prompt_cache_key": _NO_EFFECT,
+    "cache_control": "Accepted; prefixes are cached where they can be.",
+    "thinking": "Only disabled is served.",
+    "tool_choice": "Accepted; no tools are served.",
+    "parallel_tool_calls": _NO_EFFECT,
+    "disable_parallel_tool_use": _NO_EFFECT,
+}

@@ -1,0 +1,79 @@
+"""Pages for browsers: each is one HTML file, whose script fetches what it shows from its own router.
+
+The pages themselves hold no secret and are open to everybody; their scripts send the key that a person types in, or the
+browser the one that it was asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.http.openapi import description
+
+_INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+def page_headers(page: bytes) -> Mapping[str, str]:
+    """The headers of an HTML page: a policy by which a browser runs the page's own script and no other.
+
+    Even text of a model that became markup by mistake could neither run nor load anything (W3C's Content Security
+    Policy Level 3 and Trusted Types).
+    """
+    allowed: dict[bytes, list[str]] = {b"script": [], b"style": []}
+    for kind, content in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+        allowed[kind].append(f"'sha256-{digest}'")
+    policy = (
+        f"default-src 'none'; script-src {' '.join(allowed[b'script'])}; style-src {' '.join(allowed[b'style'])}",
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+    return {
+        "cache-control": "no-store",
+        "content-security-policy": "; ".join(policy),
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+
+
+def read_page(name: str) -> bytes:
+    """The HTML of a page of this folder."""
+    return Path(__file__).with_name(name).read_bytes()
+
+
+def html_pages() -> list[Route]:
+    """The routes / (a chat), /docs (the reference of the API) and /openapi.json, from which that is made."""
+    return [
+        Route("/", _shows("chat.html")),
+        Route("/docs", _shows("docs.html")),
+        Route("/openapi.json", _openapi),
+    ]
+
+
+def _shows(name: str) -> Callable[[Request], Response]:
+    page = read_page(name)
+    headers = page_headers(page)
+
+    async def show(_request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=headers)
+
+    return show  # type: ignore[return-value]  # starlette takes coroutine functions
+
+
+async def _openapi(_request: Request) -> Response:
+    return Response(_openapi_json(), media_type="application/json")
+
+
+@lru_cache(maxsize=1)
+def _openapi_json() -> bytes:
+    return json.dumps(description(), ensure_ascii=False).encode()

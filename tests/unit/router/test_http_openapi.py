@@ -1,0 +1,129 @@
+"""The description of the API has every path and field, and true examples; pages run their own scripts alone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.routing import Route
+
+from baton.text.chat_template import DEFAULT_TEMPLATE
+from router.http.api_fields import FIELDS
+from router.http.bodies import read_as
+from router.http.live import LiveFeed, live_pages
+from router.http.openapi import OPERATIONS, Operation, description
+from tests.support.http_rig import CARD, HttpRig, chunk, finished
+
+API = description()
+
+
+def served_routes() -> Iterator[Route]:
+    rig = HttpRig()
+    front = rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE)
+    for route in [*front._routes.routes, *live_pages(LiveFeed(bytes))]:
+        assert isinstance(route, Route)
+        yield route
+
+
+def test_every_served_path_is_described_and_no_other() -> None:
+    served = {(method, route.path) for route in served_routes() for method in (route.methods or ()) if method != "HEAD"}
+    served = {(method, path) for method, path in served if not path.startswith("/v1/responses")}
+    described = {(operation.method, operation.path.replace("{name}", "{name:path}")) for operation in OPERATIONS}
+    assert served == described
+    assert set(API["paths"]) == {operation.path for operation in OPERATIONS}
+
+
+def test_every_field_of_a_body_is_described_and_no_other() -> None:
+    named = {name: schema for name, schema in API["components"]["schemas"].items() if name != "Error"}
+    fields = {field for schema in named.values() for field in schema["properties"]}
+    assert fields == set(FIELDS)
+    for schema in named.values():
+        assert all(field["description"] for field in schema["properties"].values())
+
+
+def test_fields_that_are_not_served_are_left_out_and_ranges_are_told() -> None:
+    chat = API["components"]["schemas"]["ChatBody"]
+    assert "tools" not in chat["properties"]
+    assert chat["required"] == ["messages"]
+    assert chat["properties"]["temperature"]["maximum"] == 2
+    assert chat["properties"]["top_p"]["exclusiveMinimum"] == 0
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "$ref":
+                yield inner
+            else:
+                yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_references_lead_somewhere_and_names_of_operations_differ() -> None:
+    for reference in references(API):
+        assert reference.removeprefix("#/components/schemas/") in API["components"]["schemas"]
+    names = [operation["operationId"] for methods in API["paths"].values() for operation in methods.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.bodies], ids=lambda one: one.path)
+def test_an_example_of_a_request_is_a_request(operation: Operation) -> None:
+    read_as(operation.bodies[0], operation.example or {})
+
+
+def shape_of(value: Any) -> Any:
+    """The names of fields, down to values and the first item of a list."""
+    if isinstance(value, dict):
+        return {name: shape_of(inner) for name, inner in value.items()}
+    return [shape_of(value[0])] if isinstance(value, list) else None
+
+
+GENERATING = {operation.path for operation in OPERATIONS if operation.event} | {"/v1/embeddings"}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [one for one in OPERATIONS if isinstance(one.answer, dict) and one.path != "/openapi.json"],
+    ids=lambda one: one.path,
+)
+async def test_an_example_of_an_answer_has_the_fields_of_an_answer(operation: Operation) -> None:
+    rig = HttpRig(card=replace(CARD, name="demo_model", vocab_size=400))
+    if not operation.bodies:
+        exchange = rig.get(operation.path.replace("{name}", rig.card.name))
+    else:
+        # One input is one call.
+        body = {**(operation.example or {}), **({"input": "a"} if operation.path == "/v1/embeddings" else {})}
+        exchange = rig.post(operation.path, body)
+        if operation.path in GENERATING:
+            end = replace(finished(), embedding=b"\0" * 8)
+            (await rig.next_call()).tell(*([] if "input" in body else [chunk(0, "b")]), end)
+    await exchange.end()
+    assert exchange.status == 200, exchange.body
+    assert shape_of(exchange.json) == shape_of(operation.answer)
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/ui"])
+async def test_a_page_may_run_its_own_script_and_load_nothing(path: str) -> None:
+    route = next(route for route in served_routes() if route.path == path)
+    answer = await route.endpoint(Request({"type": "http"}))
+    policy = answer.headers["content-security-policy"]
+    script = answer.body.partition(b"<script>")[2].partition(b"</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert "unsafe" not in policy
+    assert policy.startswith("default-src 'none'")
+    assert b"://" not in answer.body.replace(b"http://www.w3.org/2000/svg", b"")
+    assert b"innerHTML" not in answer.body
+
+
+async def test_the_description_is_served_as_json() -> None:
+    exchange = await HttpRig().get("/openapi.json").end()
+    assert exchange.headers["content-type"] == "application/json"
+    assert exchange.json == API

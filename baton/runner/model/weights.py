@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _MOST = 1 << 27
 """The largest vocabulary and the longest context that a config.json may ask for."""
+
+_log = logging.getLogger(__name__)
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -130,6 +133,7 @@ def load_model(
             if weight_format is not None or quantization is not None:
                 plan = _plan(model_class, config, tensors, weight_format, quantization, dequantize)
             _check_types(plan)
+            _warn_of_lost_bits(plan, directory, dtype)
             module, info = _class_with(plan, model_class, DTYPES[dtype]).from_pretrained(
                 None,
                 config=config,
@@ -191,6 +195,16 @@ def _check_types(plan: WeightPlan) -> None:
     for name, tensor in plan.loaded.items():
         if isinstance(tensor, TensorOnFile) and tensor.dtype.startswith("F8"):
             raise UnusableWeight(f"{name} is of type {tensor.dtype} and has no scale; copy all files again")
+
+
+def _warn_of_lost_bits(plan: WeightPlan, directory: Path, dtype: str) -> None:
+    """Log that plain weights in float16 are rounded to bfloat16, if they are."""
+    found = (tensor for tensor in plan.loaded.values() if isinstance(tensor, TensorOnFile))
+    if dtype == "bfloat16" and any(tensor.dtype == "F16" for tensor in found):
+        _log.warning(
+            "%s holds float16, with 11 significant bits; it is computed in bfloat16, with 8: --dtype float32 keeps all",
+            directory,
+        )
 
 
 def _class_with(plan: WeightPlan, model_class: Any, dtype: torch.dtype) -> Any:

@@ -330,3 +330,23 @@ def test_non_finite_logits_fail_that_request_alone(tmp_path: Path, architecture:
     assert len(good.output) == 1
     driver.step({"good": 1}, finished=["bad"])
     assert good.output == alone.output
+
+
+def test_a_float16_checkpoint_is_served_in_both_dtypes_and_bfloat16_is_logged(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {name: tensor.half() for name, tensor in load_file(directory / "model.safetensors").items()}
+    tokens = {}
+    for stored in (torch.float16, torch.float32):
+        save_file({name: tensor.to(stored) for name, tensor in weights.items()}, directory / "model.safetensors")
+        edit_config(directory, dtype=str(stored).removeprefix("torch."))
+        for dtype in ("float32", "bfloat16"):
+            driver = RunnerDriver(load_runner(directory, dtype=dtype, num_blocks=16))
+            request = driver.add("one", [5, 9, 200, 31])
+            driver.finish()
+            tokens[stored, dtype] = request.output
+    for dtype in ("float32", "bfloat16"):
+        assert tokens[torch.float16, dtype] == tokens[torch.float32, dtype]
+    logged = [record.getMessage() for record in caplog.records if "float16, with 11" in record.getMessage()]
+    assert len(logged) == 1, "only where bits are lost"
+    assert "--dtype float32" in logged[0]

@@ -26,6 +26,7 @@ from baton.errors import BackgroundFault, ExitCode
 from baton.messages.generation import ModelCard
 from baton.messages.ids import new_incarnation
 from baton.messages.node import NodeDescription
+from baton.messages.sampling import SamplingDefaults
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
 from baton.observe.metrics import declared_figures, render
@@ -43,7 +44,7 @@ from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from baton.text.chat_template import ChatTemplate
-from baton.text.model_files import read_model_files
+from baton.text.model_files import read_model_files, read_sampling_defaults
 from baton.text.tokenizer import Tokenizer
 from baton.wire.authenticator import Authenticator
 from baton.wire.clients.node_client import NodeClient
@@ -118,7 +119,14 @@ class _Cards:
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
             vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
             width = max(node.embedding_size for node in nodes)
-            self._known = ModelCard(self._known.name, longest, vocab_size, has_end, width, _fingerprint(nodes))
+            self._known = replace(
+                self._known,
+                max_model_len=longest,
+                vocab_size=vocab_size,
+                has_end=has_end,
+                embedding_size=width,
+                fingerprint=_fingerprint(nodes),
+            )
         return self._known
 
 
@@ -430,8 +438,13 @@ def _card_without_nodes(config: RouterConfig) -> ModelCard:
         simulated = SimulatedSpec()
         return ModelCard(config.model_name or simulated.name, simulated.max_model_len, simulated.vocab_size)
     files = read_model_files(config.model)
+    from_model = config.generation_config == "auto"
     return ModelCard(
-        config.served_model_name, files.max_position_embeddings, files.vocab_size, bool(files.eos_token_ids)
+        config.served_model_name,
+        files.max_position_embeddings,
+        files.vocab_size,
+        bool(files.eos_token_ids),
+        defaults=read_sampling_defaults(config.model) if from_model else SamplingDefaults(),
     )
 
 

@@ -8,7 +8,11 @@ import typer
 
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(help="Sampling temperature from 0 (greedy) to 2. Default: 1.", metavar="X", show_default=False),
+    typer.Option(
+        help="Sampling temperature from 0 (greedy) to 2. Default: the model's own, else 1.",
+        metavar="X",
+        show_default=False,
+    ),
 ]
 TopPOption = Annotated[
     float | None, typer.Option(help="Nucleus sampling: probability mass that is kept, in (0, 1].", metavar="X")

@@ -38,6 +38,11 @@ class RouterSettings(ClusterSettings):
         description="How nodes are chosen for a request: by the lowest predicted cost from speed, load and caches "
         "(cost), by the lowest load (least-loaded), or in turn (round-robin).",
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request does not "
+        "set them: from the model's generation_config.json (auto), or they are off and the temperature is 1 (none).",
+    )
     max_local_prefill_tokens: CountOrZero = Field(
         512,
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.messages.sampling import RepetitionDetection, TokenLogprobs
+from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
 from baton.values import value
 
 
@@ -154,3 +154,5 @@ class ModelCard:
     fingerprint: str = ""
     """A name for the weights and the numerics of the nodes, OpenAI's `system_fingerprint`: equal names, equal tokens;
     empty: the router has seen no node."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """What a request samples with if it does not say. HTTP clients see it in /v1/models."""

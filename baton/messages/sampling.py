@@ -79,6 +79,27 @@ class SamplingParams:
 NUMBER_RANGES = {one.name: one.metadata[NumberRange] for one in fields(SamplingParams) if NumberRange in one.metadata}
 """The ranges of all parameters for which a range is the only check. Routers check them, and nodes check them again."""
 
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """A model's own values for fields that a request leaves unset; None: that of `SamplingParams`.
+
+    The names are those of generation_config.json. As in vLLM, `do_sample` plays no role.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1, or as many tokens as are sampled from; a vocabulary may be smaller."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, float]:
+        """The values by their names, without those that are None."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: number for name, number in found.items() if number is not None}
+
+
 MAX_PATTERN_SIZE = 64
 """The largest `RepetitionDetection.max_pattern_size`, in tokens."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,33 @@ def read_model_files(model_dir: Path) -> ModelFiles:
         max_position_embeddings=_positive(text, ("max_position_embeddings", "n_positions", "n_ctx"), model_dir),
         eos_token_ids=_ids(eos if eos is not None else config.get("eos_token_id")),
     )
+
+
+def read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
+    """The model's own sampling parameters, from its generation_config.json; none where there is no such file.
+
+    Raises ConfigError for a number that a request could not have. top_k 0 means off, as transformers has it.
+    """
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    config = _read_json(path, model_dir)
+    numbers = {name: config[name] for name in SamplingDefaults.__slots__ if config.get(name) is not None}
+    for name, number in numbers.items():
+        allowed = NUMBER_RANGES.get(name)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            problem = "a number"
+        elif allowed is not None:
+            problem = "" if number in allowed else f"in {allowed}"
+        else:
+            problem = "" if isinstance(number, int) and number >= -1 else "-1, 0 or more, and a whole number"
+        if problem:
+            raise ConfigError(
+                f"{path}: {name} must be {problem}, not {number!r:.80}; correct it, or set --generation-config none"
+            )
+    if numbers.get("top_k") == 0:
+        numbers["top_k"] = -1
+    return SamplingDefaults(**numbers)
 
 
 def _read_json(path: Path, model_dir: Path) -> dict[str, Any]:

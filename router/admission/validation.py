@@ -64,7 +64,7 @@ def validate(
     if raw.embeds:
         return _for_embedding(raw, card, encode, request_id)
     stop = _stop(raw.stop, encode is not None)
-    sampling = _sampling(raw, card, rng)
+    sampling = _sampling(_with_defaults(raw, card), card, rng)
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
     ttft_slo_ms = _milliseconds("ttft_slo_ms", raw.ttft_slo_ms)
     tpot_slo_ms = _milliseconds("tpot_slo_ms", raw.tpot_slo_ms)
@@ -185,6 +185,18 @@ def _stop(stop: Sequence[str], has_text: bool) -> tuple[str, ...]:
     if stop and not has_text:
         raise InvalidRequest("stop", "this model is served without a tokenizer; use stop_token_ids")
     return tuple(stop)
+
+
+def _with_defaults(raw: GenerateRequest, card: ModelCard) -> GenerateRequest:
+    """The request with the model's own values where it sets none; a beam search samples nothing and takes none."""
+    if raw.beam_width is not None:
+        return raw
+    unset: dict[str, Any] = {
+        name: number for name, number in card.defaults.given().items() if getattr(raw, name) is None
+    }
+    if "top_k" in unset:
+        unset["top_k"] = min(unset["top_k"], card.vocab_size)
+    return replace(raw, **unset) if unset else raw
 
 
 def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingParams:

@@ -37,6 +37,7 @@ _CARD = {
     "parent": None,
     "max_model_len": 2048,
     "has_chat_template": False,
+    "default_sampling_params": {"temperature": 0.7, "top_k": 40},
 }
 _HELLO = [{"role": "user", "content": "Hello"}]
 

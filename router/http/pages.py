@@ -30,6 +30,7 @@ def pages(
             "parent": None,
             "max_model_len": served.max_model_len,
             "has_chat_template": model.has_chat_template,
+            "default_sampling_params": served.defaults.given(),
         }
 
     async def models(_request: Request) -> Response:

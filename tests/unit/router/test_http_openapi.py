@@ -12,6 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.routing import Route
 
+from baton.messages.sampling import SamplingDefaults
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.api_fields import FIELDS
 from router.http.bodies import read_as
@@ -94,7 +95,8 @@ GENERATING = {operation.path for operation in OPERATIONS if operation.event} | {
     ids=lambda one: one.path,
 )
 async def test_an_example_of_an_answer_has_the_fields_of_an_answer(operation: Operation) -> None:
-    rig = HttpRig(card=replace(CARD, name="demo_model", vocab_size=400))
+    own = SamplingDefaults(temperature=0.7, top_k=40)
+    rig = HttpRig(card=replace(CARD, name="demo_model", vocab_size=400, defaults=own))
     if not operation.bodies:
         exchange = rig.get(operation.path.replace("{name}", rig.card.name))
     else:

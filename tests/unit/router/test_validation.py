@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
-from baton.messages.sampling import RepetitionDetection
+from baton.messages.sampling import RepetitionDetection, SamplingDefaults
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 
@@ -203,3 +204,19 @@ def test_an_operator_limits_the_priority_of_clients() -> None:
     assert least.priority == -2
     with pytest.raises(InvalidRequest, match="priority: must be at least -2 here, not -3"):
         validate(GenerateRequest((1,), priority=-3), CARD, encode, Random(0), min_priority=-2)
+
+
+def test_the_models_own_values_fill_in_what_a_request_leaves_unset() -> None:
+    own = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1)
+    card = replace(CARD, defaults=own)
+    filled = validate(GenerateRequest([1]), card, encode, Random(1)).sampling_params
+    assert (filled.temperature, filled.top_p, filled.top_k) == (0.6, 0.9, 40)
+    assert (filled.min_p, filled.repetition_penalty) == (0.05, 1.1)
+    said = GenerateRequest([1], temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+    explicit = validate(said, card, encode, Random(1)).sampling_params
+    assert (explicit.temperature, explicit.top_p, explicit.top_k) == (0.0, 1.0, -1)
+    assert (explicit.min_p, explicit.repetition_penalty) == (0.0, 1.0)
+    small = replace(card, vocab_size=30)
+    assert validate(GenerateRequest([1]), small, encode, Random(1)).sampling_params.top_k == 30
+    beams = validate(GenerateRequest([1], beam_width=2), card, encode, Random(1)).sampling_params
+    assert (beams.temperature, beams.repetition_penalty) == (0.0, 1.0), "a beam search samples nothing"

@@ -13,8 +13,9 @@ import baton
 from baton.messages.sampling import NUMBER_RANGES
 from baton.security.matrix import CallerRole, callers_of_page
 from router.http.api_fields import FIELDS
-from router.http.bodies import ChatBody, CompletionBody, EmbeddingBody, Strict
+from router.http.bodies import ChatBody, CompletionBody, EmbeddingBody, Strict, read_as
 from router.http.messages.bodies import CountBody, MessagesBody
+from router.http.responses.bodies import ResponsesBody
 from router.http.tokens import DetokenizeBody, TokenizeChat, TokenizeText
 
 _REF = "#/components/schemas/"
@@ -40,6 +41,35 @@ _CARD = {
     "default_sampling_params": {"temperature": 0.7, "top_k": 40},
 }
 _HELLO = [{"role": "user", "content": "Hello"}]
+_RESPONSE = {
+    "id": "resp_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87",
+    "object": "response",
+    "created_at": 1795492691,
+    "completed_at": 1795492692,
+    "status": "completed",
+    "error": None,
+    "incomplete_details": None,
+    "model": _MODEL,
+    "output": [
+        {
+            "id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Hello, you.", "annotations": [], "logprobs": []}],
+        }
+    ],
+    "usage": {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 14,
+    },
+    **read_as(ResponsesBody, {"input": "Hello"}).echoed(),
+    "store": True,
+}
+_STORED = "/v1/responses/{id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +88,8 @@ class Operation:
     about: str = ""
     event: Mapping[str, Any] | None = None
     """An example of an event, if the answer may be a stream."""
+    status: int = 200
+    """The HTTP status of the answer."""
 
 
 _GENERATING, _EMBEDDING, _TOKENS, _HEALTH, _PAGES = "Text", "Embeddings", "Tokens", "Models and health", "Pages"
@@ -136,6 +168,50 @@ OPERATIONS: Sequence[Operation] = (
         {"model": _MODEL, "messages": _HELLO},
     ),
     Operation(
+        *("POST", "/v1/responses", _GENERATING, "Continues a conversation that the router keeps, as in OpenAI's API"),
+        _RESPONSE,
+        (ResponsesBody,),
+        {"input": "Hello", "max_output_tokens": 64},
+        about="A response is kept for a while, by this router alone; docs/http.md has the bounds.",
+        event={
+            "type": "response.output_text.delta",
+            "sequence_number": 4,
+            "item_id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87",
+            "output_index": 0,
+            "content_index": 0,
+            "delta": "Hello",
+            "logprobs": [],
+        },
+    ),
+    Operation("GET", _STORED, _GENERATING, "Returns a stored response", _RESPONSE),
+    Operation(
+        *("DELETE", _STORED, _GENERATING, "Deletes a stored response"),
+        {"id": _RESPONSE["id"], "object": "response", "deleted": True},
+    ),
+    Operation(
+        *("GET", f"{_STORED}/input_items", _GENERATING, "Lists the conversation before a stored response, in pages"),
+        {
+            "object": "list",
+            "data": [
+                {
+                    "id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87_0",
+                    "type": "message",
+                    "role": "user",
+                    "status": "completed",
+                    "content": [{"type": "input_text", "text": "Hello"}],
+                }
+            ],
+            "first_id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87_0",
+            "last_id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87_0",
+            "has_more": False,
+        },
+    ),
+    Operation(
+        *("POST", f"{_STORED}/cancel", _GENERATING, "Is refused: only responses in the background could be cancelled"),
+        {"error": {"message": "...", "type": "invalid_request_error", "param": None, "code": None}},
+        status=400,
+    ),
+    Operation(
         *("POST", "/v1/embeddings", _EMBEDDING, "Turns texts into vectors, as in OpenAI's API"),
         {
             "object": "list",
@@ -185,6 +261,7 @@ _REQUEST_HEADERS = {
     "x-request-id": "Name of the request: 1 to 64 letters, digits or _ . : -. Without one it gets a name.",
     "x-request-timeout-ms": "Deadline of the request, in milliseconds.",
 }
+_NAMES_IN_PATHS = ("name", "id")
 _LAST_EVENT_ID = (
     "Continues a stream that was cut: the id of its last event. The request is sent again as it was, with its"
     " x-request-id."
@@ -235,8 +312,11 @@ def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     parameters = [_header(name, about) for name, about in _REQUEST_HEADERS.items()] if operation.event else []
     if operation.event and "id" in operation.event:
         parameters.append(_header("last-event-id", _LAST_EVENT_ID))
-    if "{name}" in operation.path:
-        parameters.append({"name": "name", "in": "path", "required": True, "schema": {"type": "string"}})
+    parameters += [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _NAMES_IN_PATHS
+        if f"{{{name}}}" in operation.path
+    ]
     if parameters:
         made["parameters"] = parameters
     if operation.bodies:
@@ -247,8 +327,14 @@ def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(operation: Operation) -> str:
-    words = [word for word in operation.path.replace("{name}", "one").replace(".", "/").split("/") if word]
+    words = [word for word in _without_names(operation.path).replace(".", "/").split("/") if word]
     return "_".join([operation.method.lower(), *words])
+
+
+def _without_names(path: str) -> str:
+    for name in _NAMES_IN_PATHS:
+        path = path.replace(f"{{{name}}}", "one")
+    return path
 
 
 def _header(name: str, about: str) -> dict[str, Any]:
@@ -272,7 +358,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
             "schema": {"type": "string", "description": "With stream: true. Each event has one object as its data."},
             "example": operation.event,
         }
-    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    responses: dict[str, Any] = {str(operation.status): {"description": "The answer", "content": content}}
     error = {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}
     for status, about in _ERRORS.items() if operation.bodies else ():
         responses[status] = {"description": about, "content": error}
@@ -297,7 +383,7 @@ def _schema_of(example: Any) -> dict[str, Any]:
         case str():
             return {"type": "string"}
         case list():
-            return {"type": "array", "items": _schema_of(example[0])}
+            return {"type": "array", "items": _schema_of(example[0]) if example else {}}
     return {"type": "object", "properties": {name: _schema_of(value) for name, value in example.items()}}
 
 

@@ -129,7 +129,7 @@ class TextConfig(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class StreamOptions(Strict):
+class ResponseStreamOptions(Strict):
     """What a stream contains beside the events of every stream."""
 
     include_obfuscation: Literal[False] | None = None
@@ -138,20 +138,22 @@ class StreamOptions(Strict):
 class ResponsesBody(Strict):
     """POST /v1/responses"""
 
-    input: Annotated[Sequence[Said], PlainValidator(_input)]
+    input: Annotated[Sequence[Said], PlainValidator(_input, json_schema_input_type=str | list[dict[str, Any]])]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
     include: list[Includable] | None = None
     text: TextConfig | None = None
-    metadata: Annotated[Mapping[str, str], PlainValidator(_metadata)] = Field(default_factory=dict)
+    metadata: Annotated[Mapping[str, str], PlainValidator(_metadata, json_schema_input_type=dict[str, str])] = Field(
+        default_factory=dict
+    )
 
     # Not OpenAI's: the same as in chats.
     seed: int | None = None

@@ -30,6 +30,7 @@ class GenerateRequest:
     min_tokens: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
     n: int | None = None

@@ -1,4 +1,4 @@
-"""Ends a text before the first stop string, also where the stop string spans several pieces of the text.
+"""Ends a text at the first stop string, also where the stop string spans several pieces of the text.
 
 The stop string that is complete first wins; of several that are complete at the same character, the longest. So the
 result depends on the text alone, never on how it was split into pieces.
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 class StopStrings:
     """Searches one stream for stop strings. Text that may be the beginning of a stop string is held back."""
 
-    __slots__ = ("_held", "_stops", "found", "is_off")
+    __slots__ = ("_held", "_keeps_found", "_stops", "found", "is_off")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps_found: bool = False) -> None:
+        """`keeps_found`: the text ends with the stop string, instead of before it."""
+        self._keeps_found = keeps_found
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found: str | None = None
@@ -33,7 +35,7 @@ class StopStrings:
         if hit is not None:
             self.found = hit
             self._held = ""
-            return window[: window.index(hit)]
+            return window[: window.index(hit) + (len(hit) if self._keeps_found else 0)]
         keep = self._unsure_length(window)
         self._held = window[len(window) - keep :]
         return window[: len(window) - keep]

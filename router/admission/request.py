@@ -37,6 +37,8 @@ class ValidRequest:
     """Whether the prompt's embedding is wanted, and no output."""
     prompt_length: int = 0
     """Number of tokens of the prompt, if the prompt itself is missing; see `without_prompt`."""
+    keeps_stop: bool = False
+    """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
 
     @property
     def num_prompt_tokens(self) -> int:

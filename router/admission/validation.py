@@ -82,6 +82,7 @@ def validate(
         prompt_token_ids=prompt,
         sampling_params=sampling,
         stop=stop,
+        keeps_stop=bool(raw.include_stop_str_in_output),
         priority=raw.priority,
         cache_salt=scoped(raw.tenant, raw.cache_salt),
         num_returned=n,

@@ -49,7 +49,10 @@ class Answer:
         self._is_best_of = request.num_returned < params.n
         self.has_stop_strings = bool(request.stop)
         """Whether `stop_string_found` may return one."""
-        self._sequences = [_Sequence(TextStream(codec, request.stop, params.min_tokens)) for _ in range(params.n)]
+        stop, keeps_stop = request.stop, request.keeps_stop
+        self._sequences = [
+            _Sequence(TextStream(codec, stop, params.min_tokens, keeps_stop=keeps_stop)) for _ in range(params.n)
+        ]
         self._ranked: Sequence[_Sequence] = self._sequences
 
     @property

@@ -1,4 +1,4 @@
-"""Makes text from the tokens of a sequence, piece by piece, and cuts it before the first stop string."""
+"""Makes text from the tokens of a sequence, piece by piece, and cuts it at the first stop string."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ class TextCodec(Protocol):
 class TextStream:
     """The text of one sequence. It is made token by token, so the result does not depend on how tokens were grouped."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_plain", "_search", "num_tokens")
+    __slots__ = ("_detokenizer", "_keeps_stop", "_min_tokens", "_plain", "_search", "num_tokens")
 
-    def __init__(self, codec: TextCodec | None, stop: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self, codec: TextCodec | None, stop: Sequence[str], min_tokens: int, *, keeps_stop: bool = False
+    ) -> None:
+        """`keeps_stop`: the text ends with the stop string or the stop token's text, instead of before it."""
         self._detokenizer = codec.detokenizer() if codec is not None else None
-        self._search = StopStrings(stop)
+        self._keeps_stop = keeps_stop
+        self._search = StopStrings(stop, keeps_found=keeps_stop)
         self._plain = self._detokenizer if self._search.is_off else None
         """The detokenizer, if there are no stop strings to search for: its text is given out as it is."""
         self._min_tokens = min_tokens
@@ -48,7 +52,7 @@ class TextStream:
         *,
         ends_with_stop_token: bool = False,
     ) -> Chunk:
-        """The chunk for these tokens, without those after a stop string and without a stop token's text."""
+        """The chunk for these tokens, without those after a stop string."""
         if self._plain is not None and not ends_with_stop_token:
             self.num_tokens += len(token_ids)
             push = self._plain.push
@@ -65,7 +69,7 @@ class TextStream:
                 break
             taken += 1
             is_stop_token = ends_with_stop_token and offset == len(token_ids) - 1
-            if is_stop_token:
+            if is_stop_token and not self._keeps_stop:
                 continue
             piece = detokenizer.push(token)
             # A text may not end before min_tokens, so a stop string that lies before them is plain text.

@@ -49,7 +49,7 @@ FIELDS: Mapping[str, str] = {
     "stop_sequences": "Texts at which the output ends, without them.",
     "stop_token_ids": "Tokens with which the output ends.",
     "ignore_eos": "Whether the output goes on behind the model's end token.",
-    "include_stop_str_in_output": _ONE_VALUE,
+    "include_stop_str_in_output": "Whether the output's text has the stop text, or the stop token's, at its end.",
     "repetition_detection": "When an output that repeats itself ends with an error.",
     "max_pattern_size": "Length of the longest pattern that is looked for, in tokens.",
     "min_pattern_size": "Length of the shortest pattern that is looked for, in tokens.",

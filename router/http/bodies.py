@@ -265,6 +265,7 @@ class Body(Strict):
     min_tokens: int | None = None
     stop: Stop = ()
     stop_token_ids: StopTokenIds = ()
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -287,7 +288,6 @@ class Body(Strict):
     # Only these values are served.
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

@@ -55,6 +55,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "stop": (["x", [], ["ab", "é"], ["x"] * 16], [1, [1], ["x"] * 17, [""], "", "x" * 257, "a\0", "\udc80", {"a": 1}]),
     "stop_token_ids": ([[], [0, 96]], [1, "1", [97], [-1], ["1"], [True], [1] * 257, [10**400]]),
     "ignore_eos": ([True, False], [0, 1, "true", []]),
+    "include_stop_str_in_output": ([True, False], [0, 1, "true", []]),
     "n": ([1, 2, 3], [*NO_NUMBERS, 0, -1, 9, 1.5]),
     "priority": ([0, -5, 2**31 - 1], [*NO_NUMBERS, 2**31, -(2**31) - 1]),
     "cache_salt": (["", "salt"], [*NO_TEXTS, "a\0", "x" * 257, "\ud800"]),

@@ -80,6 +80,7 @@ PARAMS: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
         st.one_of(st.lists(UINT32, max_size=3), st.sampled_from([[1] * 256, [1] * 257])),
     ),
     "ignore_eos": (st.booleans(), st.booleans()),
+    "include_stop_str_in_output": (st.booleans(), st.booleans()),
     "logprobs": (st.integers(0, 20), UINT32),
     "n": (st.integers(1, 3), UINT32),
     "best_of": (st.integers(3, 4), UINT32),
@@ -97,7 +98,7 @@ FIELDS: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     "tpot_ms": (st.sampled_from([1e6, 1e300]), WILD_DOUBLES),
 }
 BEAMS = {"beam_width", "length_penalty", "early_stopping"}
-GOES_WITH_BEAMS = BEAMS | {"max_tokens", "seed", "stop_token_ids", "ignore_eos"}
+GOES_WITH_BEAMS = BEAMS | {"max_tokens", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
 
 
 @st.composite

@@ -15,7 +15,10 @@ REPETITION_DETECTION = Codec(
     FieldConversion("min_count", read=lambda count: count or 2),
 )
 SAMPLING_PARAMS = Codec(
-    SamplingParams, generation.SamplingParams, nested=(REPETITION_DETECTION,), message_only=("stop", "best_of")
+    SamplingParams,
+    generation.SamplingParams,
+    nested=(REPETITION_DETECTION,),
+    message_only=("stop", "best_of", "include_stop_str_in_output"),
 )
 """The parameters of a validated request, which a router sends to a node: all fields are set, and none is checked."""
 

@@ -97,6 +97,16 @@ async def test_a_stop_string_ends_the_text_and_aborts_the_leg() -> None:
         assert (await rig.next_abort("d1")).attempt == attempt
 
 
+async def test_a_stop_string_stays_in_the_text_if_that_is_wanted() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, stop=("END",), include_stop_str_in_output=True, max_tokens=12)
+        rig.report("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.report("d1", attempt, 1, "bE")
+        rig.report("d1", attempt, 3, "NDxyz")
+        finished = await reader.finished()
+        assert (reader.text, finished.stop_reason, finished.completion_tokens) == ("abEND", "END", 5)
+
+
 async def test_a_stop_string_takes_precedence_over_the_length_in_the_same_step() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, stop=("b",), max_tokens=3)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from baton.errors import ConfigError
+from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.detokenizer import WindowDetokenizer
 from baton.text.model_files import read_model_files
 from baton.text.stop_strings import StopStrings
@@ -210,13 +211,13 @@ def test_the_facts_of_a_model_are_read_from_its_files(tmp_path: Path) -> None:
         read_model_files(tmp_path)
 
 
-def reference_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+def reference_cut(text: str, stops: list[str], keeps_found: bool) -> tuple[str, str | None]:
     """Cut a text by the definition, character by character."""
     for end in range(1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:
             longest = max(done, key=len)
-            return text[: end - len(longest)], longest
+            return text[: end - (0 if keeps_found else len(longest))], longest
     return text, None
 
 
@@ -225,13 +226,24 @@ def reference_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     text=st.text("abc", max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 20), max_size=6),
+    keeps_found=st.booleans(),
 )
-def test_stop_strings_are_found_however_the_text_is_split(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_are_found_however_the_text_is_split(
+    text: str, stops: list[str], cuts: list[int], keeps_found: bool
+) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    search = StopStrings(stops)
+    search = StopStrings(stops, keeps_found=keeps_found)
     given_out = "".join(search.push(text[a:b]) for a, b in itertools.pairwise(borders))
     given_out += search.finish()
-    assert (given_out, search.found) == reference_cut(text, stops)
+    assert (given_out, search.found) == reference_cut(text, stops, keeps_found)
+
+
+def test_the_text_of_a_stop_token_is_kept_if_that_is_wanted() -> None:
+    tokenizer = FakeTokenizer()
+    for keeps_stop, text in ((True, "abc"), (False, "ab")):
+        stream = TextStream(tokenizer, (), 0, keeps_stop=keeps_stop)
+        assert stream.push(0, (97, 98, 99), ends_with_stop_token=True).text + stream.finish() == text
+        assert stream.num_tokens == 3
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:

@@ -214,6 +214,7 @@ def test_requests_are_decoded_with_present_fields_only() -> None:
         stop=("a",),
         stop_token_ids=(3,),
         ignore_eos=False,
+        include_stop_str_in_output=False,
         logprobs=0,
         n=2,
         best_of=8,

@@ -101,7 +101,9 @@ def test_an_exception_replaces_the_direction_that_it_names() -> None:
 
 
 def test_an_absent_field_that_cannot_be_none_has_its_default() -> None:
-    codec = Codec(SamplingParams, generation_pb2.SamplingParams, message_only=("stop", "best_of"))
+    codec = Codec(
+        SamplingParams, generation_pb2.SamplingParams, message_only=("stop", "best_of", "include_stop_str_in_output")
+    )
     assert codec.from_pb(generation_pb2.SamplingParams()) == SamplingParams()
 
 
@@ -109,7 +111,12 @@ def test_a_nested_class_takes_the_codec_that_is_named_for_it() -> None:
     part = Codec(
         RepetitionDetection, generation_pb2.RepetitionDetection, FieldConversion("min_count", read=lambda count: 7)
     )
-    codec = Codec(SamplingParams, generation_pb2.SamplingParams, nested=(part,), message_only=("stop", "best_of"))
+    codec = Codec(
+        SamplingParams,
+        generation_pb2.SamplingParams,
+        nested=(part,),
+        message_only=("stop", "best_of", "include_stop_str_in_output"),
+    )
     params = SamplingParams(repetition_detection=RepetitionDetection(3, 1, 2))
     assert codec.from_pb(codec.to_pb(params)).repetition_detection == RepetitionDetection(3, 1, 7)
 

@@ -118,7 +118,7 @@ def _explain_usage(error: Any) -> None:
         return
     reason = message.removesuffix(".").replace(": Value error, ", ": ")
     command = error.ctx.command_path if error.ctx is not None else "baton"
-    _print_error(f"{reason}: see `{command} -h`")
+    _print_error(f"{reason} See `{command} -h`" if reason.endswith("?") else f"{reason}: see `{command} -h`")
 
 
 def _drop_output() -> None:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from datetime import datetime
 from random import Random
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 import numpy as np
 
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.sampling import SamplingDefaults
 from baton.node.process import log_slow_paths
 from baton.node.runner_spec import runner_spec
 from baton.observe.logs import log_to_standard_loggers
@@ -26,6 +27,7 @@ from baton.offline.sampling_params import SamplingParams
 from baton.offline.settings import EngineSettings, node_config
 from baton.runner import load
 from baton.text.chat_template import ChatTemplate
+from baton.text.model_files import read_sampling_defaults
 from baton.text.schema_sandbox import SchemaSandbox
 from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
@@ -48,13 +50,20 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str], *, seed: int | None = None, **settings: Unpack[EngineSettings]
+        self,
+        model: str | os.PathLike[str],
+        *,
+        seed: int | None = None,
+        generation_config: Literal["auto", "none"] = "auto",
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """Load the transformers model in the directory `model` (config, tokenizer, safetensors), and its KV cache.
 
         `seed`: from it are drawn the seeds of requests that set none, in the order of the prompts; None: by chance.
-        `settings`: the engine's settings of `baton node`, by the same names (docs/configuration.md). Neither
-        environment nor configuration file is read. Raises ConfigError, which says what is missing or wrong.
+        `generation_config`: whether requests that do not set temperature, top_p, top_k, min_p or repetition_penalty get
+        the model's own (auto), as the router's setting of this name. `settings`: the engine's settings of `baton
+        node`, by the same names (docs/configuration.md). Neither environment nor configuration file is read. Raises
+        ConfigError, which says what is missing or wrong.
         """
         log_to_standard_loggers()
         config = node_config(model, settings)
@@ -70,6 +79,7 @@ class LLM:
             described.vocab_size,
             bool(described.eos_token_ids),
             described.embedding_size,
+            defaults=read_sampling_defaults(config.model) if generation_config == "auto" else SamplingDefaults(),
         )
         self._chats = ServedModel(lambda: self._card, self._codec, template, datetime.now)
         self._schemas = SchemaSandbox()

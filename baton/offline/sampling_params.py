@@ -25,7 +25,8 @@ class SamplingParams:
     __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
     temperature: float | None = None
-    """0: greedy. Default: 1."""
+    """0: greedy. Default: the model's own (generation_config.json), else 1; so also top_p, top_k, min_p and
+    repetition_penalty, which are off otherwise."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -42,6 +43,8 @@ class SamplingParams:
     min_tokens: int | None = None
     stop: str | Sequence[str] = ()
     """Strings that end the output, which does not contain them."""
+    include_stop_str_in_output: bool | None = None
+    """Whether the output contains the stop string that ended it. Default: no."""
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     logprobs: int | None = None

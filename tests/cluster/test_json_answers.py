@@ -25,7 +25,7 @@ def make_runner(node_id: str) -> TorchModelRunner:
 
 
 def asking(name: str, seed: int, **fields: object) -> GenerateRequest:
-    values = {"json_schema": schema_text(name), "max_tokens": 200, **fields}
+    values = {"json_schema": schema_text(name), "max_tokens": 200, "temperature": 1.0, "top_k": -1, **fields}
     return GenerateRequest(PROMPT * 3, seed=seed, **values)  # type: ignore[arg-type]
 
 

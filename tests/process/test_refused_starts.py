@@ -41,7 +41,7 @@ def assert_nothing_started(shell: Shell, run_dir: Path) -> None:
     [
         (["--model", "/nowhere"], BAD_CONFIG, "model directory /nowhere does not exist; name a directory with"),
         (["--dtype", "float16"], BAD_USAGE, "dtype 'float16' from --dtype: Input should be 'auto', 'float32' or"),
-        (["--prefil", "2"], BAD_USAGE, "No such option: --prefil (Possible options: --prefill): see `baton up -h`"),
+        (["--prefil", "2"], BAD_USAGE, "No such option: --prefil. Did you mean '--prefill'? See `baton up -h`"),
         (["extra"], BAD_USAGE, "unexpected extra argument(s) (extra): see `baton up -h`"),
         (["--decode", "0"], BAD_USAGE, "decode '0' from --decode"),
         (["--threads", "many"], BAD_USAGE, "threads 'many' from --threads"),

@@ -55,7 +55,7 @@ def taken_port() -> Callable[[], int]:
         (["describe", "node", "decode-0"], 5, "no cluster is running in"),
         (["describe", "node"], 2, "NAME"),
         (["generat"], 2, "Did you mean 'generate'"),
-        (["serve"], 2, "baton: No such command 'serve'. Did you mean 'up'?: see `baton -h`"),
+        (["serve"], 2, "baton: No such command 'serve'. Did you mean 'up'? See `baton -h`"),
         (["get", "serve"], 2, "No such command 'serve'"),
         (["generate", "x", "--temp", "1"], 2, "No such option: --temp. Did you mean '--temperature'?"),
         (["down"], 0, ""),

@@ -233,7 +233,7 @@ async def test_liveness_and_readiness_probes_need_no_key(tmp_path: Path) -> None
     async def status(path: bytes) -> bytes:
         return (await send_request(port, b"GET " + path + b" HTTP/1.1\r\n\r\n")).split()[1]
 
-    asked = (b"/livez", b"/readyz", b"/metrics", b"/")
+    asked = (b"/livez", b"/readyz", b"/metrics", b"/other")
     assert [await status(path) for path in asked] == [b"200", b"503", b"401", b"401"]
     ready.append(True)
     assert await status(b"/readyz") == b"200"

@@ -279,7 +279,7 @@ def rename_tensor(suffix: str, name: str) -> Callable[[Path], object]:
         (change_tensor("qzeros", lambda t: t.float()), "qzeros is of type F32"),
         (lambda d: edit_config(d, num_hidden_layers=10**9), "1000000000 layers can't be made of"),
         (lambda d: edit_config(d, num_local_experts=10**6), "config.json asks for"),
-        (lambda d: edit_config(d, vocab_size=10**11), "config.json asks for"),
+        (lambda d: edit_config(d, vocab_size=10**11), "has vocab_size 100000000000 in its config.json"),
         (lambda d: edit_config(d, intermediate_size=256), "expert 0 of"),
         (lambda d: edit_config(d, hidden_size=128), "."),
         (lambda d: edit_config(d, quantization_config=None), "lack"),
@@ -298,7 +298,7 @@ def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:
 
 def test_operations_that_take_no_integers_refuse_to_quantise(tmp_path: Path) -> None:
     write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
-    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-rows"):
+    with pytest.raises(ConfigError, match="int4 weights can't be computed by torch-2-rows"):
         load(tmp_path / "tiny", quantization="int4", operations=PlainOnly(1))
 
 

@@ -102,3 +102,10 @@ def test_shown_commands_exist_with_their_options(page: str) -> None:
         if name is None or flags - options()[name]:
             wrong.append(line)
     assert not wrong
+
+
+def test_every_decision_has_a_number_of_its_own() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [int(record.name[:4]) for record in records] == list(range(1, len(records) + 1))
+    for record in records:
+        assert record.read_text().startswith(f"# {int(record.name[:4])}. "), record.name

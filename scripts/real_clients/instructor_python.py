@@ -25,4 +25,4 @@ city = client.chat.completions.create(
     temperature=0,
 )
 assert isinstance(city, City)
-print("a pydantic model as the answer (Mode.JSON_SCHEMA)")
+print("works: a pydantic model as the answer (Mode.JSON_SCHEMA)")

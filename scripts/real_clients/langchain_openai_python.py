@@ -26,9 +26,9 @@ streamed = "".join(
     piece.content for piece in chat.stream([("system", "Answer briefly."), ("human", "What is the capital of France?")])
 )
 assert streamed == whole.content
-print("invoke and stream, equal")
+print("works: invoke and stream, equal")
 assert len(chat.batch(["Name a colour.", "Name a fruit.", "Name a city."])) == 3
-print("batch")
+print("works: batch")
 city = chat.with_structured_output(City, method="json_schema").invoke("What is the capital of France?")
 assert isinstance(city, City)
-print("with_structured_output (json_schema)")
+print("works: with_structured_output (json_schema)")

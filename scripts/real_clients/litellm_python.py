@@ -13,10 +13,10 @@ for provider in ("openai", "hosted_vllm"):
     events = litellm.completion(**asked, max_tokens=20, temperature=0, stream=True)
     streamed = "".join(event.choices[0].delta.content or "" for event in events)
     assert streamed == whole.choices[0].message.content
-    print(f"completion through {provider}/, whole and streamed, equal")
+    print(f"works: completion through {provider}/, whole and streamed, equal")
 
 anthropic = litellm.completion(
     model=f"anthropic/{MODEL}", api_base=os.environ["BATON_URL"], api_key="any", messages=QUESTION, max_tokens=20
 )
 assert anthropic.choices[0].message.content
-print("completion through anthropic/")
+print("works: completion through anthropic/")

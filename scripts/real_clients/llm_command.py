@@ -26,6 +26,6 @@ with tempfile.TemporaryDirectory() as home:
     whole = ask("What is the capital of France?", "--no-stream")
     assert whole.strip()
     assert ask("What is the capital of France?") == whole
-    print("a prompt, whole and streamed, equal")
+    print("works: a prompt, whole and streamed, equal")
     assert ask("-c", "And of Italy?").strip()
-    print("a conversation (-c)")
+    print("works: a conversation (-c)")

@@ -35,16 +35,18 @@ with tempfile.TemporaryDirectory() as folder:
             f"base_url={os.environ['BATON_URL']}/v1/{path},model={os.environ['BATON_MODEL']},"
             f"tokenizer={os.environ['BATON_MODEL_DIR']},num_concurrent=2"
         )
-        subprocess.run(
+        done = subprocess.run(
             [
                 str(Path(sys.executable).with_name("lm_eval")),
                 *("--model", kind, "--model_args", arguments),
                 *("--include_path", folder, "--tasks", "facts", "--output_path", f"{folder}/{kind}", *more),
             ],
             env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": folder},
-            check=True,
-            stdout=subprocess.DEVNULL,
+            check=False,
+            stdout=sys.stderr,
         )
+        if done.returncode:
+            sys.exit(f"lm_eval ended with exit code {done.returncode}")
         (report,) = Path(folder, kind).rglob("results_*.json")
         assert json.loads(report.read_text())["n-samples"]["facts"]["effective"] == len(QUESTIONS)
-        print(f"generate_until over {kind}")
+        print(f"works: generate_until over {kind}")

@@ -16,17 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from markers import rendered
 
 ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from baton.cli.models.resolve import find_model  # noqa: E402
+
 BUILD = ROOT / "build" / "clients"
 PROGRAMS = ROOT / "scripts" / "real_clients"
 PAGE = ROOT / "docs" / "clients.md"
@@ -170,25 +173,20 @@ def _call(command: Sequence[str], folder: Path) -> None:
 def _cluster(model: str) -> Iterator[Served]:
     """A cluster of one pair of nodes on free ports, until the block ends."""
     with tempfile.TemporaryDirectory(prefix="baton-clients-") as folder:
+        found = find_model(Path(model), os.environ)
+        directory, name = (Path(model), Path(model).name) if found is None else (found.directory, found.name)
         baton = [sys.executable, "-P", "-m", "baton.cli.main"]
         here = ["--run-dir", f"{folder}/run"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         ports = ["--grpc-port", "0", "--http-port", "0"]
         _note(f"starting a cluster with the model {model}")
         try:
-            subprocess.run([*baton, "up", "--detach", "--model", model, *ports, *here], env=environment, check=True)
+            served = ["--model", str(directory), "--model-name", name]
+            subprocess.run([*baton, "up", "--detach", *served, *ports, *here], env=environment, check=True)
             state = json.loads(Path(folder, "run", "cluster.json").read_text())
-            url = f"http://{state['http_address']}"
-            with urllib.request.urlopen(f"{url}/v1/models") as answer:
-                name = json.load(answer)["data"][0]["id"]
-            yield Served(url, name, _model_dir(state))
+            yield Served(f"http://{state['http_address']}", name, str(directory.resolve()))
         finally:
             subprocess.run([*baton, "down", *here], env=environment, check=False)
-
-
-def _model_dir(state: dict[str, Any]) -> str:
-    """The directory of the served model, which programs that make synthetic prompts read the tokenizer from."""
-    return "/tmp/smol/model"
 
 
 def _run(client: Client, served: Served) -> Result:

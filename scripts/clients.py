@@ -214,7 +214,11 @@ def _run(client: Client, served: Served) -> Result:
     _note(f"{client.name}: {time.monotonic() - started:.0f} s")
     worked = tuple(line.removeprefix(WORKS) for line in done.stdout.splitlines() if line.startswith(WORKS))
     if done.returncode or not worked:
-        return Result(client, worked, f"{_last_line(done.stderr)} (all output: {client.folder / 'output.txt'})")
+        return Result(
+            client,
+            worked,
+            f"{_last_line(done.stderr)} (all output: {(client.folder / 'output.txt').relative_to(ROOT)})",
+        )
     return Result(client, worked)
 
 

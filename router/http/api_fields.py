@@ -30,7 +30,7 @@ FIELDS: Mapping[str, str] = {
     "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
     "echo": _ONE_VALUE,
     # How tokens are drawn
-    "temperature": "How random tokens are; 0: always the most likely one. Default: 1.",
+    "temperature": "How random tokens are; 0: always the most likely one. Default: the model's own, else 1.",
     "top_p": "Only the most likely tokens with this probability together are drawn.",
     "top_k": "Only so many of the most likely tokens are drawn; -1: all.",
     "min_p": "Only tokens with at least this share of the most likely token's probability are drawn.",

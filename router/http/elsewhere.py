@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_MAX_SEGMENTS = 3
-"""The most segments that a path of the table has."""
 _TEXT_ONLY = "models of text alone are served here: send text to /v1/chat/completions"
 _EMBEDDINGS = "get vectors from /v1/embeddings and compare them: their norm is 1, so a dot product is the similarity"
-_NO_STORE = "nothing is stored here: send the requests themselves, as many at once as you like, with a low priority"
-_NO_AGENTS = "conversations are not stored here: send all messages to /v1/chat/completions"
+_NO_STORE = "files are not stored here: send the requests themselves, as many at once as you like, with a low priority"
+_NO_AGENTS = (
+    "continue a conversation by /v1/responses with previous_response_id, or send all messages to /v1/chat/completions"
+)
 _NO_TRAINING = "models are not trained here: train one elsewhere, then serve it with baton up --model DIRECTORY"
 _NO_ADAPTERS = (
     "adapters are not loaded here: merge one into the weights, then serve them with baton up --model DIRECTORY"
@@ -98,6 +98,7 @@ INSTEAD: Mapping[str, str] = {
     "/v2": "inference requests of the KServe protocol are not served; " + _COMPLETION,
 }
 """What to use instead of a path, or of any path below it. `{path}` stands for the path that was asked for."""
+_MAX_SEGMENTS = max(path.count("/") for path in INSTEAD)
 
 
 def use_instead(path: str) -> str:

@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
-from router.admission.validation import check_model, longest_answer
+from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, longest_answer
 from router.http.answers import (
     Collected,
     Events,
@@ -230,7 +230,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
             if not (prompt and (body.return_token_ids or body.truncate_prompt_tokens is not None)):
                 return prompt
             prompt = self._model.encode(prompt, special=True)
-        return truncated(prompt, body.truncate_prompt_tokens, card.max_model_len - (body.max_tokens or 1))
+        return truncated(prompt, body.truncate_prompt_tokens, _longest(card, body.max_tokens))
 
 
 class Completions(_OpenAiEndpoint):
@@ -273,8 +273,7 @@ class ChatCompletions(_OpenAiEndpoint):
         check_request_id(body.request_id, request_id)
         check_model(body.model or "", card)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        longest = card.max_model_len - (max_tokens or 1)
-        prompt = truncated(self._model.chat_prompt(body), body.truncate_prompt_tokens, longest)
+        prompt = truncated(self._model.chat_prompt(body), body.truncate_prompt_tokens, _longest(card, max_tokens))
         if max_tokens is None:
             max_tokens = longest_answer(card, len(prompt))
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
@@ -300,6 +299,11 @@ def request_id_of(scope: Scope, rng: Random) -> str:
 def part_ids(request_id: str, count: int) -> Sequence[str]:
     """The ids of the requests to the core that one call makes."""
     return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
+
+
+def _longest(card: ModelCard, max_tokens: int | None) -> int:
+    """The longest prompt beside an output of so many tokens; without a number, of as many as completions have."""
+    return card.max_model_len - (DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
 
 
 def truncated(prompt: Sequence[int], most: int | None, longest: int) -> Sequence[int]:

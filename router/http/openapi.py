@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import baton
-from baton.messages.sampling import NUMBER_RANGES
+from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.security.matrix import CallerRole, callers_of_page
 from router.http.api_fields import FIELDS
 from router.http.bodies import ChatBody, CompletionBody, EmbeddingBody, Strict, read_as
@@ -66,7 +66,7 @@ _RESPONSE = {
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 14,
     },
-    **read_as(ResponsesBody, {"input": "Hello"}).echoed(),
+    **read_as(ResponsesBody, {"input": "Hello"}).echoed(SamplingDefaults()),
     "store": True,
 }
 _STORED = "/v1/responses/{id}"

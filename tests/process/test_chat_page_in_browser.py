@@ -177,6 +177,8 @@ async def test_errors_are_shown_with_their_text(chromium: Browser) -> None:
         await page.until("!running")
         assert HOSTILE in await page.read("document.querySelector('.error').textContent")
         await page.say("b")
+        # The roles of the next conversation alternate all the same, as templates of many models demand.
+        assert await page.read("body().messages") == [{"role": "user", "content": "a\n\nb"}]
         (await page.rig.next_call()).tell(chunk(0, "x"), EngineFault("broke in the middle"))
         await page.until("!running")
         assert await page.read("turns[3].part.querySelector('.error').textContent") == "broke in the middle"

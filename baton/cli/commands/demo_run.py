@@ -97,7 +97,8 @@ def run_demo(model: Path | None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         # Set here, because a background job of a shell starts with SIGINT ignored.
         signal.signal(number, signal.default_int_handler)
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    # Without markup: a model may write brackets.
+    console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
     try:
         runs = _requests(model)
         settings = [] if model is None else ["--model", str(model)]

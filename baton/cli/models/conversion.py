@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from baton.cli.output import print_note, size
 from baton.errors import ConfigError
+
+_DONE = re.compile(r"(\d+) (\d+)\n?")
+"""What the converter writes about its progress: bytes that are done, and all bytes."""
 
 
 def convert_in_child(source: Path, directory: Path) -> None:
@@ -21,20 +26,23 @@ def convert_in_child(source: Path, directory: Path) -> None:
     command = [sys.executable, "-P", "-m", "baton.runner.model.gguf.convert", str(source), str(directory)]
     with (
         _progress() as show,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child,
+        # A file, since a child that fills a pipe which nobody reads would wait for ever.
+        tempfile.TemporaryFile("w+", errors="replace") as complaints,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as child,
     ):
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                done, _, total = line.partition(" ")
-                show(int(done), int(total))
-            _, complaint = child.communicate()
+                if found := _DONE.fullmatch(line):
+                    show(int(found[1]), int(found[2]))
+            child.wait()
         except BaseException:
             child.kill()
             raise
-    if child.returncode:
-        last = complaint.strip().splitlines()[-1:] or [f"its converter ended with {child.returncode}"]
-        raise ConfigError(last[0])
+        if child.returncode:
+            complaints.seek(0)
+            last = complaints.read().strip().splitlines()[-1:] or [f"its converter ended with {child.returncode}"]
+            raise ConfigError(last[0])
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def find_model(named: Path, environ: Mapping[str, str]) -> FoundModel | None:
         return FoundModel(
             cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch)), _as_name(str(named))
         )
-    hub = HubName.parse(str(named))
+    # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.
+    hub = None if named.is_absolute() or Path(named.parts[0]).is_dir() else HubName.parse(str(named))
     if hub is not None:
         return FoundModel(fetched_directory(hub), _as_name(hub.repository.partition("/")[2]))
     return None

@@ -39,6 +39,13 @@ class Facts:
         short = float(f"{value:.7g}")
         return short if _float32(short) == _float32(value) else float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0, as `real` gives it."""
+        value = self.real(key, default)
+        if value <= 0:
+            raise self._wrong(key, "a number above 0")
+        return value
+
     def text(self, key: str, default: str | None = None) -> str:
         """A text."""
         value = self._value(key, default)

@@ -16,10 +16,10 @@ _SAME = 1e-4
 
 def rope_parameters(facts: Facts, head_dim: int) -> dict[str, Any]:
     """The `rope_parameters` of a model; raises ConfigError for a kind of scaling that is not known."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.real(".rope.freq_base", 10_000.0)}
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.positive(".rope.freq_base", 10_000.0)}
     kind = facts.text(".rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        found |= {"rope_type": kind, "factor": facts.real(".rope.scaling.factor")}
+        found |= {"rope_type": kind, "factor": facts.positive(".rope.scaling.factor")}
     if kind == "yarn":
         found["original_max_position_embeddings"] = facts.whole(".rope.scaling.original_context_length")
     elif kind not in ("none", "linear") and (kind, facts.architecture) != ("longrope", "phi3"):
@@ -38,7 +38,7 @@ def long_rope(facts: Facts) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     found["original_max_position_embeddings"] = facts.whole(".rope.scaling.original_context_length")
     if facts.has(".rope.scaling.attn_factor"):
-        found["attention_factor"] = facts.real(".rope.scaling.attn_factor")
+        found["attention_factor"] = facts.positive(".rope.scaling.attn_factor")
     return found
 
 

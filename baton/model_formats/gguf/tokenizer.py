@@ -142,7 +142,7 @@ def _sentencepiece_parts(facts: Facts, vocabulary: Vocabulary) -> dict[str, Any]
         "model": _bpe(
             vocabulary,
             _merges_by_score(vocabulary, scores),
-            unk_token=None if unknown is None else vocabulary.texts[unknown],
+            unk_token=None if unknown is None or unknown >= len(vocabulary.texts) else vocabulary.texts[unknown],
             fuse_unk=True,
             byte_fallback=has_bytes,
         ),

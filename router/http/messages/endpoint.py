@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
-from router.admission.validation import check_model
+from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected
 from router.http.bodies import read_as
 from router.http.body import parse_json, read_body
@@ -60,7 +60,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         body = read_as(MessagesBody, found)
         prompt = _prompt(self._model, body)
         # A client that has to send max_tokens can't know what its prompt leaves, so more is no error.
-        left = max(1, card.max_model_len - len(prompt))
+        left = longest_answer(card, len(prompt))
         request = body.request(prompt, request_id, min(body.max_tokens, left))
         label = MessageLabel(request_id, card.name, body.max_tokens > left)
         return MessagesRequest(request_id, [request], bool(body.stream), 1, timeout_s, label)

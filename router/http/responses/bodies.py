@@ -14,6 +14,7 @@ from pydantic import Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_MESSAGES
+from baton.messages.sampling import SamplingDefaults
 from router.http.bodies import ANY_OBJECT, NotServed, Strict
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -50,9 +51,9 @@ def _input(value: Any) -> Sequence[Said]:
 def _said(item: Any, place: int) -> Said:
     if not isinstance(item, dict):
         raise ValueError(f"item {place} must be an object")
-    if (kind := item.get("type", "message")) != "message":
-        named = repr(kind[:40]) if isinstance(kind, str) else "another one"
-        raise ValueError(f"item {place} is of the type {named}; only items of the type 'message' are served")
+    if (kind := item.get("type")) not in (None, "message"):
+        named = f"of the type {kind[:40]!r}" if isinstance(kind, str) else "of a type that is no text"
+        raise ValueError(f"item {place} is {named}; only items of the type 'message' are served")
     _check_fields(item, _ITEM_FIELDS, f"item {place}")
     if item.get("role") not in _ROLES:
         raise ValueError(f"item {place} needs a role, one of {', '.join(_ROLES)}")
@@ -213,8 +214,8 @@ class ResponsesBody(Strict):
             cache_salt=self.cache_salt or "",
         )
 
-    def echoed(self) -> dict[str, Any]:
-        """The fields of a response that repeat the request's, with the defaults in their place."""
+    def echoed(self, defaults: SamplingDefaults) -> dict[str, Any]:
+        """The fields of a response that repeat the request's, or the defaults in their place, first the model's own."""
         wanted = self._format.as_object() if self._format is not None else {"type": "text"}
         return {
             "background": False,
@@ -228,12 +229,17 @@ class ResponsesBody(Strict):
             "reasoning": {"effort": None, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": _first(self.temperature, defaults.temperature, 1.0),
             "text": {"format": wanted, "verbosity": "medium"},
             "tool_choice": self.tool_choice or "auto",
             "tools": [],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": _first(self.top_p, defaults.top_p, 1.0),
             "truncation": "disabled",
             "user": self.user,
         }
+
+
+def _first(*numbers: float | None) -> float | None:
+    """The first number that is set."""
+    return next((number for number in numbers if number is not None), None)

@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
 from baton.messages.request_limits import MAX_MESSAGES
 from baton.security.callers import current_caller
-from router.admission.validation import check_model
+from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected
 from router.http.bodies import read_as
 from router.http.endpoints import Endpoint, EndpointRequest, Handler
@@ -87,7 +87,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         prompt = self._model.prompt(_messages(body.instructions, items))
         max_tokens = body.max_output_tokens
         if max_tokens is None:
-            max_tokens = max(1, card.max_model_len - len(prompt))
+            max_tokens = longest_answer(card, len(prompt))
         request = body.request(prompt, request_id, max_tokens)
         is_stored = self._store.is_on and body.store is not False
         draft = ResponseDraft(
@@ -95,7 +95,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             item_id=f"msg_{name}",
             created_at=int(self._clock.wall()),
             model=card.name,
-            echoed=body.echoed() | {"store": is_stored},
+            echoed=body.echoed(card.defaults) | {"store": is_stored},
             has_logprobs=request.logprobs is not None,
         )
         return ResponsesRequest(request_id, [request], bool(body.stream), 1, timeout_s, draft, items, is_stored)

@@ -7,6 +7,7 @@ response passes through the registry, so each is known to one router alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -15,7 +16,9 @@ from baton.clock import Clock
 from baton.metric import Metric
 
 _ITEM_BYTES = 512
-"""What an item takes in memory beside its text, at most."""
+"""What an item takes in memory beside its texts, at most."""
+_TEXT_BYTES = 8
+"""A reference to a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Item:
     @property
     def num_bytes(self) -> int:
         """The memory that the item takes, at most, in bytes."""
-        return _ITEM_BYTES + sum(len(text.encode(errors="surrogatepass")) for text in self.texts)
+        return _ITEM_BYTES + sum(sys.getsizeof(text) + _TEXT_BYTES for text in self.texts)
 
     def as_object(self) -> dict[str, Any]:
         """The item as OpenAI's object."""

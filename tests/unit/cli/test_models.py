@@ -247,6 +247,20 @@ def test_the_converters_reason_is_the_error(tmp_path: Path) -> None:
         convert_in_child(tmp_path / "bad.gguf", tmp_path / "made")
 
 
+def test_a_converter_that_writes_much_to_stderr_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(
+        "#!/bin/sh\nyes a warning | head -c 300000 >&2\necho 1 2\necho not a number\necho the reason >&2\nexit 78\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ConfigError, match="the reason"):
+        convert_in_child(tmp_path / "some.gguf", tmp_path)
+
+
 def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
@@ -262,6 +276,9 @@ def test_a_directory_comes_before_names_and_other_paths_stay(tmp_path: Path, mon
         (tmp_path / name).mkdir(parents=True)
         assert find_model(Path(name), {}) is None
     for name in ("nothing", "/absolute/path", "./org/other/deep", "../org/x"):
+        assert find_model(Path(name), {}) is None
+    # A mistake in a path below a folder that exists must not fetch what a stranger has put under that name.
+    for name in ("./org/modle", "org/modle"):
         assert find_model(Path(name), {}) is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 
 from baton.errors import Draining, EngineFault, InvalidRequest
 from baton.messages.generation import Chunk
-from baton.messages.sampling import TokenLogprobs
+from baton.messages.sampling import SamplingDefaults, TokenLogprobs
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
 from router.http.responses.store import StoreBounds
 from tests.support.http_client import Exchange
-from tests.support.http_rig import HttpRig, chunk, finished
+from tests.support.http_rig import CARD, HttpRig, chunk, finished
 from tests.support.router_parts import MODEL
 
 RESPONSES = "/v1/responses"
@@ -83,6 +84,19 @@ async def test_a_response_is_returned_whole() -> None:
         "truncation": "disabled",
         "user": None,
     }
+
+
+async def test_a_response_says_the_models_own_values_where_the_request_has_none() -> None:
+    rig = HttpRig(card=replace(CARD, defaults=SamplingDefaults(temperature=0.7, top_p=0.9)))
+    found = (await answered(rig, {"top_p": 0.5})).json
+    assert (found["temperature"], found["top_p"]) == (0.7, 0.5)
+
+
+async def test_the_type_of_a_message_may_be_null_and_nothing_else() -> None:
+    item = {"type": None, "role": "user", "content": "hi"}
+    assert (await answered(HttpRig(), {"input": [item]})).status == 200
+    refused = await HttpRig().post(RESPONSES, HELLO | {"input": [item | {"type": 3}]}).end()
+    assert "item 0 is of a type that is no text" in refused.json["error"]["message"]
 
 
 async def test_every_field_reaches_the_core_or_the_answer() -> None:

@@ -108,6 +108,9 @@ def test_the_memory_of_a_response_is_that_of_its_texts_and_its_object() -> None:
     stored = StoredResponse.of("r", b"x" * 50, [item, item])
     assert stored.num_bytes > 50 + 2 * 203
     assert item.text == "é" * 100 + "\n\ud800"
+    # Python keeps four bytes for each character of a text with an emoji, and some fifty for each text of its own.
+    assert Item("m", "user", ("a" * 1000 + "😀",)).num_bytes > 4000
+    assert Item("m", "user", ("abc",) * 1000).num_bytes > 50_000
 
 
 @pytest.mark.parametrize(("count", "memory"), [(0, 1000), (10, 0)])

@@ -166,6 +166,8 @@ def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "rotates only a part of each head"),
         ({"llama.rope.scaling.type": "su"}, "scales its rotary embedding by 'su'"),
         ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base is not a finite number"),
+        ({"llama.rope.freq_base": 0.0}, "llama.rope.freq_base is not a number above 0"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": -2.0}, "factor is not a number above 0"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer of kind 'bert'; gpt2 and llama are read"),
         ({"tokenizer.ggml.pre": "viking"}, "pre-tokenizer 'viking'; known ones are gpt-2"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "has 2 tokens, of which 1 differ"),

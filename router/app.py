@@ -445,6 +445,7 @@ def _card_without_nodes(config: RouterConfig) -> ModelCard:
         files.vocab_size,
         bool(files.eos_token_ids),
         defaults=read_sampling_defaults(config.model) if from_model else SamplingDefaults(),
+        permits_extra_keys=config.json_extra_keys == "allow",
     )
 
 

@@ -277,7 +277,7 @@ class Dispatcher:
         encode = self._codec.encode if self._codec is not None else None
         card = self._card()
         args = raw, card, encode, self._rng, self._limits.min_priority
-        if raw.prompt is not None and len(raw.prompt) > self._limits.thread_text_chars:
+        if len(raw.prompt or ()) + len(raw.json_schema or "") > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:
             request = validate(*args)

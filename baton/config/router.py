@@ -43,6 +43,11 @@ class RouterSettings(ClusterSettings):
         description="Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request does not "
         "set them: from the model's generation_config.json (auto), or they are off and the temperature is 1 (none).",
     )
+    json_extra_keys: Literal["forbid", "allow"] = Field(
+        "forbid",
+        description="Whether answers may have keys that a JSON schema does not list, where the schema says nothing "
+        "about them (additionalProperties); models that may add keys tend not to end.",
+    )
     max_local_prefill_tokens: CountOrZero = Field(
         512,
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "

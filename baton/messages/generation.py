@@ -157,3 +157,5 @@ class ModelCard:
     empty: the router has seen no node."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """What a request samples with if it does not say. HTTP clients see it in /v1/models."""
+    permits_extra_keys: bool = False
+    """Whether a JSON schema that says nothing of further keys permits them. Not sent to clients."""

@@ -41,7 +41,7 @@ def check_json_schema(text: str) -> None:
 
     Takes 0.5 to 250 ms for schemas that people write, and any time and memory for others: call `SchemaSandbox.check`.
     """
-    _check_json(text)
+    parse_schema(text)
     matcher = compile_schema(text, _byte_tokenizer())
     # Some schemas turn out to be too complex only when masks are computed.
     for _ in range(_FIRST_BYTES):
@@ -88,7 +88,8 @@ def _byte_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte", slices=LLTokenizer.json_slices())
 
 
-def _check_json(text: str) -> None:
+def parse_schema(text: str) -> dict[str, Any]:
+    """The schema as a dictionary; raises InvalidRequest for text that is no JSON object, too large or too deep."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
@@ -112,6 +113,7 @@ def _check_json(text: str) -> None:
         raise InvalidRequest(FIELD, "must be a JSON object")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise too_deep
+    return schema
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from baton.messages.sampling import (
     RepetitionDetection,
     SamplingParams,
 )
+from baton.text.closed_objects import without_extra_keys
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from router.admission.request import ValidRequest
 
@@ -271,6 +272,9 @@ def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *
         if getattr(sampling, field):
             raise InvalidRequest(field, "does not go with json_schema")
     _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
+    if not card.permits_extra_keys:
+        json_schema = without_extra_keys(json_schema)
+        _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
     return replace(sampling, json_schema=json_schema)
 
 

@@ -93,6 +93,14 @@ def test_a_json_schema_is_validated() -> None:
         validate(GenerateRequest([1], json_schema="{}"), endless, encode, Random(1))
 
 
+def test_keys_that_a_schema_does_not_list_are_forbidden_unless_the_operator_allows_them() -> None:
+    request = GenerateRequest([1], json_schema='{"properties": {"a": {}}}')
+    closed = validate(request, CARD, encode, Random(1)).sampling_params.json_schema
+    assert closed == '{"properties":{"a":{}},"additionalProperties":false}'
+    as_sent = validate(request, replace(CARD, permits_extra_keys=True), encode, Random(1)).sampling_params.json_schema
+    assert as_sent == request.json_schema
+
+
 def test_n_and_best_of_are_validated() -> None:
     assert (check().sampling_params.n, check().num_returned) == (1, 1)
     plain = check(n=8)

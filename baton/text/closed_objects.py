@@ -61,8 +61,8 @@ def _below(node: Node, root: Node, is_open: bool) -> Iterator[tuple[Any, bool]]:
             yield from ((member, is_open or is_shared or (name == "allOf" and len(members) > 1)) for member in members)
     for name in _ALWAYS_BESIDE:
         found = node.get(name)
-        is_named = name == "dependentSchemas" and isinstance(found, dict)
-        yield from ((one, True) for one in (found.values() if is_named else [found]))
+        by_name = name == "dependentSchemas" and isinstance(found, dict)
+        yield from ((one, True) for one in (dict(found or {}).values() if by_name else [found]))
     # What is below a value to which several schemas apply may have several, too.
     stays_open = is_open or bool(beside) or any(name in node for name in _ALWAYS_BESIDE)
     for name in _NAMED_CHILDREN:

@@ -36,12 +36,12 @@ parsed = client.chat.completions.parse(
 assert isinstance(parsed.choices[0].message.parsed, City)
 print("works: structured answers (response_format of a pydantic model)")
 
-response = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=20)
+response = client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=80, temperature=0)
 follow_up = client.responses.create(
-    model=MODEL, input="Another one.", previous_response_id=response.id, max_output_tokens=20
+    model=MODEL, input="Another one.", previous_response_id=response.id, max_output_tokens=80, temperature=0
 )
 assert response.output_text and follow_up.output_text
-with client.responses.stream(model=MODEL, input="Name a colour.", max_output_tokens=20) as stream:
+with client.responses.stream(model=MODEL, input="Name a colour.", max_output_tokens=80, temperature=0) as stream:
     text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     assert text == stream.get_final_response().output_text
 print("works: responses, whole, continued and streamed")

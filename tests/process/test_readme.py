@@ -15,7 +15,7 @@ from tests.process.test_foreground import assert_grpcurl_works
 
 ELSEWHERE = {
     "./scripts/demo --model smollm2": "it fetches a model; test_gguf_model.py runs it with a tiny one",
-    ".venv/bin/baton up --model smollm2 --dtype float32": "tests/oracle/test_smollm2.py asks this model",
+    ".venv/bin/baton up --model smollm2": "tests/oracle/test_smollm2.py asks this model",
     ".venv/bin/baton chat --temperature 0": "test_gguf_model.py chats with a tiny model",
     "./scripts/test": "this is one of its tests",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "tests use no network",

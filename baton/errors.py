@@ -38,8 +38,6 @@ class ExitCode(enum.IntEnum):
     UNAUTHORISED = 4
     UNREACHABLE = 5
     TIMEOUT = 6
-    BAD_USAGE = 64
-    IO_ERROR = 74
     BAD_CONFIG = 78
     INTERRUPTED = 130
 
@@ -262,7 +260,7 @@ class UsageError(BatonError):
     """A command line has invalid or contradictory arguments."""
 
     status = Status.INVALID_ARGUMENT
-    exit_code = ExitCode.BAD_USAGE
+    exit_code = ExitCode.USAGE
 
 
 class Unreachable(BatonError):

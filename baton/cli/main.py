@@ -57,9 +57,7 @@ _COMMANDS = {
     ),
     "version": ("baton.cli.commands.version", "Print the version."),
 }
-_PROCESSES = frozenset({"up", "node", "router"})
-"""Commands that run as processes, which end with the exit codes of sysexits.h."""
-_WITHOUT_ACCESS = _PROCESSES.union(
+_WITHOUT_ACCESS = frozenset(("up", "node", "router")).union(
     ("bench", "certs", "completion", "config", "demo", "doctor", "down", "keys", "logs", "simulate", "version")
 )
 """Commands that call no cluster, and so take no API key or certificate."""
@@ -73,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         words[0] = "version"
     command = next((word for word in words if not word.startswith("-")), "")
-    is_process = command in _PROCESSES
     try:
         code = _run(words, command)
         sys.stdout.flush()
@@ -84,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except _BadUsage as error:
         _explain_usage(error)
-        return int(ExitCode.BAD_USAGE if is_process else ExitCode.USAGE)
+        return int(ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
@@ -94,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         _print_error(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-        return int(ExitCode.IO_ERROR if is_process else ExitCode.FAILED)
+        return int(ExitCode.FAILED)
 
 
 def _run(words: list[str], command: str) -> int:

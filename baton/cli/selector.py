@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.usage import ClientUsageError
+from baton.errors import UsageError
 from baton.messages.cluster import NodeStatus
 
 _KEYS = ("name", "role", "status", "model")
@@ -21,11 +21,11 @@ SelectorOption = Annotated[
 
 
 def parse_selector(text: str) -> dict[str, str]:
-    """The wanted value of each key. Raises ClientUsageError for keys that no node has."""
+    """The wanted value of each key. Raises UsageError for keys that no node has."""
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     for key, mark, _ in pairs:
         if not mark or key not in _KEYS:
-            raise ClientUsageError(f"-l {text}: use name=, role=, status= or model=, separated by commas")
+            raise UsageError(f"-l {text}: use name=, role=, status= or model=, separated by commas")
     return {key: value for key, _, value in pairs}
 
 

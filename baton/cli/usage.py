@@ -1,18 +1,9 @@
-"""Wrong command lines: the error of client commands, with exit code 2 as other shell tools have it, and suggestions."""
+"""Suggests what was probably meant by a wrong command line."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
-
-from baton.errors import ExitCode, UsageError
-
-
-class ClientUsageError(UsageError):
-    """A client command has options or arguments that are wrong or do not go together."""
-
-    exit_code = ExitCode.USAGE
-
 
 _OTHER_NAMES = {"serve": "up", "start": "up", "run": "up", "launch": "up", "stop": "down", "ps": "status", "ls": "get"}
 """Our names of commands that other programs call otherwise, and whose spelling is not alike."""

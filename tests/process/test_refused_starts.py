@@ -12,7 +12,7 @@ import pytest
 
 from tests.process.shell import Shell, refusal
 
-BAD_USAGE, BAD_CONFIG = 64, 78
+USAGE, BAD_CONFIG = 2, 78
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def assert_nothing_started(shell: Shell, run_dir: Path) -> None:
     ("words", "code", "said"),
     [
         (["--model", "/nowhere"], BAD_CONFIG, "model directory /nowhere does not exist; name a directory with"),
-        (["--dtype", "float16"], BAD_USAGE, "dtype 'float16' from --dtype: Input should be 'auto', 'float32' or"),
-        (["--prefil", "2"], BAD_USAGE, "No such option: --prefil. Did you mean '--prefill'? See `baton up -h`"),
-        (["extra"], BAD_USAGE, "unexpected extra argument(s) (extra): see `baton up -h`"),
-        (["--decode", "0"], BAD_USAGE, "decode '0' from --decode"),
-        (["--threads", "many"], BAD_USAGE, "threads 'many' from --threads"),
-        (["-o", "xml"], BAD_USAGE, "'xml' is not one of 'text', 'json', 'yaml'"),
-        (["--run-dir", ""], BAD_USAGE, "--run-dir"),
+        (["--dtype", "float16"], USAGE, "dtype 'float16' from --dtype: Input should be 'auto', 'float32' or"),
+        (["--prefil", "2"], USAGE, "No such option: --prefil. Did you mean '--prefill'? See `baton up -h`"),
+        (["extra"], USAGE, "unexpected extra argument(s) (extra): see `baton up -h`"),
+        (["--decode", "0"], USAGE, "decode '0' from --decode"),
+        (["--threads", "many"], USAGE, "threads 'many' from --threads"),
+        (["-o", "xml"], USAGE, "'xml' is not one of 'text', 'json', 'yaml'"),
+        (["--run-dir", ""], USAGE, "--run-dir"),
         (["--host", "192.0.2.1", "--grpc-port", "50051", "--insecure"], BAD_CONFIG, "can't listen on 192.0.2.1:50051"),
         (
             ["--host", "0.0.0.0"],

@@ -21,8 +21,8 @@ from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.bench.validate import validate
 from baton.cli.output import Format, print_json, print_table, print_yaml
-from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
+from baton.errors import UsageError
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -63,7 +63,7 @@ def handoff(
 ) -> None:
     """Measure a hand-off between two nodes, and compare it with a single engine and with bare NIXL reads."""
     if model is not None and shape:
-        raise ClientUsageError("--model and --shape exclude each other")
+        raise UsageError("--model and --shape exclude each other")
     from baton.bench.micro.shapes import shape_dir
     from baton.bench.results.host import set_compute_threads
 

@@ -13,9 +13,8 @@ import typer
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import slo_of, usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
-from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
-from baton.errors import Cancelled, ExitCode
+from baton.errors import Cancelled, ExitCode, UsageError
 
 if TYPE_CHECKING:
     from baton.bench.compare.interleaved import CompareConfig
@@ -84,7 +83,7 @@ def compare(
     machine with a core for every node.
     """
     if model is not None and shape:
-        raise ClientUsageError("--model and --shape exclude each other")
+        raise UsageError("--model and --shape exclude each other")
     from baton.bench.arrangement import chosen
     from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import compare as run_comparison

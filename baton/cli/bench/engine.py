@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
-from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
+from baton.errors import UsageError
 
 if TYPE_CHECKING:
     from baton.bench.micro.engine import EngineReport
@@ -35,7 +35,7 @@ def engine(
     before and after each prompt. Run it on an otherwise idle machine.
     """
     if model is not None and shape:
-        raise ClientUsageError("--model and --shape exclude each other")
+        raise UsageError("--model and --shape exclude each other")
     from baton.bench.micro.shapes import shape_dir
     from baton.bench.results.host import set_compute_threads, usable_cores
 

@@ -15,9 +15,8 @@ from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
-from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
-from baton.errors import Unreachable
+from baton.errors import Unreachable, UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
 if TYPE_CHECKING:
@@ -132,11 +131,11 @@ def nodes(
 def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:
     """Raises a usage error for flags that exclude each other."""
     if shape and model is not None:
-        raise ClientUsageError("--model and --shape exclude each other")
+        raise UsageError("--model and --shape exclude each other")
     if (shape or model is not None) and not start:
-        raise ClientUsageError("--model and --shape need --start")
+        raise UsageError("--model and --shape need --start")
     if sum(map(bool, (start, registry, run_dir))) > 1:
-        raise ClientUsageError("--start, --registry and --run-dir exclude each other")
+        raise UsageError("--start, --registry and --run-dir exclude each other")
 
 
 @contextmanager

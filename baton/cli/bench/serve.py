@@ -16,8 +16,7 @@ import typer
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
-from baton.cli.usage import ClientUsageError
-from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable
+from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable, UsageError
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
@@ -268,15 +267,15 @@ def _locate_endpoint(
     default_path = {Backend.OPENAI: "/v1/completions", Backend.OPENAI_CHAT: "/v1/chat/completions"}.get(backend, "")
     if base_url:
         if backend is Backend.BATON:
-            raise ClientUsageError("--base-url needs an OpenAI endpoint: add --backend openai")
+            raise UsageError("--base-url needs an OpenAI endpoint: add --backend openai")
         url = urlsplit(base_url if "//" in base_url else f"//{base_url}")
         if url.path.strip("/") not in ("", "v1"):  # OpenAI's own clients expect the v1 there
-            raise ClientUsageError(f"--base-url has the path {url.path!r}; give the path with --endpoint")
+            raise UsageError(f"--base-url has the path {url.path!r}; give the path with --endpoint")
         is_tls = url.scheme == "https"
         try:
             found = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
         except ValueError as error:
-            raise ClientUsageError(f"--base-url: {error}") from None
+            raise UsageError(f"--base-url: {error}") from None
         return found, endpoint or default_path, is_tls
     if host or port:
         default_port = 50051 if backend is Backend.BATON else 8000
@@ -297,7 +296,7 @@ def _probed(target: Target, workload: WorkloadSpec) -> Target:
     limit = served.max_model_len
     asked = workload.random_input_len + workload.random_output_len
     if workload.dataset == "random" and limit is not None and asked > limit:
-        raise ClientUsageError(
+        raise UsageError(
             f"{target.address} takes at most {limit} tokens, prompt and output together; the workload has {asked}: "
             "lower --random-input-len or --random-output-len"
         )
@@ -321,7 +320,7 @@ def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
     from baton.bench.results.slo import Slo
 
     if more and not goodput:
-        raise ClientUsageError(f"unexpected argument {more[0]!r}; limits of an SLO follow --goodput")
+        raise UsageError(f"unexpected argument {more[0]!r}; limits of an SLO follow --goodput")
     with usage_errors():
         return Slo.parse([word for words in (*(goodput or ()), *(more or ())) for word in words.split()])
 
@@ -332,9 +331,9 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise ClientUsageError(str(error)) from None
+        raise UsageError(str(error)) from None
     except OSError as error:
-        raise ClientUsageError(f"{error.filename}: {error.strerror}") from None
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
 
 
 def _percentiles(text: str) -> list[float]:

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.output import print_text
-from baton.cli.usage import ClientUsageError
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UsageError
 from baton.security.access import DEFAULT_CLUSTER
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -53,7 +52,7 @@ def init(
         raise ConfigError("the package cryptography is not installed: pip install 'baton-serve[certs]'") from None
     named = [host.strip() for host in hosts.split(",") if host.strip()]
     if hosts and not named:
-        raise ClientUsageError("--hosts is empty: give names or addresses separated by commas")
+        raise UsageError("--hosts is empty: give names or addresses separated by commas")
     every = list(dict.fromkeys([*_LOCAL, socket.gethostname(), *named]))
     for path in make_certificates(directory, cluster, every, days, datetime.datetime.now(datetime.UTC)):
         print_text(str(path))

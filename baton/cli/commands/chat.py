@@ -211,7 +211,7 @@ def _run_in_terminal(session: Session) -> None:
 
 
 def _endpoints(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Endpoint]:
-    """The HTTP addresses of all routers of one cluster. Raises Unreachable or ClientUsageError."""
+    """The HTTP addresses of all routers of one cluster. Raises Unreachable or UsageError."""
     from baton.cli.commands.chat_stream import Endpoint
 
     if urls:

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from baton.cli.usage import ClientUsageError
 from baton.client.continuation import CallKind, Continuation
 from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import (
@@ -34,6 +33,7 @@ from baton.errors import (
     Unauthenticated,
     UnknownModel,
     Unreachable,
+    UsageError,
 )
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path
 from baton.messages.ids import new_request_id
@@ -69,14 +69,14 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """The endpoint of an HTTP URL. Raises ClientUsageError for other text."""
+        """The endpoint of an HTTP URL. Raises UsageError for other text."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ClientUsageError(f"--url {url}: {error}") from None
+            raise UsageError(f"--url {url}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ClientUsageError(f"--url {url}: use http://HOST:PORT or https://HOST:PORT")
+            raise UsageError(f"--url {url}: use http://HOST:PORT or https://HOST:PORT")
         is_tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if is_tls else 80), is_tls, path)

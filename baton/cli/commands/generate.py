@@ -14,8 +14,7 @@ import typer
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster
-from baton.cli.usage import ClientUsageError
-from baton.errors import BatonError, Unreachable
+from baton.errors import BatonError, Unreachable, UsageError
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
 _RETRY_BUDGET_S = 20.0
@@ -237,12 +236,12 @@ def cluster_end_check(run_dir: Path | None) -> Callable[[], bool]:
 
 def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
     if (text is None) == (token_ids is None):
-        raise ClientUsageError("give either a PROMPT or --token-ids")
+        raise UsageError("give either a PROMPT or --token-ids")
     if text is not None:
         return sys.stdin.read() if text == "-" else text
     words = [word for word in re.split(r"[\s,]+", token_ids or "") if word]
     if not all(word.isdigit() for word in words):
-        raise ClientUsageError("--token-ids: use numbers separated by commas, such as 1,2,3")
+        raise UsageError("--token-ids: use numbers separated by commas, such as 1,2,3")
     return [int(word) for word in words]
 
 
@@ -252,7 +251,7 @@ def _json_schema(text: str | None) -> str | None:
     try:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ClientUsageError(f"--json-schema: {text[1:]} can't be read ({error})") from None
+        raise UsageError(f"--json-schema: {text[1:]} can't be read ({error})") from None
 
 
 def _collect(events: Iterator[GenerateEvent], *, show: bool) -> Answer:

@@ -13,10 +13,10 @@ from baton.cli.commands.requests import requests
 from baton.cli.output import ListFormat, duration, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import OperatorAddressOption, RunDirOption
-from baton.cli.usage import ClientUsageError
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
+from baton.errors import UsageError
 from baton.messages.cluster import NodeStatus
 
 _COLUMNS = ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
@@ -64,7 +64,7 @@ def nodes(
     """List the nodes and routers of the cluster. With -w, JSON is one document a line."""
     wanted = parse_selector(selector)
     if sort_by not in _SORTS:
-        raise ClientUsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}{did_you_mean(sort_by, _SORTS)}")
+        raise UsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}{did_you_mean(sort_by, _SORTS)}")
     wide = output is ListFormat.WIDE
     columns = _COLUMNS + (_WIDE if wide else [])
 

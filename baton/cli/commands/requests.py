@@ -22,10 +22,9 @@ from baton.cli.output import (
     size,
 )
 from baton.cli.target import OperatorAddressOption, RunDirOption
-from baton.cli.usage import ClientUsageError
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
-from baton.errors import RequestNotFound
+from baton.errors import RequestNotFound, UsageError
 
 if TYPE_CHECKING:
     from baton.client import OperatorClient
@@ -58,7 +57,7 @@ def requests(
     before are left out.
     """
     if sort_by not in _SORTS:
-        raise ClientUsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}")
+        raise UsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}")
     wide = output is ListFormat.WIDE
     columns = _COLUMNS + (_WIDE if wide else [])
 

@@ -14,10 +14,9 @@ from baton.cli.output import VERSION, Format, fine_duration, print_json, print_t
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine
 from baton.cli.target import OperatorAddressOption, RunDirOption
-from baton.cli.usage import ClientUsageError
 from baton.cli.views.cluster_view import view_cluster
 from baton.did_you_mean import did_you_mean
-from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable
+from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable, UsageError
 from baton.messages.cluster import NodeStatus
 
 _SIMPLE_CONDITIONS = ("ready", "idle", "cordoned", "drained", "gone")
@@ -52,14 +51,14 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """The condition of --for. Raises ClientUsageError for an unknown one."""
+    """The condition of --for. Raises UsageError for an unknown one."""
     word, _, value = text.partition("=")
     if word == "role" and value in _ROLES:
         return Condition(word, value)
     if text in _SIMPLE_CONDITIONS:
         return Condition(text)
     known = (*_SIMPLE_CONDITIONS, *(f"role={role}" for role in _ROLES))
-    raise ClientUsageError(f"--for {text}: there is no such condition{did_you_mean(text, known)}")
+    raise UsageError(f"--for {text}: there is no such condition{did_you_mean(text, known)}")
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

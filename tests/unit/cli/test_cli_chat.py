@@ -14,7 +14,6 @@ import pytest
 
 from baton.cli.commands.chat_stream import ChatClient, Endpoint, EventReader, error_from_object, error_from_response
 from baton.cli.main import main
-from baton.cli.usage import ClientUsageError
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -24,6 +23,7 @@ from baton.errors import (
     Unauthenticated,
     UnknownModel,
     Unreachable,
+    UsageError,
 )
 from baton.messages.generation import Chunk, Finished
 from baton.security.access import Access
@@ -162,7 +162,7 @@ def test_endpoints_are_parsed_from_urls() -> None:
     assert Endpoint.parse("https://h/v1") == Endpoint("h", 443, True)
     assert str(Endpoint.parse("http://[::1]:80/x/")) == "http://[::1]:80/x"
     for url in ("h:80", "ftp://h", "http://", "http://h:port"):
-        with pytest.raises(ClientUsageError, match="--url"):
+        with pytest.raises(UsageError, match="--url"):
             Endpoint.parse(url)
 
 

@@ -59,15 +59,15 @@ def taken_port() -> Callable[[], int]:
         (["get", "serve"], 2, "No such command 'serve'"),
         (["generate", "x", "--temp", "1"], 2, "No such option: --temp. Did you mean '--temperature'?"),
         (["down"], 0, ""),
-        (["up", "--prefil", "1"], 64, "--prefill"),
-        (["up", "--decode", "0"], 64, "decode '0' from --decode"),
+        (["up", "--prefil", "1"], 2, "--prefill"),
+        (["up", "--decode", "0"], 2, "decode '0' from --decode"),
         (["up", "--model", "/nowhere"], 78, "model directory /nowhere does not exist"),
         (["up", "--registry", "localhost"], 78, "use redis:// or rediss:// or unix://"),
         (["up", "--registry", "redis://127.0.0.1:1"], 78, "does not answer"),
         (["up", "--config", "missing.toml"], 78, "missing.toml does not exist"),
-        (["node", "--role", "prefill"], 64, "--registry is required"),
-        (["node", "--registry", "redis://x"], 64, "--role is required"),
-        (["router"], 64, "--registry is required"),
+        (["node", "--role", "prefill"], 2, "--registry is required"),
+        (["node", "--registry", "redis://x"], 2, "--role is required"),
+        (["router"], 2, "--registry is required"),
     ],
 )
 def test_exit_codes_and_messages(
@@ -83,6 +83,14 @@ def test_exit_codes_and_messages(
         assert err.startswith("baton: ")
         assert err.count("\n") == 1
     assert not list((tmp_path / "run").glob("*.json")), "something was started"
+
+
+@pytest.mark.parametrize("name", sorted(command.command_tree().commands))
+def test_a_wrong_flag_ends_every_subcommand_with_the_same_code(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main([name, "--no-such-flag"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("baton: No such option: --no-such-flag")
 
 
 def test_a_port_in_use_is_named(taken_port: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,7 @@ import pytest
 from baton.cli.commands.drain import remaining_work
 from baton.cli.commands.events import event_row
 from baton.cli.commands.wait import nodes_by_name, parse_condition
-from baton.cli.usage import ClientUsageError
-from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
+from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable, UsageError
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription, Role
@@ -352,7 +351,7 @@ def test_conditions_of_wait(condition: str, changes: dict[str, object], holds: b
 
 @pytest.mark.parametrize("text", ["", "redy", "role", "role=router", "ready=1"])
 def test_an_unknown_condition_is_refused(text: str) -> None:
-    with pytest.raises(ClientUsageError, match="there is no such condition"):
+    with pytest.raises(UsageError, match="there is no such condition"):
         parse_condition(text)
 
 

@@ -115,8 +115,8 @@ User={user}
 ExecStart={_line(command)}
 {environment}Restart=on-failure
 RestartSec=1
-# An invalid command line (exit code 64) does not become valid by a restart.
-RestartPreventExitStatus=64
+# An invalid command line (exit code 2) does not become valid by a restart.
+RestartPreventExitStatus=2
 # Loading a model can take any time.
 TimeoutStartSec=infinity
 # The process drains after SIGTERM, and is killed if it has not ended after TimeoutStopSec.

@@ -38,9 +38,7 @@ class StartFailed(BatonError):
 
     def __init__(self, name: str, reason: str, exit_code: int, log: Path) -> None:
         super().__init__(f"{name} did not start: {reason} (log: {log})")
-        self.exit_code = (
-            ExitCode(exit_code) if exit_code in {ExitCode.BAD_USAGE, ExitCode.BAD_CONFIG} else ExitCode.FAILED
-        )
+        self.exit_code = ExitCode(exit_code) if exit_code in {ExitCode.USAGE, ExitCode.BAD_CONFIG} else ExitCode.FAILED
 
 
 @dataclass(frozen=True, slots=True)

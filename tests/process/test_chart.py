@@ -50,7 +50,13 @@ SPECIAL: dict[str, Any] = {
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
     "topologySpreadConstraints": [
-        {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+        {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"},
+        {
+            "maxSkew": 1,
+            "topologyKey": "rack",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"team": "llm"}},
+        },
     ],
 }
 CASES: dict[str, dict[str, Any]] = {
@@ -145,8 +151,26 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "a route without a gateway": {**OPEN, "gateway": {"enabled": True}},
+    "a route for HTTP alone": {**OPEN, "gateway": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+    "two routes for all hosts": {
+        **OPEN,
+        "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], "grpcHostnames": ["grpc.example.com"]},
+    },
+    "two routes for a host": {
+        **OPEN,
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "public"}],
+            "hostnames": ["a.example.com", "b.example.com"],
+            "grpcHostnames": ["b.example.com"],
+        },
+    },
     "an ingress without a host": {**OPEN, "ingress": {"enabled": True}},
+    "the longest name": {**OPEN, "serviceMonitor": {"enabled": True}},
+    "a long name": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}},
 }
+NAMES = {"the longest name": "r" * 41, "a long name": "r" * 39}
+"""The releases' names in some cases."""
 REFUSED = {
     "no protection": "tls.existingSecret",
     "no keys": "apiKeys.existingSecret",
@@ -164,6 +188,9 @@ REFUSED = {
     "fewest above most": "prefill.autoscaling.minReplicas",
     "scaled by nothing": "prefill.autoscaling.metrics",
     "a route without a gateway": "gateway.parentRefs",
+    "two routes for all hosts": "gateway.hostnames",
+    "two routes for a host": "b.example.com is in gateway.hostnames, too",
+    "a long name": "at most 44 characters",
     "an ingress without a host": "ingress.host",
 }
 WRONG_ROUTE: dict[str, Any] = {
@@ -185,7 +212,9 @@ def answers() -> dict[str, Any]:
     composed = compose_files(EMITTED, emitted_processes(EMITTED, None), "")["compose.yaml"]
     asked = {
         "chart": str(CHART),
-        "cases": [{"values": values, "versions": VERSIONS} for values in CASES.values()],
+        "cases": [
+            {"name": NAMES.get(case, "demo"), "values": values, "versions": VERSIONS} for case, values in CASES.items()
+        ],
         "compose": [
             without_name((ROOT / "deploy/compose.yaml").read_text()),
             without_name(composed),
@@ -317,7 +346,7 @@ def test_every_pod_matches_its_service_disruption_budget_and_network_policy(answ
         for kind, selector in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
             chosen = one(found, kind, f"-{role}")["spec"][selector]["matchLabels"]
             assert [name for name, own in labels.items() if chosen.items() <= own.items()] == [role]
-    for end, role in (("baton", "router"), ("-routers", "router"), ("-redis", "redis"), ("-decode", "decode")):
+    for end, role in (("baton", "router"), ("-routers", "router"), ("-redis", "redis"), ("-decode-metrics", "decode")):
         chosen = one(found, "Service", end)["spec"]["selector"]
         assert [name for name, own in labels.items() if chosen.items() <= own.items()] == [role]
 
@@ -412,6 +441,17 @@ def test_routes_and_ingresses_lead_to_the_public_ports_of_the_service(answers: d
         assert entry["tls"] == [{"hosts": [host], "secretName": "public-tls"}]
 
 
+def test_a_gateway_gets_no_second_route_for_the_same_hosts(answers: dict[str, Any]) -> None:
+    assert "GRPCRoute" not in {each["kind"] for each in objects(answers, "a route for HTTP alone")}
+
+
+def test_names_of_services_are_short_enough_and_not_those_of_a_leader_worker_set(answers: dict[str, Any]) -> None:
+    found = objects(answers, "the longest name")
+    services = {each["metadata"]["name"] for each in found if each["kind"] == "Service"}
+    assert max(map(len, services)) == 63
+    assert not [name for name in services if name.endswith(("-prefill", "-decode"))]
+
+
 def test_the_rules_and_the_dashboard_of_the_repository_are_in_the_chart(answers: dict[str, Any]) -> None:
     found = objects(answers, "open to clients")
     (rules,) = [each["spec"] for each in found if each["kind"] == "PrometheusRule"]
@@ -464,8 +504,9 @@ def test_pods_get_what_the_values_add_to_them(answers: dict[str, Any], role: str
     assert SPECIAL["extraVolumeMounts"][0] in container["volumeMounts"]
     for name in ("initContainers", "priorityClassName", "runtimeClassName", "nodeSelector", "tolerations", "affinity"):
         assert pod[name] == SPECIAL[name]
-    (spread,) = pod["topologySpreadConstraints"]
+    spread, chosen = pod["topologySpreadConstraints"]
     assert spread["topologyKey"] == "topology.kubernetes.io/zone"
+    assert chosen == SPECIAL["topologySpreadConstraints"][1], "a constraint may count pods of several roles"
     labels = template["metadata"]["labels"]
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
     assert (labels["team"], labels["app.kubernetes.io/component"]) == ("llm", role)

@@ -2,7 +2,7 @@
 
 It is run as a program, by a Python that has helm_python and kubernetes_validate.
 
-Standard input: {"chart": DIR, "cases": [{"values", "versions": [...]}], "compose": [...], "custom": OBJECT}.
+Standard input: {"chart": DIR, "cases": [{"name", "values", "versions": [...]}], "compose": [...], "custom": OBJECT}.
 
 Standard output: "cases", each {"error": why it does not render} or {"objects": [...], "complaints": [...]}; "lint";
 "compose", the errors of each; "custom", the errors of this object of a custom kind; "packaged", the texts of the files
@@ -58,7 +58,7 @@ def main() -> None:
 def answer(chart: Any, case: dict[str, Any]) -> dict[str, Any]:
     try:
         chart.validate_schema(case["values"])
-        rendered = chart.render(case["values"], name="demo", namespace="prod")
+        rendered = chart.render(case["values"], name=case["name"], namespace="prod")
     except helm_python.HelmError as error:
         return {"error": str(error)}
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]

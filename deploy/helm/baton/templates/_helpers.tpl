@@ -18,6 +18,9 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 
 {{- /* Nobody starts a cluster that is open to its whole network without having said so. */}}
 {{- define "baton.checkProtection" -}}
+{{- /* A name of a Service has at most 63 characters, and a StatefulSet's, such as a LeaderWorkerSet makes, at most 52. */}}
+{{- $longest := ternary 47 44 (eq .Values.nodes.kind "Deployment") }}
+{{- if gt (len (include "baton.name" .)) $longest }}{{ fail (printf "%s is too long for the names of Services and pods: choose a release name with which it has at most %d characters" (include "baton.name" .) $longest) }}{{ end }}
 {{- if not .Values.insecure }}
 {{- if not .Values.tls.existingSecret }}{{ fail "tls.existingSecret: name a secret with the files of `baton certs init`, or say insecure: true if this network is trusted" }}{{ end }}
 {{- if not .Values.apiKeys.existingSecret }}{{ fail "apiKeys.existingSecret: name a secret with the file of `baton keys add`, or say insecure: true if this network is trusted" }}{{ end }}
@@ -32,7 +35,14 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 {{- end }}
 {{- end }}
-{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) }}{{ fail "gateway.parentRefs: name the gateway that is to serve the routes" }}{{ end }}
+{{- if .Values.gateway.enabled }}
+{{- if not .Values.gateway.parentRefs }}{{ fail "gateway.parentRefs: name the gateway that is to serve the routes" }}{{ end }}
+{{- if .Values.gateway.grpcHostnames }}
+{{- /* A gateway accepts only one of two routes of different kinds that share a host (GRPCRoute's `hostnames`). */}}
+{{- if not .Values.gateway.hostnames }}{{ fail "gateway.hostnames: name the hosts of the HTTPRoute, since the GRPCRoute needs others" }}{{ end }}
+{{- range .Values.gateway.grpcHostnames }}{{ if has . $.Values.gateway.hostnames }}{{ fail (printf "gateway.grpcHostnames: %s is in gateway.hostnames, too; gRPC needs a host of its own" .) }}{{ end }}{{ end }}
+{{- end }}
+{{- end }}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) (not .Values.ingress.grpcHost) }}{{ fail "ingress.host, ingress.grpcHost: name the host of at least one Ingress" }}{{ end }}
 {{- if and .Values.model.volume (not .Values.model.path) }}{{ fail "model.path: say where model.volume is to be mounted" }}{{ end }}
 {{- end }}
@@ -224,7 +234,7 @@ affinity:
 topologySpreadConstraints:
   {{- $selector := dict "labelSelector" (dict "matchLabels" (include "baton.selector" $ | fromYaml)) }}
   {{- range . }}
-  - {{- toYaml (merge (deepCopy .) $selector) | nindent 4 }}
+  - {{- toYaml (hasKey . "labelSelector" | ternary . (merge (deepCopy .) $selector)) | nindent 4 }}
   {{- end }}
 {{- end }}
 {{- end }}

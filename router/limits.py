@@ -37,7 +37,7 @@ class DispatchLimits:
     max_tokenizing: int = 64
     """The most long requests that may wait for a thread that parses, renders and tokenizes them."""
     max_backlog_tokens: int = 256
-    """A client that has left more tokens unread is a slow reader."""
+    """A client that has left more tokens of each sequence unread is a slow reader."""
     stall_s: float = 30.0
     """How long a client may be a slow reader before its request is ended."""
     min_priority: int = MIN_PRIORITY

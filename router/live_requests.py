@@ -499,15 +499,20 @@ class LiveRequests:
         active.queue.put_all(events)
         if active.stall_timer is not None:
             self.stop_stall_timer_if_read(active)
-        elif active.queue.backlog > self._limits.max_backlog_tokens:
+        elif self._is_behind(active):
             until = self._timers.monotonic() + self._limits.stall_s
             active.stall_timer = self._timers.call_at(until, lambda: self._on_stall(active))
         found = active.answer.stop_string_found(sequence_index) if active.answer.has_stop_strings else None
         return () if found is None else active.flight.handle(StopStringFound(found, sequence_index))
 
+    def _is_behind(self, active: ActiveRequest) -> bool:
+        """Whether the reader has left more tokens unread than it may; it may leave as many of each sequence."""
+        most, unread = self._limits.max_backlog_tokens, active.queue.backlog
+        return unread > most and unread > most * active.request.sampling_params.n
+
     def stop_stall_timer_if_read(self, active: ActiveRequest) -> None:
         """Stop the timer of a slow reader if the reader has caught up."""
-        if active.stall_timer is not None and active.queue.backlog <= self._limits.max_backlog_tokens:
+        if active.stall_timer is not None and not self._is_behind(active):
             active.stall_timer.cancel()
             active.stall_timer = None
 

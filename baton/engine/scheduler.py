@@ -174,9 +174,12 @@ class Scheduler:
         self._stalled = False
 
     def get_request_counts(self) -> tuple[int, int]:
-        """The numbers of requests that run, and of those that have not ended and don't run."""
+        """The numbers of requests that run, and of those that wait for anything.
+
+        Sequences that are held back (see sequence_group.py) are in neither: they take no room from other requests.
+        """
         num_running = len(self._state.running)
-        return num_running, len(self._state.requests) - num_running
+        return num_running, len(self._state.requests) - num_running - self._waiting.num_held
 
     def has_requests(self) -> bool:
         """Whether any request has not ended."""
@@ -187,7 +190,7 @@ class Scheduler:
 
         A connector that answered "not known yet" wakes the scheduler with any `update_from_kv_transfer`.
         """
-        if self._state.running or self._waiting.arrived or self._pending:
+        if self._state.running or self._waiting.arrived or self._waiting.has_due or self._pending:
             return True
         return not self._stalled and self._waiting.num_queued + len(self._waiting.swapped) > 0
 

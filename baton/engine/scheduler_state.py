@@ -88,6 +88,7 @@ class SchedulerState:
             host=HostTier(config.num_host_blocks) if config.num_host_blocks else None,
         )
         self.connector = connector
+        self.clock = clock
         self.events = EventLog(clock)
         self.counters = EngineCounters()
         self._finished_req_ids: set[str] = set()
@@ -314,7 +315,7 @@ class SchedulerState:
         self.free_parked(beams)
 
     def _leave_group(self, request: Request, group: SequenceGroup) -> None:
-        group.members.remove(request)
+        group.leave(request)
         if not group.members:
             del self.groups[group.request_id]
         elif request.status.outcome is not None and not request.status.outcome.ends_one_sequence:

@@ -8,10 +8,11 @@ from baton.engine.batch import EngineCoreEventType
 from baton.engine.request import Request
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
-from baton.engine.sequences.sequence_group import MAX_SEQUENCES, SequenceGroup
+from baton.engine.sequences.sequence_group import SequenceGroup
 from baton.engine.waiting.admission import Admission
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg
+from baton.messages.request_limits import MAX_GRAMMAR_SEQUENCES, MAX_SEQUENCES
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 
 
@@ -20,7 +21,7 @@ def check_sequences(params: SamplingParams) -> None:
     width = params.beam_width
     if width and not MIN_BEAMS <= width <= MAX_BEAMS:
         raise InvalidRequest("beam_width", f"must be {MIN_BEAMS} to {MAX_BEAMS}, not {width}")
-    most = width or MAX_SEQUENCES
+    most = width or (MAX_GRAMMAR_SEQUENCES if params.has_grammar else MAX_SEQUENCES)
     if not 1 <= params.n <= most:
         raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
     if width and params.has_grammar:
@@ -40,7 +41,7 @@ def open_group(request: Request, state: SchedulerState) -> None:
     if params.beam_width:
         request.beams = state.beams[request.request_id] = BeamGroup(request, state.max_num_tokens(request))
     elif params.n > 1:
-        request.group = state.groups[request.request_id] = SequenceGroup(request)
+        request.group = state.groups[request.request_id] = SequenceGroup(request, state.config.max_num_seqs)
 
 
 def process_beam(

@@ -87,6 +87,17 @@ class Chunk:
         return self.first_index + (len(self.token_ids) or 1)
 
 
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk in place of several of one sequence that follow each other."""
+    return Chunk(
+        chunks[0].first_index,
+        tuple(token for chunk in chunks for token in chunk.token_ids),
+        "".join(chunk.text for chunk in chunks),
+        tuple(position for chunk in chunks for position in chunk.logprobs),
+        chunks[0].sequence_index,
+    )
+
+
 TakeChunk = Callable[[Chunk], bool]
 """Sends a chunk at once, without waiting; returns False if the chunk was not sent."""
 

@@ -25,8 +25,16 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_SALT_BYTES = 256
-MAX_POSITIONS = 8
-"""The most sequences for which a client that resumes a stream may name its position."""
+
+MAX_SEQUENCES = 128
+"""The most sequences of one request (`n`, `best_of`)."""
+MAX_CALL_SEQUENCES = 256
+"""The most sequences of one call for completions: of all its prompts together."""
+MAX_GRAMMAR_SEQUENCES = 8
+"""The most sequences of a request whose output is constrained: each has an automaton of its own, of up to 30 MB."""
+MAX_OUTPUT_VALUES = 1 << 21
+"""The most that a call's output may come to: each possible token of each sequence counts once, and, with
+log-probabilities, once more for itself and for each alternative that is returned."""
 
 MAX_BODY_FIELDS = 128
 """The most keys in the outermost object of an HTTP body."""

@@ -133,7 +133,8 @@ class LLM:
             given = params[place].request(prompt)
             if given.max_tokens is not None:
                 return given
-            return replace(given, max_tokens=longest_answer(self._card, len(prompt)))
+            num_sequences = max(given.n or 1, given.best_of or 0)
+            return replace(given, max_tokens=longest_answer(self._card, len(prompt), num_sequences, given.logprobs))
 
         return self._run(len(chats), request, lambda place, one: _generated(one), use_tqdm=use_tqdm)
 

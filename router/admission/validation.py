@@ -10,15 +10,17 @@ from typing import Any
 
 from baton.config import MIN_PRIORITY
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
-from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.request_limits import (
+    MAX_GRAMMAR_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_OUTPUT_VALUES,
     MAX_PROMPT_BYTES,
     MAX_SALT_BYTES,
+    MAX_SEQUENCES,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -75,6 +77,7 @@ def validate(
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
     prompt = _prompt(raw.prompt, card, encode, card.max_model_len - 1)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
+    check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
     if raw.json_schema:
         sampling = _with_grammar(sampling, raw.json_schema, card, has_text=encode is not None)
     return ValidRequest(
@@ -114,9 +117,29 @@ def check_model(name: str, card: ModelCard) -> None:
         raise UnknownModel("model", f"{name[:80]!r} is not served here; there is {card.name!r}")
 
 
-def longest_answer(card: ModelCard, num_prompt_tokens: int) -> int:
-    """The `max_tokens` of a chat that sets none: as many as the model takes. That of other prompts is 16."""
-    return max(1, card.max_model_len - num_prompt_tokens)
+def longest_answer(card: ModelCard, num_prompt_tokens: int, num_sequences: int = 1, logprobs: int | None = None) -> int:
+    """The `max_tokens` of a chat that sets none: as many as the model takes and `check_output_size` permits.
+
+    That of other prompts is 16.
+    """
+    left = card.max_model_len - num_prompt_tokens
+    return max(1, min(left, MAX_OUTPUT_VALUES // (max(1, num_sequences) * _values_each(logprobs))))
+
+
+def check_output_size(num_sequences: int, max_tokens: int, logprobs: int | None) -> None:
+    """Raises InvalidRequest for `max_tokens` if so many sequences of that length exceed MAX_OUTPUT_VALUES.
+
+    A router may have to keep a whole answer until its client has read it, or comes back for it.
+    """
+    most = max(1, MAX_OUTPUT_VALUES // (num_sequences * _values_each(logprobs)))
+    if max_tokens > most:
+        kind = f"{num_sequences} outputs" + ("" if logprobs is None else f" with {logprobs} logprobs")
+        raise InvalidRequest("max_tokens", f"is {max_tokens}; at most {most} are generated for each of {kind}")
+
+
+def _values_each(logprobs: int | None) -> int:
+    """What one token counts towards MAX_OUTPUT_VALUES."""
+    return 1 if logprobs is None else 2 + max(0, logprobs)
 
 
 def check_text(field: str, text: str, max_bytes: int) -> None:
@@ -267,6 +290,8 @@ def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *
         raise InvalidRequest("json_schema", "this model is served without a tokenizer")
     if not card.has_end:
         raise InvalidRequest("json_schema", f"{card.name} has no end-of-sequence token, so its answers don't end")
+    if sampling.n > MAX_GRAMMAR_SEQUENCES:
+        raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with json_schema, not {sampling.n}")
     # Where the schema allows only the end, these parameters would forbid it.
     for field in ("ignore_eos", "min_tokens"):
         if getattr(sampling, field):

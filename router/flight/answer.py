@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
+from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished, joined
 from baton.messages.node import RequestDelta
 from router.admission.request import ValidRequest
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
@@ -130,11 +130,8 @@ class Answer:
         chunks = [chunk for chunk in chunks if chunk.token_ids]
         if not chunks:
             return rest
-        whole = Chunk(
-            chunks[0].first_index,
-            tuple(token for chunk in chunks for token in chunk.token_ids),
-            "".join(chunk.text for chunk in chunks),
-            tuple(position for chunk in chunks for position in chunk.logprobs) if self._keeps_logprobs else (),
-            place,
-        )
+        whole = joined(chunks)
+        whole.sequence_index = place
+        if not self._keeps_logprobs:
+            whole.logprobs = ()
         return [whole, *rest]

@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from itertools import islice
 
 from baton.errors import BatonError
-from baton.messages.generation import Chunk, GenerateEvent, TakeChunk
+from baton.messages.generation import Chunk, GenerateEvent, TakeChunk, joined
+from baton.messages.request_limits import MAX_SEQUENCES
 from router.flight.fair_queue import FairQueue
 
 MAX_JOINED_TOKENS = 256
+MAX_SEPARATE_EVENTS = 64
+"""From so many waiting events on, a chunk is joined to the last one of its sequence, although others lie between."""
 
 
 class EventQueue:
@@ -43,9 +46,31 @@ class EventQueue:
         """Append an event, and wake the reader if it waits."""
         if isinstance(event, Chunk):
             self.backlog += len(event.token_ids)
+            if len(self._events) >= MAX_SEPARATE_EVENTS and self._join_to_last(event):
+                return
         self._events.append(event)
         if self._waiter is not None:
             self._wake()
+
+    def _join_to_last(self, chunk: Chunk) -> bool:
+        """Join a chunk to the last waiting one of its sequence. False: there is none near, or it is long.
+
+        With many sequences hardly any chunk lies behind one of its own sequence, so the list of those that wait for a
+        slow reader would grow with each token. The order of different sequences' chunks means nothing to a client.
+        """
+        events, index = self._events, chunk.sequence_index
+        last = events[-1]
+        if isinstance(last, Chunk) and last.sequence_index == index:
+            return False  # the reader joins these, all at once
+        for place in range(len(events) - 1, max(0, len(events) - 2 * MAX_SEQUENCES) - 1, -1):
+            before = events[place]
+            if isinstance(before, Chunk) and before.sequence_index == index:
+                num_tokens = len(before.token_ids) + len(chunk.token_ids)
+                if not before.token_ids or not chunk.token_ids or num_tokens > MAX_JOINED_TOKENS:
+                    return False
+                events[place] = joined((before, chunk))
+                return True
+        return False
 
     def put_all(self, events: Iterable[GenerateEvent]) -> None:
         for event in events:
@@ -92,21 +117,17 @@ class EventQueue:
             return first
         chunks, num_tokens = [first], len(first.token_ids)
         for following in islice(self._events, 1, None):
-            if num_tokens >= MAX_JOINED_TOKENS or not isinstance(following, Chunk) or not following.token_ids:
+            if not isinstance(following, Chunk) or not following.token_ids:
                 break
             if following.sequence_index != first.sequence_index:
                 break
-            chunks.append(following)
             num_tokens += len(following.token_ids)
+            if num_tokens > MAX_JOINED_TOKENS:
+                break
+            chunks.append(following)
         if len(chunks) == 1:
             return first
-        whole = Chunk(
-            first.first_index,
-            tuple(token for chunk in chunks for token in chunk.token_ids),
-            "".join(chunk.text for chunk in chunks),
-            tuple(position for chunk in chunks for position in chunk.logprobs),
-            first.sequence_index,
-        )
+        whole = joined(chunks)
         self._events[: len(chunks)] = [whole]
         return whole
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished, joined
 from baton.wire.codec.generation import path_to_metadata
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, usage_of
 from router.http.logprobs import Spelling
-from router.http.shapes import Shape
+from router.http.shapes import LogprobWriter, Shape
 
 _log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[GenerateEvent, None]
+
+_CHUNKS_JOINED = 256
+"""So many chunks of a sequence are joined to one while an answer is collected."""
+_POSITIONS_A_TURN = 64
+"""Positions whose log-probabilities are written in one turn of the event loop: some milliseconds' work."""
+_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class StreamWriter(Protocol):
@@ -92,16 +100,22 @@ async def accepted_of(events: Events) -> Accepted:
 async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Collected:
     """Collect the complete answer of one prompt; raises the error of the stream."""
     chunks: list[list[Chunk]] = [[] for _ in range(num_sequences)]
+    latest: list[list[Chunk]] = [[] for _ in range(num_sequences)]
+    """Chunks that are not joined yet: a chunk of one token takes ten times the memory of its token."""
     ends: list[tuple[str, int | str | None]] = [("", None)] * num_sequences
     async for event in events:
         if isinstance(event, Chunk):
-            chunks[event.sequence_index].append(event)
+            index = event.sequence_index
+            latest[index].append(event)
+            if len(latest[index]) >= _CHUNKS_JOINED:
+                chunks[index].append(joined(latest[index]))
+                latest[index].clear()
         elif isinstance(event, SequenceFinished):
             ends[event.sequence_index] = (event.finish_reason, event.stop_reason)
         elif isinstance(event, Finished):
             if num_sequences == 1:
                 ends[0] = (event.finish_reason, event.stop_reason)
-            return Collected(accepted, chunks, ends, event)
+            return Collected(accepted, [[*one, *last] for one, last in zip(chunks, latest, strict=True)], ends, event)
     raise BatonError("the stream ended before its request did")
 
 
@@ -116,51 +130,61 @@ class Collected:
     """Why each sequence ended, and by which stop token or string."""
     finished: Finished
 
-    def choices(
-        self, shape: Shape, options: AnswerOptions, spelling: Spelling, first_index: int
-    ) -> list[dict[str, Any]]:
-        """The sequences as OpenAI's choices."""
-        return [self._choice(shape, options, spelling, place, first_index + place) for place in range(len(self.chunks))]
-
-    def _choice(
-        self, shape: Shape, options: AnswerOptions, spelling: Spelling, place: int, index: int
-    ) -> dict[str, Any]:
+    async def choice(
+        self, shape: Shape, options: AnswerOptions, spelling: Spelling, place: int, index: int, **more: object
+    ) -> str:
+        """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields."""
         chunks = self.chunks[place]
         finish_reason, stop_reason = self.ends[place]
-        positions = [position for chunk in chunks for position in chunk.logprobs]
-        choice = {
-            "index": index,
-            **shape.in_choice("".join(chunk.text for chunk in chunks)),
-            "logprobs": shape.logprobs(spelling).take(positions) if options.logprobs else None,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }
+        before = {"index": index, **shape.in_choice("".join(chunk.text for chunk in chunks))}
+        after = {"finish_reason": finish_reason, "stop_reason": stop_reason, **more}
         if options.token_ids:
-            choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
-        return choice
+            after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = await _logprobs_json(shape.logprobs(spelling), chunks) if options.logprobs else "null"
+        return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {_json(after)[1:]}'
 
 
-def whole_answer(
+async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk]) -> str:
+    """The log-probabilities of a sequence in JSON. They may be a million numbers, so other requests get their turns."""
+    positions = [position for chunk in chunks for position in chunk.logprobs]
+    lists: dict[str, list[str]] = {name: [] for name in writer.take(())}
+    for first in range(0, len(positions), _POSITIONS_A_TURN):
+        if first:
+            await asyncio.sleep(0)
+        for name, items in writer.take(positions[first : first + _POSITIONS_A_TURN]).items():
+            lists[name].append(_json(items)[1:-1])
+    return "{" + ", ".join(f'"{name}": [{", ".join(parts)}]' for name, parts in lists.items()) + "}"
+
+
+async def whole_answer(
     shape: Shape,
     label: Label,
-    choices: Sequence[dict[str, Any]],
-    ends: Sequence[Finished],
+    answers: Sequence[Collected],
+    options: AnswerOptions,
+    spelling: Spelling,
     prompts: Sequence[Sequence[int]] = (),
 ) -> bytes:
-    """The answer as one JSON object. `prompts`: the token ids of the prompts, if they are wanted."""
+    """The answers of all prompts as one JSON object. `prompts`: the token ids of the prompts, if they are wanted."""
+    choices: list[str] = []
+    for answer, prompt in zip_longest(answers, prompts):
+        for place in range(len(answer.chunks)):
+            if choices:
+                await asyncio.sleep(0)  # there may be hundreds of long ones
+            # In the first choice of each prompt alone, since a prompt may be long and its choices many.
+            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not shape.has_one_prompt else {}
+            choices.append(await answer.choice(shape, options, spelling, place, len(choices), **more))
+    ends = [answer.finished for answer in answers]
     usage = usage_of(
         sum(end.prompt_tokens for end in ends),
         sum(end.completion_tokens for end in ends),
         sum(end.cached_tokens for end in ends),
     )
     head = {"id": label.id, "object": shape.whole, "created": label.created, "model": label.model}
-    answer = {**head, "system_fingerprint": label.fingerprint, "choices": choices, "usage": usage}
+    head["system_fingerprint"] = label.fingerprint
+    tail: dict[str, object] = {"usage": usage}
     if prompts and shape.has_one_prompt:
-        answer["prompt_token_ids"] = prompts[0]
-    # In the first choice of each prompt alone, since a prompt may be long and its choices many.
-    for place, prompt in enumerate(() if shape.has_one_prompt else prompts):
-        choices[place * len(choices) // len(prompts)]["prompt_token_ids"] = prompt
-    return json.dumps(answer, ensure_ascii=False).encode()
+        tail["prompt_token_ids"] = prompts[0]
+    return f'{_json(head)[:-1]}, "choices": [{", ".join(choices)}], {_json(tail)[1:]}'.encode()
 
 
 def path_headers(finished: Finished) -> Headers:

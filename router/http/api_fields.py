@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.engine.sequences.sequence_group import MAX_SEQUENCES
-from baton.messages.request_limits import MAX_LOGPROBS, MAX_STOP_BYTES, MAX_STOP_STRINGS
+from baton.messages.request_limits import MAX_LOGPROBS, MAX_SEQUENCES, MAX_STOP_BYTES, MAX_STOP_STRINGS
 
 _NO_EFFECT = "Accepted; changes no answer."
 _ONE_VALUE = "Only this value is served."

@@ -318,6 +318,11 @@ class Body(Strict):
         """Whether each event has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def num_generated(self) -> int:
+        """Number of sequences that are generated for each prompt; not checked."""
+        return max(1 if self.n is None else self.n, self.best_of or 0)
+
     def _json_schema(self) -> str | None:
         """The schema of the answer, None for any text; raises InvalidRequest for several."""
         found = {

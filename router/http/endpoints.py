@@ -15,7 +15,8 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
-from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, longest_answer
+from baton.messages.request_limits import MAX_CALL_SEQUENCES, MAX_SEQUENCES
+from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, check_output_size, longest_answer
 from router.http.answers import (
     Collected,
     Events,
@@ -140,7 +141,7 @@ class Endpoint(Generic[P]):
         """The writer of a stream. `positions`: where each sequence begins."""
         raise NotImplementedError
 
-    def _whole_answer(self, parsed: P, answers: Sequence[Collected]) -> bytes:
+    async def _whole_answer(self, parsed: P, answers: Sequence[Collected]) -> bytes:
         """The answer as one JSON object, from the answers of all prompts."""
         raise NotImplementedError
 
@@ -174,7 +175,7 @@ class Endpoint(Generic[P]):
             *seed_headers(answers[0].accepted),
             *path_headers(answers[0].finished),
         ]
-        await client.answer(200, headers, self._whole_answer(parsed, answers))
+        await client.answer(200, headers, await self._whole_answer(parsed, answers))
 
     async def _collect(self, request: GenerateRequest, parsed: P) -> Collected:
         async with aclosing(self._handler.generate(request, parsed.timeout_s)) as events:
@@ -205,17 +206,10 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         prompt = parsed.prompts[0] if parsed.options.token_ids and is_new else ()
         return EventWriter(self.shape, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt)
 
-    def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
-        choices = [
-            choice
-            for place, answer in enumerate(answers)
-            for choice in answer.choices(
-                self.shape, parsed.options, self._spelling(parsed), place * parsed.num_sequences
-            )
-        ]
-        ends = [answer.finished for answer in answers]
+    async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
-        return whole_answer(self.shape, self._label(parsed.request_id), choices, ends, prompts)
+        label = self._label(parsed.request_id)
+        return await whole_answer(self.shape, label, answers, parsed.options, self._spelling(parsed), prompts)
 
     def _spelling(self, parsed: OptionsRequest) -> Spelling:
         return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
@@ -252,6 +246,7 @@ class Completions(_OpenAiEndpoint):
         ids = part_ids(request_id, len(body.prompts))
         prompts = [self._prompt_of(prompt, body, card) for prompt in body.prompts]
         requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(prompts, ids, strict=True)]
+        _check_call_size(body, len(prompts))
         return _with_options(body, request_id, requests, timeout_s, logprobs=body.logprobs is not None)
 
 
@@ -275,7 +270,7 @@ class ChatCompletions(_OpenAiEndpoint):
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         prompt = truncated(self._model.chat_prompt(body), body.truncate_prompt_tokens, _longest(card, max_tokens))
         if max_tokens is None:
-            max_tokens = longest_answer(card, len(prompt))
+            max_tokens = longest_answer(card, len(prompt), body.num_generated, body.num_logprobs)
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
         return _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
 
@@ -299,6 +294,17 @@ def request_id_of(scope: Scope, rng: Random) -> str:
 def part_ids(request_id: str, count: int) -> Sequence[str]:
     """The ids of the requests to the core that one call makes."""
     return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
+
+
+def _check_call_size(body: CompletionBody, num_prompts: int) -> None:
+    """Raises InvalidRequest if all prompts of a call have more sequences, or more output, than a call may have."""
+    if num_prompts == 1 or not 1 <= body.num_generated <= MAX_SEQUENCES:
+        return  # one prompt is checked by the core, and so is the number
+    count = num_prompts * body.num_generated
+    if count > MAX_CALL_SEQUENCES:
+        message = f"is {body.num_generated} for each of {num_prompts} prompts; a call has at most {MAX_CALL_SEQUENCES}"
+        raise InvalidRequest("n" if body.best_of is None else "best_of", message)
+    check_output_size(count, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs)
 
 
 def _longest(card: ModelCard, max_tokens: int | None) -> int:

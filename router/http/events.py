@@ -75,7 +75,8 @@ class EventWriter:
         """`prompt_token_ids`: those that the stream returns, once; empty for a stream that goes on."""
         self._shape = shape
         self._options = options
-        self._positions = list(positions)
+        self._ids = [event_id([position]) for position in positions]
+        """The parts of the next event's id: each sequence's position. They are kept as text, since they may be many."""
         self._prompt_tokens = prompt_tokens
         self._num_tokens = sum(positions)
         head = label.head(shape.event)
@@ -90,7 +91,7 @@ class EventWriter:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._positions)
+        return len(self._ids)
 
     def opening(self) -> bytes:
         """The events before all text: in chats they have the role."""
@@ -105,7 +106,7 @@ class EventWriter:
     def chunk(self, chunk: Chunk) -> bytes:
         """The event for tokens and their text. Text without tokens is kept for the event that ends its sequence."""
         index = chunk.sequence_index
-        self._positions[index] = chunk.next_position
+        self._ids[index] = event_id([chunk.next_position])
         if not chunk.token_ids:
             self._rests[index] += chunk.text
             return b""
@@ -134,7 +135,7 @@ class EventWriter:
         return b"data: " + error_body(error) + b"\n\n"
 
     def _event(self, data: str) -> bytes:
-        return f"id: {event_id(self._positions)}\ndata: {data}".encode()
+        return f"id: {'.'.join(self._ids)}\ndata: {data}".encode()
 
     def _behind(self, chunk: Chunk) -> str:
         """The part after the text, of an event that has more than text."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest
+from baton.messages.request_limits import MAX_SEQUENCES
 
 _PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*\Z")
 

@@ -10,6 +10,7 @@ from typing import cast
 
 from cachetools import FIFOCache
 
+from baton.engine.sequences.sequence_group import most_at_once
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, NodeDescription
@@ -199,6 +200,9 @@ class ClusterView:
         node = self._nodes.get(incarnation)
         if node is None:
             return
+        if node.description is not None and (seats := node.description.max_num_seqs):
+            # Its further sequences are held back on the node, and take no room from other requests.
+            num_sequences = min(num_sequences, most_at_once(seats))
         self._chosen += 1
         node.ours += num_sequences - node.in_flight.get(attempt, 0)
         node.in_flight[attempt] = num_sequences

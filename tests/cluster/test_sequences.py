@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,47 @@ async def test_sequences_that_do_not_fit_together_are_preempted_and_keep_their_t
     for index in range(5):
         params = SamplingParams(seed=sequence_seed(5, index), max_tokens=70)
         assert answer.sequence(index).token_ids == expected_tokens(prompt, params, spec)
+
+
+async def test_128_sequences_run_on_nodes_with_few_seats_and_delay_nobody_for_long(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    prompt = random_prompt(Random(1), 40, 256)
+    ended: list[str] = []
+    async with mini_cluster(
+        lambda node_id: SimulatedRunner(SPEC), tmp_path, token_ids_only=True, max_num_seqs=4
+    ) as cluster:
+
+        async def generate(name: str, **fields: Any) -> Answer:
+            answer = await cluster.generate(GenerateRequest(prompt, request_id=name, seed=5, **fields))
+            ended.append(name)
+            return answer
+
+        large, small = await asyncio.gather(generate("large", n=128, max_tokens=9), generate("small", max_tokens=9))
+        computed = await computed_prompts(cluster, "large")
+        await cluster.wait_until_idle()
+    assert ended == ["small", "large"]
+    assert computed == [40], "on the prefill node the prompt is computed once"
+    for index in range(128):
+        params = SamplingParams(seed=sequence_seed(5, index), max_tokens=9)
+        assert large.sequence(index).token_ids == expected_tokens(prompt, params, SPEC)
+    assert sorted(large.ends) == list(range(128))
+    assert large.end.completion_tokens == 128 * 9
+    assert small.token_ids == large.token_ids
+
+
+async def test_a_client_that_leaves_ends_all_of_its_128_sequences(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    prompt = random_prompt(Random(1), 40, 256)
+    async with mini_cluster(
+        lambda node_id: SimulatedRunner(SPEC), tmp_path, token_ids_only=True, max_num_seqs=4
+    ) as cluster:
+        first_tokens = asyncio.Event()
+        request = GenerateRequest(prompt, seed=5, n=128, max_tokens=400)
+        task = asyncio.create_task(cluster.generate(request, on_event=lambda event: first_tokens.set()))
+        await first_tokens.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await cluster.wait_until_idle()
+        single = await cluster.generate(GenerateRequest(prompt, seed=5, max_tokens=9))
+    assert single.token_ids == expected_tokens(prompt, SamplingParams(seed=5, max_tokens=9), SPEC)

@@ -227,7 +227,7 @@ async def test_fields_beyond_their_bounds_are_refused_by_name_before_the_handler
         ),
         ("Generate", pb.GenerateRequest(text="x").SerializeToString() + unknown_field * 100_000, "request"),
         ("Generate", pb.GenerateRequest(text="x" * 100_000).SerializeToString() + unknown_field, "2047"),
-        ("Resume", pb.ResumeRequest(next_token_index=[0] * 9).SerializeToString(), "next_token_index"),
+        ("Resume", pb.ResumeRequest(next_token_index=[0] * 129).SerializeToString(), "next_token_index"),
         ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * 262_145).SerializeToString(), "token_ids"),
     ]
     async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:

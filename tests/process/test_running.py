@@ -75,8 +75,8 @@ def test_generate_answers_with_several_sequences(shell: Shell, cluster: ProcessC
     )
     assert len(beams["choices"]) == 2
     assert refusal(shell.baton(*ask, "--beam-width", 9), 2).startswith("beam_width: must be 2 to 8")
-    assert refusal(shell.baton(*ask, "-n", 9), 2).startswith("n: must be 1 to 8")
-    assert refusal(shell.baton(*ask, "-n", 3, "--best-of", 2), 2).startswith("best_of: must be 3 to 8")
+    assert refusal(shell.baton(*ask, "-n", 129), 2).startswith("n: must be 1 to 128")
+    assert refusal(shell.baton(*ask, "-n", 3, "--best-of", 2), 2).startswith("best_of: must be 3 to 128")
 
 
 def test_a_schema_that_can_not_be_served_is_refused(shell: Shell, cluster: ProcessCluster, tmp_path: Path) -> None:

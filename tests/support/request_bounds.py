@@ -20,8 +20,8 @@ _INTERVALS = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "logprobs": (0, 20),
-    "n": (1, 8),
-    "best_of": (1, 8),
+    "n": (1, 128),
+    "best_of": (1, 128),
     "beam_width": (2, 8),
     "length_penalty": (-10.0, 10.0),
 }
@@ -106,6 +106,8 @@ def _wrong_schema(pb: GenerateRequest) -> set[str]:
     wrong = {"json_schema"} if "\0" in schema or len(schema.encode()) > 2**16 else set()
     if schema:
         wrong |= {name for name in ("ignore_eos", "min_tokens") if getattr(params, name)}
+        if max(params.n, params.best_of) > 8:
+            wrong.add("n")
     return wrong
 
 

@@ -127,7 +127,7 @@ def generate(
     n: Annotated[
         int,
         typer.Option(
-            "-n", "--n", help="Number of sequences to generate, up to 8. Several are printed at the end.", metavar="N"
+            "-n", "--n", help="Number of sequences to generate, up to 128. Several are printed at the end.", metavar="N"
         ),
     ] = 1,
     best_of: Annotated[

@@ -2,6 +2,10 @@
 
 Each sequence is a `Request` of the engine. The submitted request is sequence 0; the others are created when its prompt
 has been computed (or has arrived), so a prompt is computed or transferred once.
+
+A request gets at most half of the seats (`most_at_once`). Its other sequences are held back, and each is queued
+behind all that waits when an earlier one ends. So a request of 128 sequences delays others no more than several clients
+with one request each do.
 """
 
 from __future__ import annotations
@@ -10,9 +14,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from baton.engine.request import Request, RequestStatus
-
-MAX_SEQUENCES = 8
-"""The most sequences of one request."""
 
 _MARK = "~"
 """Separates the request's id from the sequence's index in an engine id; no request id contains it."""
@@ -58,26 +59,55 @@ def sequence_seed(seed: int, index: int) -> int:
     return value ^ value >> 31
 
 
+def most_at_once(max_num_seqs: int) -> int:
+    """How many sequences of one request may have a seat, or wait for one, in an engine with so many seats."""
+    return max(2, max_num_seqs // 2)
+
+
 class SequenceGroup:
     """The sequences of one request inside one engine. Only the scheduler writes to it."""
 
-    def __init__(self, root: Request) -> None:
-        """`root`: the request as it was submitted, sequence 0."""
+    def __init__(self, root: Request, max_num_seqs: int) -> None:
+        """`root`: the request as it was submitted, sequence 0. `max_num_seqs`: the seats of the engine."""
         self.root = root
         self.members = [root]
         """The sequences that have not ended, in the order of their indices."""
+        self.held: dict[str, Request] = {}
+        """The members that are held back: they are in no queue. In the order of their indices."""
         self.is_forked = False
+        self._most_at_once = most_at_once(max_num_seqs)
 
     @property
     def request_id(self) -> str:
         return self.root.request_id
 
     def fork(self) -> list[Request]:
-        """Create the other sequences, without blocks; call once, when the prompt's KV is computed or has arrived."""
+        """Create the other sequences, without blocks, and hold them back; see `take_due`.
+
+        Call once, when the prompt's KV is computed or has arrived.
+        """
         self.is_forked = True
         children = [self._child(index) for index in range(1, self.root.sampling_params.n)]
         self.members += children
+        self.held = {child.request_id: child for child in children}
         return children
+
+    @property
+    def has_due(self) -> bool:
+        """Whether `take_due` has a sequence to return."""
+        return bool(self.held) and len(self.members) - len(self.held) < self._most_at_once
+
+    def take_due(self) -> list[Request]:
+        """The sequences that are held back no longer, and are to be queued now."""
+        due: list[Request] = []
+        while self.has_due:
+            due.append(self.held.pop(next(iter(self.held))))
+        return due
+
+    def leave(self, request: Request) -> None:
+        """Forget a sequence that has ended."""
+        self.members.remove(request)
+        self.held.pop(request.request_id, None)
 
     def running_sibling(self, request: Request, decoding: Collection[str]) -> Request | None:
         """Another running sequence, preferably one of `decoding`: those have the KV of the whole prompt."""
@@ -87,7 +117,9 @@ class SequenceGroup:
     @property
     def all_run(self) -> bool:
         """Whether all sequences run, so that none still has to take over the KV that another one computed."""
-        return self.is_forked and all(member.status is RequestStatus.RUNNING for member in self.members)
+        return (
+            self.is_forked and not self.held and all(member.status is RequestStatus.RUNNING for member in self.members)
+        )
 
     def member(self, index: int) -> Request | None:
         """The sequence with this index if it has not ended; None before the sequences are forked."""

@@ -91,19 +91,37 @@ class Admission:
             self._waiting.add(request)
 
     def fork(self, request: Request) -> None:
-        """Put the other sequences of a request, whose prompt is computed, next in turn; nothing if it has none."""
+        """Put the other sequences of a request, whose prompt is computed, next in turn, or hold them back; nothing if
+        it has none.
+        """
         group = request.group
         if group is None or group.is_forked:
             return
         children = group.fork()
-        self.enter(children)
+        self._register(children)
+        self._waiting.for_seat.prepend_many(group.take_due())
+        if group.held:
+            self._waiting.holding.append(group)
         for child in children:
             self._state.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
 
     def enter(self, requests: Sequence[Request]) -> None:
         """Put new sequences or beams, which continue what others computed, next in turn."""
-        self._state.requests.update((request.request_id, request) for request in requests)
+        self._register(requests)
         self._waiting.for_seat.prepend_many(requests)
+
+    def _register(self, requests: Sequence[Request]) -> None:
+        self._state.requests.update((request.request_id, request) for request in requests)
+
+    def _queue_due(self) -> None:
+        """Queue sequences that were held back, behind all that waits, as far as earlier ones of them have ended."""
+        now = self._state.clock.monotonic()
+        for group in self._waiting.holding:
+            for child in group.take_due():
+                # A queue with priorities orders equals by their arrival.
+                child.arrival_time = now
+                self._waiting.add(child)
+        self._waiting.holding = [group for group in self._waiting.holding if group.held]
 
     def pop_loading(self, request_id: str) -> Request | None:
         """Remove and return a request that waits for remote KV; None when this request does not."""
@@ -201,6 +219,8 @@ class Admission:
         A request that does not fit now keeps its position; one that can never fit ends.
         """
         waiting = self._waiting
+        if waiting.holding:
+            self._queue_due()
         if not waiting.num_queued:
             return
         stay: dict[RequestQueue, list[Request]] = {}

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from baton.engine.batch import WaitingReason
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.engine.sequences.sequence_group import SequenceGroup
 from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, QueuePositions, RequestQueue
 from baton.messages.node import Leg
 
@@ -32,6 +33,8 @@ class WaitingRequests:
         """Decode legs that wait for a load slot, without blocks."""
         self.swapped = _queue(config, self._positions)
         """Preempted requests whose blocks are in the host tier."""
+        self.holding: list[SequenceGroup] = []
+        """Requests of several sequences some of which are held back (see sequence_group.py)."""
         self.for_grammar: dict[str, Request] = {}
         """Requests whose grammar is being compiled."""
         self.remote: dict[str, Request] = {}
@@ -58,7 +61,17 @@ class WaitingRequests:
     @property
     def may_be_admitted(self) -> bool:
         """Whether the next step may have a request to admit."""
-        return bool(self.arrived or self.num_queued or len(self.swapped))
+        return bool(self.arrived or self.num_queued or len(self.swapped) or self.has_due)
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that are held back."""
+        return sum(len(group.held) for group in self.holding)
+
+    @property
+    def has_due(self) -> bool:
+        """Whether a sequence was held back and is to be queued now."""
+        return any(group.has_due for group in self.holding)
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
-from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.node import Leg, NodeDescription, Role, Submit
+from baton.messages.request_limits import MAX_GRAMMAR_SEQUENCES, MAX_SEQUENCES
 from baton.messages.sampling import NUMBER_RANGES, SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
@@ -70,7 +70,7 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "min_tokens": params.min_tokens >= 0,
         "top_k": params.top_k >= -1,
         "logit_bias": all(0 <= k < vocab_size and math.isfinite(v) for k, v in params.logit_bias.items()),
-        "n": 1 <= params.n <= (params.beam_width or MAX_SEQUENCES),
+        "n": 1 <= params.n <= (params.beam_width or (MAX_GRAMMAR_SEQUENCES if params.has_grammar else MAX_SEQUENCES)),
         "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
         "repetition_detection": params.repetition_detection is None

@@ -15,8 +15,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
-    MAX_POSITIONS,
     MAX_REQUEST_BYTES,
+    MAX_SEQUENCES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS,
@@ -106,7 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Resume(
         self, request: generation.ResumeRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
-        check_count("next_token_index", request.next_token_index, MAX_POSITIONS)
+        check_count("next_token_index", request.next_token_index, MAX_SEQUENCES)
         _check_message(request)
         stream, positions = _ResponseStream(request.request_id, context), list(request.next_token_index)
         call, left_s = call_number_from_metadata(context.invocation_metadata()), context.time_remaining()

@@ -68,7 +68,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
     def _writer(self, parsed: MessagesRequest, accepted: Accepted, positions: Sequence[int]) -> MessageWriter:
         return MessageWriter(parsed.label, accepted.prompt_tokens)
 
-    def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> bytes:
+    async def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
         text = "".join(chunk.text for chunk in answer.chunks[0])
         return parsed.label.message(text, usage_of(answer.finished), parsed.label.stop(*answer.ends[0]))

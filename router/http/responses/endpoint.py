@@ -103,7 +103,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     def _writer(self, parsed: ResponsesRequest, accepted: Accepted, positions: Sequence[int]) -> ResponseWriter:
         return ResponseWriter(parsed.draft, self._model.spelling, self._clock.wall, partial(self._keep, parsed))
 
-    def _whole_answer(self, parsed: ResponsesRequest, answers: Sequence[Collected]) -> bytes:
+    async def _whole_answer(self, parsed: ResponsesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
         text = "".join(chunk.text for chunk in answer.chunks[0])
         logprobs: list[Any] = []

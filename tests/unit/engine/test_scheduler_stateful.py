@@ -274,16 +274,22 @@ class EngineMachine(RuleBasedStateMachine):
         assert whole <= alive.keys() | self.rig.ends.keys()
         assert not alive.keys() & self.rig.ends.keys()
         running = [name for name, request in alive.items() if request.status is RequestStatus.RUNNING]
-        assert self.rig.scheduler.get_request_counts() == (len(running), len(alive) - len(running))
+        num_waiting = len(alive) - len(running) - len(self.held_back())
+        assert self.rig.scheduler.get_request_counts() == (len(running), num_waiting)
         assert len(running) <= self.rig.config.max_num_seqs
         by_reason = self.rig.core.make_stats().num_requests_waiting_by_reason
-        assert sum(by_reason.values()) == len(alive) - len(running)
+        assert sum(by_reason.values()) == num_waiting
         assert min(by_reason.values()) >= 0
         statuses = Counter(request.status for request in alive.values())
         assert by_reason["preempted"] == statuses[RequestStatus.PREEMPTED]
         assert by_reason["grammar"] == statuses[RequestStatus.WAITING_FOR_GRAMMAR]
         assert by_reason["swapped"] == statuses[RequestStatus.SWAPPED]
         assert by_reason["remote_kv"] == statuses[RequestStatus.WAITING_FOR_REMOTE_KVS]
+
+    def held_back(self) -> set[str]:
+        """The sequences that are in no queue yet."""
+        groups = {request.group for request in self.rig.scheduler.requests.values() if request.group is not None}
+        return {name for group in groups for name in group.held}
 
     @invariant()
     def token_counts_equal_sums_over_requests(self) -> None:
@@ -296,7 +302,9 @@ class EngineMachine(RuleBasedStateMachine):
         filling = [request for request in running if request.request_id not in decoding]
         assert stats.num_context_tokens == sum(request.num_computed_tokens for request in running)
         assert stats.num_uncomputed_tokens == sum(
-            tokens_to_compute(request) for request in alive if request.status in waiting
+            tokens_to_compute(request)
+            for request in alive
+            if request.status in waiting and request.request_id not in self.held_back()
         ) + sum(request.num_tokens - request.num_computed_tokens for request in filling)
 
     @invariant()

@@ -119,6 +119,70 @@ def test_further_sequences_are_admitted_before_later_requests() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_many_sequences_leave_half_of_the_seats_to_others(caching: bool, policy: str) -> None:
+    rig = EngineRig(num_blocks=257, max_num_seqs=8, enable_prefix_caching=caching, policy=policy)
+    rig.add("r", 6, n=128, max_tokens=5)
+    for _ in range(3):
+        rig.step()
+    load = rig.core.make_stats()
+    assert (load.num_running, load.num_waiting) == (4, 0), "the others are held back, and are no load"
+    rig.add("later", 6, max_tokens=5)
+    rig.step()
+    assert rig.requests["later"].status is RequestStatus.RUNNING
+    most = 0
+    while rig.core.has_work():
+        rig.step()
+        running = (one for one in rig.scheduler.requests.values() if one.status is RequestStatus.RUNNING)
+        most = max(most, sum(one.request_id.startswith("r") for one in running))
+    assert most == 4
+    assert_all_right(rig, 128, 5)
+    assert rig.tokens["later"] == rig.expected("later", 5)
+    assert not rig.scheduler.has_requests()
+
+
+def test_sequences_of_two_large_requests_take_turns_with_others() -> None:
+    rig = EngineRig(num_blocks=257, max_num_seqs=4)
+    rig.add("r", 6, n=20, max_tokens=4)
+    rig.add("s", 6, n=20, max_tokens=4)
+    for _ in range(3):
+        rig.step()
+    rig.add("later", 6, max_tokens=4)
+    order = []
+    while rig.core.has_work():
+        order += [new.request_id for new in step(rig).scheduled_new_reqs]
+    assert order.index("later") <= 1, "it gets one of the next seats, although 18 sequences of each are left"
+    assert_all_right(rig, 20, 4, "r")
+    assert_all_right(rig, 20, 4, "s")
+
+
+def test_a_prompt_of_128_sequences_is_computed_once() -> None:
+    rig = EngineRig(num_blocks=257, max_num_seqs=8)
+    rig.add("r", 41, n=128, max_tokens=5)
+    computed = 0
+    while rig.core.has_work():
+        computed += sum(step(rig).num_scheduled_tokens.values())
+    # The last prompt token is computed by each sequence, since its first token depends on it.
+    assert computed == 41 + 4 + 127 * 5
+    assert_all_right(rig, 128, 5)
+
+
+def test_sequences_that_are_held_back_can_be_aborted() -> None:
+    rig = EngineRig(num_blocks=257, max_num_seqs=4)
+    rig.add("r", 6, n=100, max_tokens=50)
+    for _ in range(4):
+        rig.step()
+    (ended,) = rig.abort(lone_sequence_id("r", 99))
+    assert (ended.request_id, ended.outcome) == ("r~99", Outcome.ABORTED)
+    assert len(rig.abort("r")) == 99
+    assert not rig.scheduler.has_requests()
+    assert not rig.core.has_work()
+    rig.add("next", 6, max_tokens=4)
+    rig.run()
+    assert rig.tokens["next"] == rig.expected("next", 4)
+
+
+@pytest.mark.parametrize("caching", [True, False])
 def test_preempted_sequences_are_resumed_with_the_same_tokens(caching: bool) -> None:
     rig = EngineRig(num_blocks=9, enable_prefix_caching=caching)
     rig.add("r", 6, n=4, max_tokens=20)
@@ -232,10 +296,10 @@ def test_a_transfer_that_fails_ends_the_request_once() -> None:
     assert not rig.scheduler.has_requests()
 
 
-@pytest.mark.parametrize("n", [0, -1, 9])
+@pytest.mark.parametrize("n", [0, -1, 129])
 def test_n_and_best_of_out_of_bounds_are_refused(n: int) -> None:
     rig = EngineRig()
-    with pytest.raises(InvalidRequest, match="n: must be 1 to 8"):
+    with pytest.raises(InvalidRequest, match="n: must be 1 to 128"):
         rig.add("r", 4, n=n)
     assert not rig.scheduler.has_requests()
 

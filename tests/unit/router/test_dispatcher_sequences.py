@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import EngineFault
 from baton.messages.generation import SequenceFinished
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Leg, Outcome
@@ -55,6 +60,21 @@ async def test_placement_counts_sequences_instead_of_requests() -> None:
         assert loads == {"p1": 1, "d1": 3}
         rig.report("p1", attempt, 0, "a", Outcome.ERROR)
         assert (await rig.next_abort("d1")).attempt == attempt
+
+
+async def test_placement_counts_the_sequences_that_a_node_runs_at_once() -> None:
+    async with router_rig(replace(decode(), max_num_seqs=8)) as rig:
+        readers = [rig.ask(n=128)]
+        large = (await rig.next_submit("d1")).attempt
+        (candidate,) = rig.view.candidates()
+        assert (candidate.load, candidate.is_full) == (4, False), "the others are held back on the node"
+        readers.append(rig.ask())
+        small = await rig.next_submit("d1")
+        assert small.sampling_params.n == 1
+        for attempt, reader in zip((large, small.attempt), readers, strict=True):
+            rig.report("d1", attempt, 0, "a", Outcome.ERROR)
+            with pytest.raises(EngineFault):
+                await reader.finished()
 
 
 async def test_a_stop_string_ends_its_own_sequence() -> None:

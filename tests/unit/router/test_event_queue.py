@@ -196,3 +196,23 @@ async def test_the_end_wakes_a_reader_that_has_taken_everything() -> None:
     with pytest.raises(EngineFault, match="over"):
         await taker.task
     assert taker.text == "a"
+
+
+async def test_a_slow_reader_of_many_sequences_makes_no_long_list() -> None:
+    queue, count, steps = EventQueue(), 128, 300
+    for step in range(steps):
+        queue.put_all(chunk(step, "a", index) for index in range(count))
+    queue.put_all(SequenceFinished(index, "length", None, steps) for index in range(count))
+    queue.end()
+    assert queue.backlog == count * steps
+    events = await all_of(queue)
+    assert len(events) < 4 * count
+    received = [0] * count
+    for event in events:
+        if isinstance(event, SequenceFinished):
+            assert received[event.sequence_index] == steps, "its end comes behind all of its tokens"
+        elif isinstance(event, Chunk):
+            assert event.first_index == received[event.sequence_index]
+            received[event.sequence_index] += len(event.token_ids)
+            assert len(event.token_ids) <= MAX_JOINED_TOKENS
+    assert received == [steps] * count

@@ -104,7 +104,7 @@ async def test_a_field_out_of_bounds_is_refused_before_any_node_is_asked() -> No
             (COMPLETIONS, PROMPT | {"temperature": 3}, "temperature"),
             (COMPLETIONS, PROMPT | {"max_tokens": 1000}, "max_tokens"),
             (COMPLETIONS, {"prompt": [1, 999]}, "prompt"),
-            (COMPLETIONS, PROMPT | {"n": 9}, "n"),
+            (COMPLETIONS, PROMPT | {"n": 129}, "n"),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 99}]}, "messages"),
         ):
             exchange = await client.post(path, body).end()

@@ -155,3 +155,39 @@ async def test_every_answer_and_event_has_the_fingerprint_of_the_nodes() -> None
         options = {"stream": True, "stream_options": {"include_usage": True}}
         *events, _ = (await answered(path, {**body, **options}, chunk(0, "b"))).events
         assert {event.json["system_fingerprint"] for event in events} == {CARD.fingerprint}
+
+
+async def test_many_sequences_are_asked_for_and_answered() -> None:
+    many = 128
+    pieces = [chunk(0, "ab", index) for index in range(many)]
+    ends = [SequenceFinished(index, "length", None, 2) for index in range(many)]
+    for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHATS, HELLO)):
+        body = {**prompt, "n": many, "max_tokens": 2}
+        assert (await asked(path, body)).n == many
+        answer = (await answered(path, body, *pieces, *ends)).json
+        assert [choice["index"] for choice in answer["choices"]] == list(range(many))
+        exchange = await answered(path, {**body, "stream": True}, *pieces, *ends)
+        *events, _ = exchange.events
+        assert {event.choice["index"] for event in events} == set(range(many))
+        assert events[-1].id == ".".join(["2"] * many)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["a"] * 3, "n": 86}, "n"),
+        ({"prompt": ["a"] * 3, "best_of": 86}, "best_of"),
+        ({"prompt": ["a"] * 32, "n": 8, "max_tokens": 8193}, "max_tokens"),
+        ({"prompt": ["a"] * 32, "n": 8, "max_tokens": 1024, "logprobs": 20}, "max_tokens"),
+    ],
+)
+async def test_a_call_is_refused_before_it_begins_if_its_output_may_be_too_large(
+    fields: dict[str, object], param: str
+) -> None:
+    exchange = await HttpRig().post(COMPLETIONS, {"prompt": "a", **fields}).end()
+    assert (exchange.status, exchange.json["error"]["param"]) == (400, param)
+
+
+async def test_a_chat_of_many_sequences_has_a_default_length_within_the_bound() -> None:
+    request = await asked(CHATS, {**HELLO, "n": 128})
+    assert request.max_tokens == min(CARD.max_model_len - len(request.prompt or ()), (1 << 21) // 128)

@@ -10,9 +10,9 @@ import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
-from baton.messages.sampling import RepetitionDetection, SamplingDefaults
+from baton.messages.sampling import RepetitionDetection, SamplingDefaults, SamplingParams
 from router.admission.request import ValidRequest
-from router.admission.validation import validate
+from router.admission.validation import longest_answer, validate
 
 CARD = ModelCard("demo", max_model_len=32, vocab_size=100)
 
@@ -113,6 +113,34 @@ def test_n_and_best_of_are_validated() -> None:
     assert (asked.sampling_params.logprobs, asked.wants_logprobs) == (5, True)
 
 
+def test_the_whole_output_of_many_sequences_is_bounded() -> None:
+    card = replace(CARD, max_model_len=1 << 17)
+
+    def checked(**fields: Any) -> SamplingParams:
+        return validate(GenerateRequest([1], **fields), card, encode, Random(1)).sampling_params
+
+    assert checked(n=128, max_tokens=1 << 14).n == 128
+    assert checked(n=128).max_tokens == 16
+    for fields in (
+        {"n": 128, "max_tokens": (1 << 14) + 1},
+        {"n": 1, "best_of": 128, "max_tokens": (1 << 14) + 1},
+        {"n": 128, "max_tokens": 1000, "logprobs": 20},
+    ):
+        with pytest.raises(InvalidRequest, match=r"max_tokens: is \d+; at most \d+ are generated for each of 128"):
+            checked(**fields)
+    for fields in ({"num_sequences": 128}, {"num_sequences": 128, "logprobs": 20}, {"num_sequences": 1}):
+        longest = longest_answer(card, 1, **fields)
+        params = {"n": fields["num_sequences"], "logprobs": fields.get("logprobs")}
+        assert checked(max_tokens=longest, **params).max_tokens == longest, "what is chosen by itself is never refused"
+
+
+def test_fewer_sequences_may_be_constrained() -> None:
+    assert check(json_schema="{}", n=8).sampling_params.n == 8
+    for several in ({"n": 9}, {"best_of": 9}):
+        with pytest.raises(InvalidRequest, match="n: must be at most 8 with json_schema, not 9"):
+            check(json_schema="{}", **several)
+
+
 def test_the_output_of_a_model_can_be_sent_as_a_prompt() -> None:
     """A byte-level vocabulary has a token for NUL, which a model may sample."""
     assert len(check(prompt="a\0b").prompt_token_ids) == 3
@@ -136,7 +164,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("max_tokens", {"max_tokens": n}) for n in (0, -1, 30, 2**31)],
     *[("min_tokens", {"min_tokens": n}) for n in (-1, 17)],
     *[("logprobs", {"logprobs": n}) for n in (-1, 21)],
-    *[("n", {"n": n}) for n in (-1, 0, 9, 2**31)],
+    *[("n", {"n": n}) for n in (-1, 0, 129, 2**31)],
     *[("beam_width", {"beam_width": n}) for n in (-1, 0, 1, 9)],
     ("n", {"beam_width": 3, "n": 4}),
     *[("length_penalty", {"beam_width": 3, "length_penalty": p}) for p in (NAN, INF, -11.0, 10.1)],
@@ -166,7 +194,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "json_schema": "{}",
         }.items()
     ],
-    *[("best_of", {"n": 3, "best_of": n}) for n in (-1, 0, 2, 9)],
+    *[("best_of", {"n": 3, "best_of": n}) for n in (-1, 0, 2, 129)],
     *[("stop", {"stop": s}) for s in (["x"] * 17, [""], ["x" * 257], ["é" * 129], ["\0"], ["\udfff"])],
     *[("stop_token_ids", {"stop_token_ids": s}) for s in ([100], [-1], [0] * 257)],
     *[("logit_bias", {"logit_bias": b}) for b in ({100: 1.0}, {1: NAN}, {1: -INF})],

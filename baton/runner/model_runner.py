@@ -180,9 +180,9 @@ def load_runner(
     layers.register()
     where = resolve_device(device)
     chosen = choose_operations(num_threads, where) if operations is None else operations
-    if quantization is not None and not chosen.packs_integers:
+    if quantization is not None and not chosen.packs_quantized:
         raise ConfigError(f"{quantization} weights can't be computed by {chosen.numerics()}; leave quantization out")
-    plain = dequantize or not chosen.packs_integers
+    plain = dequantize or not chosen.packs_quantized
     loaded = load_model(model_dir, dtype, where, quantization, dequantize=plain)
     try:
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)

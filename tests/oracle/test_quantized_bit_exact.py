@@ -11,10 +11,11 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from tests.oracle.test_bit_exact import CACHED, LENGTH, Bits, Run, same_bits
-from tests.support.quantized_models import PACKED_FORMATS, write_quantized_model
+from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
+FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 
 
 def run_on(directory: Path, dtype: str, num_threads: int, operations: Operations | None, how: str) -> Run:
@@ -40,8 +41,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(models: Path, architecture: str, how: str) -> Path:
     directory = models / f"{architecture}-{how}"
     if not directory.exists():
-        if how in PACKED_FORMATS:
-            write_quantized_model(directory, architecture, PACKED_FORMATS[how])
+        if how in FORMATS:
+            write_quantized_model(directory, architecture, FORMATS[how])
         else:
             write_random_model(directory, TINY_MODELS[architecture], seed=3)
     return directory
@@ -55,6 +56,9 @@ def written(models: Path, architecture: str, how: str) -> Path:
         ("llama", "awq-int4"),
         ("qwen3", "ct-int8-rows"),
         ("mixtral", "ct-int4"),
+        ("llama", "fp8-block"),
+        ("qwen3", "fp8-tensor"),
+        ("mixtral", "fp8-channel"),
         ("qwen2", "int4"),
         ("qwen2", "int8"),
         ("qwen3_moe", "int4"),
@@ -81,7 +85,7 @@ def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how:
     assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
 
 
-@pytest.mark.parametrize("how", ["gptq-int4-asymmetric", "int8"])
+@pytest.mark.parametrize("how", ["gptq-int4-asymmetric", "fp8-block", "int8"])
 def test_bits_depend_on_the_sequence_alone_without_kernels(models: Path, how: str) -> None:
     run = run_on(written(models, "llama", how), "bfloat16", 1, TorchOperations(1), how)
     expected = run.compute(run.state("main"), [LENGTH])

@@ -242,7 +242,7 @@ FP8_FORMATS: Mapping[str, WrittenFormat] = {
         lambda layer, weight: fp8(layer, weight, "channel"),
     ),
 }
-"""Formats whose weights are dequantised when they are loaded."""
+"""Formats whose weights are packed in float8."""
 
 
 def is_quantized(name: str, tensor: torch.Tensor) -> bool:

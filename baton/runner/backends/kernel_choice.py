@@ -10,14 +10,14 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Activation, Operations
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.torch_operations import TorchOperations
 
 
 class CompiledOperations:
     """The C kernels, run on a fixed number of threads."""
 
-    packs_integers = True
+    packs_quantized = True
 
     def __init__(self, num_threads: int, numerics: str) -> None:
         self._threads = num_threads
@@ -29,10 +29,10 @@ class CompiledOperations:
     def program(self, dtype: torch.dtype) -> Program:
         return kernels.Program(dtype, self._threads)
 
-    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> Packed:
+    def pack(self, *weights: torch.Tensor | NarrowWeight) -> Packed:
         return kernels.pack(*weights)
 
-    def pack_gated(self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> Packed:
+    def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> Packed:
         return kernels.pack_gated(gate, up)
 
     def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import NarrowWeight
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -21,7 +21,7 @@ class Operations(Protocol):
     """Row-invariant products, norms and paged attention. A module can implement it. T and M are numbers of rows."""
 
     @property
-    def packs_integers(self) -> bool:
+    def packs_quantized(self) -> bool:
         """Whether `pack` and `pack_gated` take quantised weights; without it they are dequantised before."""
         ...
 
@@ -33,16 +33,16 @@ class Operations(Protocol):
         """An empty program of these operations, or None where operations can only be called one by one."""
         ...
 
-    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> Any:
+    def pack(self, *weights: torch.Tensor | NarrowWeight) -> Any:
         """Prepare weights [N_i, K], stacked over their outputs, for `linear`; the arguments are not kept.
 
         Quantised weights stay as small as they are, and may differ in format. Raises a BatonError for one whose groups
-        are not a multiple of 4.
+        are not a multiple of 4, or for float8 of 32.
         """
         ...
 
-    def pack_gated(self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> Any:
-        """Prepare two weights [N, K], both quantised or none, for `gated_linear`; the arguments are not kept."""
+    def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> Any:
+        """Prepare two weights [N, K] of one kind for `gated_linear`; the arguments are not kept."""
         ...
 
     def take_rows(self, weight: Any, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Operations(Protocol):
         """The product of x [M, K] and the packed weight [N, K] transposed, plus bias [N]: [M, N].
 
         The result is in `out_dtype`: x's dtype (None), or float32, whose sums are not rounded to a narrower x's dtype.
-        For a quantised weight each row of x is rounded to 8 bits, in blocks of at most 32 elements.
+        For a weight in integers each row of x is rounded to 8 bits, in blocks of at most 32 elements.
         """
         ...
 

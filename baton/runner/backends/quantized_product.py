@@ -1,13 +1,22 @@
-"""Products of quantised weights written plainly in torch, with the arithmetic of the C kernels (csrc/quantized.h)."""
+"""Products of quantised weights written plainly in torch.
+
+Those of integers have the arithmetic of the C kernels (csrc/quantized.h). Those of float8 have the same scales at the
+same places (csrc/float8.h), but their sums within a group are torch's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from baton.errors import ConfigError
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
+from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+
+_WIDENED_ROWS = 4096
+"""How many rows of a weight are widened to float32 at a time, so that a head of many rows needs little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,35 @@ def quantized_product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
         if offsets is not None:
             sums = _fused(offsets[None, :, group], scale * codes.sum(dim=1, keepdim=True), sums)
     return sums
+
+
+def require_float8_groups(weight: Float8Weight) -> None:
+    """Raise ConfigError for groups that the C kernels don't take, so that all operations take the same models."""
+    if weight.group < weight.shape[1] and weight.group % GROUP_MULTIPLE != 0:
+        raise ConfigError(
+            f"a weight in float8 has groups of {weight.group}, neither a multiple of {GROUP_MULTIPLE} nor whole rows: "
+            "load the model with --dequantize"
+        )
+
+
+def float8_product(x: torch.Tensor, weight: Float8Weight) -> torch.Tensor:
+    """The float32 sums of x [m, k] times the weight [n, k] transposed: [m, n].
+
+    In the order of k, each group of elements adds its scale times the sum of its products.
+    """
+    n, k = weight.shape
+    sums = torch.zeros(x.shape[0], n)
+    for index, first in enumerate(range(0, k, weight.group)):
+        rows = x[:, first : first + weight.group].float()
+        codes = weight.codes[:, first : first + weight.group]
+        parts = [functional.linear(rows, part.float()) for part in torch.split(codes, _WIDENED_ROWS)]
+        sums = _fused(weight.scales[None, :, index], torch.cat(parts, dim=1), sums)
+    return sums
+
+
+def narrow_product(x: torch.Tensor, weight: NarrowWeight) -> torch.Tensor:
+    """The float32 sums of x [m, k] times a quantised weight [n, k] transposed: [m, n]."""
+    return float8_product(x, weight) if isinstance(weight, Float8Weight) else quantized_product(x, weight)
 
 
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

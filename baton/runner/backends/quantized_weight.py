@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+
+from baton.runner.backends.float8_weight import Float8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class QuantizedWeight:
         if offsets is not None:
             weight += offsets.to(wide)[..., None]
         return weight.view(n, k).to(dtype)
+
+
+NarrowWeight: TypeAlias = QuantizedWeight | Float8Weight
+"""A quantised weight that operations pack as small as it is."""
 
 
 def _multiplied(values: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:

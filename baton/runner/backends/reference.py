@@ -16,8 +16,8 @@ import torch
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
-from baton.runner.backends.quantized_product import quantized_product
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_product import narrow_product
+from baton.runner.backends.quantized_weight import NarrowWeight
 
 Array = npt.NDArray[np.float32]
 
@@ -36,10 +36,10 @@ class PackedWeight:
 class PackedStack:
     """Weights of which some are quantised, stacked over their outputs."""
 
-    parts: tuple[PackedWeight | QuantizedWeight, ...]
+    parts: tuple[PackedWeight | NarrowWeight, ...]
 
 
-packs_integers = True
+packs_quantized = True
 
 
 def numerics() -> str:
@@ -54,31 +54,30 @@ def _array(tensor: torch.Tensor) -> Array:
     return np.ascontiguousarray(tensor.detach().to(torch.float32).numpy())
 
 
-def pack(*weights: torch.Tensor | QuantizedWeight) -> PackedWeight | PackedStack:
+def pack(*weights: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:
     tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     if len(tensors) == len(weights):
         return PackedWeight(np.concatenate([_array(weight) for weight in tensors]), tensors[0].dtype)
     parts = (
-        weight if isinstance(weight, QuantizedWeight) else PackedWeight(_array(weight), weight.dtype)
-        for weight in weights
+        PackedWeight(_array(weight), weight.dtype) if isinstance(weight, torch.Tensor) else weight for weight in weights
     )
     return PackedStack(tuple(parts))
 
 
-def pack_gated(gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight) -> PackedWeight | PackedStack:
+def pack_gated(gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:
     return pack(gate, up)
 
 
 def take_rows(
-    weight: PackedWeight | QuantizedWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
+    weight: PackedWeight | NarrowWeight | PackedStack, index: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     if isinstance(weight, PackedStack):
         sizes = [part.rows.shape[0] if isinstance(part, PackedWeight) else part.shape[0] for part in weight.parts]
         whole = [take_rows(part, torch.arange(n), dtype) for part, n in zip(weight.parts, sizes, strict=True)]
         return torch.cat(whole)[index]
-    if isinstance(weight, QuantizedWeight):
-        return weight.dequantized(dtype or torch.float32)[index]
-    return torch.from_numpy(weight.rows[index.numpy()]).to(weight.dtype)
+    if isinstance(weight, PackedWeight):
+        return torch.from_numpy(weight.rows[index.numpy()]).to(weight.dtype)
+    return weight.dequantized(dtype or torch.float32)[index]
 
 
 def linear(
@@ -99,11 +98,11 @@ def gated_linear(x: torch.Tensor, weight: PackedWeight | PackedStack, *, activat
     return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
 
 
-def _product(x: torch.Tensor, weight: PackedWeight | QuantizedWeight | PackedStack) -> Array:
+def _product(x: torch.Tensor, weight: PackedWeight | NarrowWeight | PackedStack) -> Array:
     if isinstance(weight, PackedStack):
         return np.concatenate([_product(x, part) for part in weight.parts], axis=1)
-    if isinstance(weight, QuantizedWeight):
-        return quantized_product(x, weight).numpy()
+    if not isinstance(weight, PackedWeight):
+        return narrow_product(x, weight).numpy()
     rows = _array(x)
     out = np.empty((rows.shape[0], weight.rows.shape[0]), dtype=np.float32)
     for index, row in enumerate(rows):

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from baton.runner.backends.cache_rows import read_blocks, write_rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.operations import Activation
-from baton.runner.backends.quantized_product import block_of, quantized_product
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
+from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
@@ -71,18 +72,16 @@ class TorchWeight:
 class TorchStack:
     """Weights of which some are quantised, stacked over their outputs."""
 
-    parts: tuple[torch.Tensor | QuantizedWeight, ...]
+    parts: tuple[torch.Tensor | NarrowWeight, ...]
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
         """The stacked weights with the quantised ones in a dtype: [n, k]."""
-        return torch.cat(
-            [part.dequantized(dtype) if isinstance(part, QuantizedWeight) else part for part in self.parts]
-        )
+        return torch.cat([part if isinstance(part, torch.Tensor) else part.dequantized(dtype) for part in self.parts])
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """The products of x [m, k]: float32 [m, n]."""
         products = [
-            quantized_product(x, part) if isinstance(part, QuantizedWeight) else functional.linear(x, part).float()
+            functional.linear(x, part).float() if isinstance(part, torch.Tensor) else narrow_product(x, part)
             for part in self.parts
         ]
         return torch.cat(products, dim=1)
@@ -91,7 +90,7 @@ class TorchStack:
 class TorchOperations:
     """torch's products in calls of `rows_per_call` rows. It may be set only before anything is computed."""
 
-    packs_integers = True
+    packs_quantized = True
 
     def __init__(self, num_threads: int) -> None:
         self.rows_per_call = ROWS_PER_CALL[0]
@@ -104,17 +103,19 @@ class TorchOperations:
     def program(self, dtype: torch.dtype) -> None:
         """Returns None: these operations have no programs."""
 
-    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> TorchWeight | TorchStack:
+    def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
         tensors = [weight.detach() for weight in weights if isinstance(weight, torch.Tensor)]
         if len(tensors) == len(weights):
             return TorchWeight(torch.cat(tensors))
         for weight in weights:
             if isinstance(weight, QuantizedWeight):
                 block_of(weight.group)
+            elif isinstance(weight, Float8Weight):
+                require_float8_groups(weight)
         return TorchStack(weights)
 
     def pack_gated(
-        self, gate: torch.Tensor | QuantizedWeight, up: torch.Tensor | QuantizedWeight
+        self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight
     ) -> TorchWeight | TorchStack:
         return self.pack(gate, up)
 

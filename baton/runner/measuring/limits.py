@@ -118,7 +118,7 @@ def _with_threads(num_threads: int, work: Callable[[], Any]) -> Callable[[], Any
 class UnpaddedOperations:
     """Torch's own products without padding, which are not bit-exact; all other operations are those of `inner`."""
 
-    packs_integers = False
+    packs_quantized = False
 
     def __init__(self, inner: Operations) -> None:
         self._inner = inner

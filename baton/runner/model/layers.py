@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.runner.backends.cpu.kernels.program import Program, Rows
 from baton.runner.backends.operations import Operations
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.model.quantized_layers import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -164,7 +164,7 @@ class PackedExperts:
         delattr(module, name)
         return packed
 
-    def _pack_held(self, weights: list[QuantizedWeight], gated: bool) -> Any:
+    def _pack_held(self, weights: list[NarrowWeight], gated: bool) -> Any:
         if gated:
             gate, up = weights if len(weights) == 2 else halves_of(weights[0])
             return self._operations.pack_gated(gate, up)

@@ -1,7 +1,7 @@
 """Stands for the linear layers, embeddings and experts of a model whose weights are quantised, until they are packed.
 
 Each holds weights that are still in their file. While recognition (recognition.py) compares what parts compute, a
-linear layer computes with its integers as operations do, so that both sides round alike, and packs nothing.
+linear layer computes with its quantised weight as operations do, so that both sides round alike, and packs nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from baton.runner.backends.quantized_product import quantized_product
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.float8_weight import Float8Weight
+from baton.runner.backends.quantized_product import narrow_product
+from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 from baton.runner.model.quantization.stored_weight import StoredWeight
 
-Weight: TypeAlias = torch.Tensor | QuantizedWeight
+Weight: TypeAlias = torch.Tensor | NarrowWeight
 """What operations pack."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer that computes with integers, and whose `weight` is dequantised whenever it is read."""
+    """A linear layer on a quantised weight, which is dequantised whenever `weight` is read."""
 
     def __init__(self, stored: StoredWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate a weight
@@ -29,7 +30,7 @@ class QuantizedLinear(nn.Linear):
         self.register_parameter("bias", bias)
         self.stored = stored
         self.dtype = dtype
-        self._quantized: QuantizedWeight | None = None
+        self._quantized: NarrowWeight | None = None
         # transformers would otherwise fill the weight with random numbers.
         self._is_hf_initialized = True
 
@@ -38,21 +39,21 @@ class QuantizedLinear(nn.Linear):
         """The weight as plain numbers: [n, k] in the model's dtype."""
         return self.quantized().dequantized(self.dtype)
 
-    def quantized(self) -> QuantizedWeight:
-        """The weight as integers, which stay in memory until `forget`."""
+    def quantized(self) -> NarrowWeight:
+        """The weight as its file has it, which stays in memory until `forget`."""
         if self._quantized is None:
             self._quantized = read_packed(self.stored)
         return self._quantized
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product of x [..., k] and the weight transposed, plus the bias: [..., n]."""
-        sums = quantized_product(x.reshape(-1, self.in_features), self.quantized())
+        sums = narrow_product(x.reshape(-1, self.in_features), self.quantized())
         if self.bias is not None:
             sums = sums + self.bias.float()
         return sums.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def forget(self) -> None:
-        """Free the integers; they are read again when they are needed."""
+        """Free the weight; it is read again when it is needed."""
         self._quantized = None
 
 
@@ -85,16 +86,16 @@ def held_experts(module: nn.Module) -> ExpertWeights:
     return held
 
 
-def read_packed(stored: StoredWeight) -> QuantizedWeight:
+def read_packed(stored: StoredWeight) -> NarrowWeight:
     """Read a weight that can be packed."""
     weight = stored.read()
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, torch.Tensor):
         raise TypeError("a weight that has no packed form must be loaded as a plain tensor")
     return weight
 
 
 def weight_of(linear: nn.Linear) -> Weight:
-    """The weight of a linear layer as operations pack it: integers if it is quantised."""
+    """The weight of a linear layer as operations pack it: with its scales if it is quantised."""
     return linear.quantized() if isinstance(linear, QuantizedLinear) else linear.weight
 
 
@@ -107,7 +108,10 @@ def halves_of(weight: Weight) -> tuple[Weight, Weight]:
     return _rows(weight, 0, half), _rows(weight, half, 2 * half)
 
 
-def _rows(weight: QuantizedWeight, first: int, stop: int) -> QuantizedWeight:
+def _rows(weight: NarrowWeight, first: int, stop: int) -> NarrowWeight:
+    if isinstance(weight, Float8Weight):
+        return Float8Weight(weight.codes[first:stop], weight.scales[first:stop], weight.group)
+
     def part(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values[first:stop]
 

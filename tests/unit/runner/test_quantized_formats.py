@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.model.quantization.formats import format_of
 from baton.runner.model.quantization.quantize import quantized
@@ -84,7 +85,7 @@ def test_a_weight_is_read_as_it_was_meant(name: str) -> None:
     stored = read(format_with(FORMATS[name]), tensors)
     assert stored.shape == (48, 160)
     assert torch.equal(stored.dequantized().double(), meant)
-    assert (stored.packed_bytes is None) == (name in FP8_FORMATS)
+    assert stored.packed_bytes is not None
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
@@ -104,6 +105,41 @@ def test_a_weight_of_fp8_in_blocks_may_end_within_a_block() -> None:
     tensors, meant = written(FP8_FORMATS["fp8-block"], 130, 300)
     assert tensors["model.layer.weight_scale_inv"].shape == (2, 3)
     assert torch.equal(read(format_with(FP8_FORMATS["fp8-block"]), tensors).dequantized().double(), meant)
+
+
+@pytest.mark.parametrize(("name", "num_scales"), [("fp8-tensor", 1), ("fp8-channel", 1), ("fp8-block", 2)])
+def test_float8_stays_float8_whose_size_is_known_before_it_is_read(name: str, num_scales: int) -> None:
+    tensors, meant = written(FP8_FORMATS[name])
+    stored = read(format_with(FP8_FORMATS[name]), tensors)
+    weight = stored.read()
+    assert isinstance(weight, Float8Weight)
+    assert weight.codes.dtype == torch.float8_e4m3fn
+    assert weight.scales.shape == (48, num_scales)
+    assert torch.equal(weight.dequantized(torch.float64).float().double(), meant)
+    assert stored.packed_bytes == 48 * 160 + 4 * weight.scales.numel()
+
+
+def test_float8_in_blocks_that_the_kernels_do_not_take_is_dequantised() -> None:
+    form = FP8_FORMATS["fp8-block"]
+    codes = torch.randn(48, 160, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    for columns, is_packed in ((160, True), (96, True), (80, False), (16, False)):
+        scales = torch.rand(2, -(-160 // columns))
+        tensors = {"model.layer.weight": codes, "model.layer.weight_scale_inv": scales}
+        stored = read(format_with(form, weight_block_size=[32, columns]), tensors)
+        assert (stored.packed_bytes is not None) == is_packed
+        spread = scales.repeat_interleave(32, 0)[:48].repeat_interleave(columns, 1)[:, :160]
+        assert torch.equal(stored.dequantized(), codes.float() * spread)
+
+
+@pytest.mark.parametrize("name", FP8_FORMATS)
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_not_a_number_is_refused_by_name(name: str, code: int) -> None:
+    tensors, _ = written(FP8_FORMATS[name])
+    tensors["model.layer.weight"].view(torch.uint8)[47, 159] = code
+    stored = read(format_with(FP8_FORMATS[name]), tensors)
+    for read_it in (stored.read, stored.dequantized):
+        with pytest.raises(UnusableWeight, match=r"model\.layer\.weight has numbers that are not finite"):
+            read_it()
 
 
 def test_a_packed_row_may_end_within_a_word() -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.random_model import write_random_model
@@ -40,21 +40,21 @@ PROMPT = [(7 * position) % 251 for position in range(40)]
 
 
 class CountingOperations(TorchOperations):
-    """torch's operations, which count the integer weights that they pack."""
+    """torch's operations, which count the quantised weights that they pack."""
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.num_integers = 0
+        self.num_packed = 0
 
-    def pack(self, *weights: torch.Tensor | QuantizedWeight) -> TorchWeight | TorchStack:
-        self.num_integers += sum(isinstance(weight, QuantizedWeight) for weight in weights)
+    def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
+        self.num_packed += sum(not isinstance(weight, torch.Tensor) for weight in weights)
         return super().pack(*weights)
 
 
 class PlainOnly(TorchOperations):
     """torch's products on plain weights alone, as on a GPU."""
 
-    packs_integers = False
+    packs_quantized = False
 
 
 def load(directory: Path, **how: Any) -> TorchModelRunner:
@@ -90,8 +90,9 @@ def test_a_model_computes_with_the_weights_that_its_file_means(tmp_path: Path, n
     operations = CountingOperations()
     found = logits(load(tmp_path / "tiny", operations=operations))
     # Of 3 layers: q, k, v and o; gate, up and down.
-    assert operations.num_integers == (0 if name in FP8_FORMATS else 3 * 7)
-    assert error(found, expected) < 0.15
+    assert operations.num_packed == 3 * 7
+    # Products with integers round their inputs, and those with float8 do not.
+    assert error(found, expected) < (1e-5 if name in FP8_FORMATS else 0.15)
 
 
 @pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "fp8-block"])
@@ -103,7 +104,7 @@ def test_a_mixture_computes_with_the_weights_that_its_file_means(tmp_path: Path,
     operations = CountingOperations()
     load(tmp_path / "tiny", operations=operations)
     # Of 3 layers: q, k, v and o; gate, up and down of four experts.
-    assert operations.num_integers == (0 if name in FP8_FORMATS else 3 * (4 + 4 * 3))
+    assert operations.num_packed == 3 * (4 + 4 * 3)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +130,36 @@ def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
     assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "operations"),
+    [
+        ("llama", "fp8-block", None),
+        ("qwen3", "fp8-tensor", None),
+        ("phi3", "fp8-channel", None),
+        ("mixtral", "fp8-block", None),
+        ("llama", "fp8-channel", TorchOperations(1)),
+    ],
+)
+def test_products_with_float8_round_nothing_but_their_sums(
+    tmp_path: Path, architecture: str, name: str, operations: TorchOperations | None
+) -> None:
+    twin = write_quantized_model(tmp_path / "tiny", architecture, FP8_FORMATS[name])
+    runner = load(tmp_path / "tiny", operations=operations)
+    assert error(logits(runner), logits(load(twin))) < 1e-5
+    assert runner.model.bit_exact, runner.model.bit_exact_reason
+    assert runner._transformer.has_own_loop
+    assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "fp8-block"])
 @pytest.mark.parametrize("architecture", sorted(set(TINY_MODELS) - {"gpt_oss", "gpt2"}))
-def test_every_architecture_takes_packed_weights(tmp_path: Path, architecture: str) -> None:
+def test_every_architecture_takes_packed_weights(tmp_path: Path, architecture: str, name: str) -> None:
     # Rows that groups of 32 divide.
     widths = {"q_lora_rank": 32} if architecture == "deepseek_v3" else {}
-    twin = write_quantized_model(tmp_path / "tiny", architecture, PACKED_FORMATS["gptq-int4-asymmetric"], **widths)
+    twin = write_quantized_model(tmp_path / "tiny", architecture, FORMATS[name], **widths)
     operations = CountingOperations()
     runner = load(tmp_path / "tiny", operations=operations)
-    assert operations.num_integers >= 3 * 4
+    assert operations.num_packed >= 3 * 4
     assert error(logits(runner), logits(load(twin))) < 0.3
     assert runner.model.bit_exact
 
@@ -146,6 +169,9 @@ def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
     kept, plain = load(tmp_path / "tiny"), load(tmp_path / "tiny", dequantize=True)
     assert kept.model.compute_paths[0].runs == "int4 (AWQ), groups of 32, 4.75 bits a weight, 0 MiB"
     assert plain.model.compute_paths[0].runs == "int4 (AWQ), groups of 32, dequantised to float32, 0 MiB"
+    write_quantized_model(tmp_path / "float8", "llama", FP8_FORMATS["fp8-channel"])
+    float8 = load(tmp_path / "float8").model.compute_paths[0].runs
+    assert float8 == "compressed-tensors: fp8 (e4m3), 8.44 bits a weight, 0 MiB"
 
 
 def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(tmp_path: Path) -> None:
@@ -176,7 +202,7 @@ def test_a_plain_model_that_is_quantised_at_load_computes_nearly_the_same(
     write_random_model(tmp_path / "tiny", {**TINY_MODELS[architecture], **known, "initializer_range": 0.05}, seed=0)
     operations = CountingOperations()
     runner = load(tmp_path / "tiny", quantization=quantization, operations=operations)
-    assert operations.num_integers >= 9
+    assert operations.num_packed >= 9
     assert runner.model.bit_exact
     assert not [name for name, p in runner._transformer._module.named_parameters() if p.dim() > 2]
     assert 0 < error(logits(runner), logits(load(tmp_path / "tiny"))) < share
@@ -290,6 +316,18 @@ def rename_tensor(suffix: str, name: str) -> Callable[[Path], object]:
 def test_a_bad_checkpoint_is_refused_in_one_line(directory: Path, damage: Callable[[Path], object], words: str) -> None:
     damage(directory)
     assert re.search(words, refuse(directory))
+
+
+def test_float8_that_is_not_a_number_is_refused_when_it_is_packed_or_dequantised(tmp_path: Path) -> None:
+    write_quantized_model(tmp_path / "broken-model", "llama", FP8_FORMATS["fp8-block"])
+
+    def damage(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(torch.uint8)[3, 5] = 0xFF
+        return tensor
+
+    change_tensor("layers.1.mlp.up_proj.weight", damage)(tmp_path / "broken-model")
+    for how in ({}, {"dequantize": True}):
+        assert "layers.1.mlp.up_proj.weight has numbers that are not finite" in refuse(tmp_path / "broken-model", **how)
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(directory: Path) -> None:

@@ -72,7 +72,7 @@ _Way = Callable[..., torch.Tensor]
 class CudaOperations(TorchOperations):
     """The operations on one GPU. Called from one thread."""
 
-    packs_integers = False  # quantised weights are dequantised when they are loaded: there is no kernel for them here
+    packs_quantized = False  # quantised weights are dequantised when they are loaded: there is no kernel for them here
 
     def __init__(self, device: torch.device, flash: FlashKernel = _torch_flash, record: Record | None = None) -> None:
         super().__init__(num_threads=1)

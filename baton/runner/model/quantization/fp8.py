@@ -1,8 +1,8 @@
-"""Reads weights in 8-bit floating point (e4m3), which are dequantised when a model is loaded.
+"""Reads weights in 8-bit floating point (e4m3).
 
 A scale multiplies the whole weight, a row, or a block of 128 x 128 elements (DeepSeek-V3's layout). Its tensor is
-called `weight_scale` or `weight_scale_inv`; both are multiplied. The codes are not evenly spaced, so they are no
-QuantizedWeight: a packed form would be one more kind of weight in the kernels.
+called `weight_scale` or `weight_scale_inv`; both are multiplied. A weight whose blocks are of a width that the kernels
+don't take is dequantised when it is loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
 from baton.runner.model.quantization.stored_weight import (
     FLOATS,
     CheckpointTensor,
@@ -21,11 +22,15 @@ from baton.runner.model.quantization.stored_weight import (
     expect,
     expect_finite,
     matrix_shape,
+    packed_bytes,
     whole_number,
 )
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _BLOCK = (128, 128)
+_SCALE_BYTES = 4
+_NAN = 0x7F
+"""The code of NaN, without its sign; e4m3 has no infinities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +68,27 @@ class Fp8:
                 f"{n} rows, nor one for each block of {self.block[0]} x {self.block[1]}"
             )
         expect_finite(scale, f"{layer}.{name}")
-        return StoredWeight((n, k), lambda: self._read(weight, scale), packed_bytes=None)
+        # A scale that the file has for all rows, or for a block of rows, is packed for each of them.
+        group = self.block[1] if scale.shape == blocks and blocks[1] > 1 else k
+        size = packed_bytes((n, k), 8, group, _SCALE_BYTES)
+        is_packed = group == k or group % GROUP_MULTIPLE == 0
+        return StoredWeight(
+            (n, k), lambda: self._read(weight, scale, group, f"{layer}.weight"), size if is_packed else None
+        )
 
-    def _read(self, weight: CheckpointTensor, scale: CheckpointTensor) -> torch.Tensor:
-        wide, factors = weight.read().float(), scale.read().float()
-        n, k = wide.shape
-        if factors.numel() == 1:
-            return wide * factors.reshape(())
-        if factors.numel() == n and factors.shape[0] == n:
-            return wide * factors.reshape(n, 1)
-        rows, columns = self.block
-        return wide * factors.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    def _read(self, weight: CheckpointTensor, scale: CheckpointTensor, group: int, name: str) -> Float8Weight:
+        """Raises UnusableWeight for codes that are not a number."""
+        codes, scales = weight.read(), scale.read().float()
+        n = codes.shape[0]
+        if bool(codes.view(torch.uint8).bitwise_and(0x7F).eq(_NAN).any()):
+            raise UnusableWeight(f"{name} has numbers that are not finite; copy the file again")
+        if scales.numel() == 1:
+            scales = scales.reshape(1, 1).expand(n, 1)
+        elif scales.shape[0] == n:
+            scales = scales.reshape(n, -1)
+        else:
+            scales = scales.repeat_interleave(self.block[0], 0)[:n]
+        return Float8Weight(codes, scales.contiguous(), group)
 
 
 def block_of(value: object) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.quantized_weight import NarrowWeight
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
 """The dtypes of scales, as safetensors names them."""
@@ -37,15 +37,15 @@ class StoredWeight:
     """A weight [n, k] in a checkpoint. It is read whenever a layer asks for it, so that it takes no memory before."""
 
     shape: tuple[int, int]
-    read: Callable[[], QuantizedWeight | torch.Tensor]
-    """Read it: as integers, or as plain numbers, in float32 [n, k], if it has no packed form."""
+    read: Callable[[], NarrowWeight | torch.Tensor]
+    """Read it: with its scales, or as plain numbers, in float32 [n, k], if they can't be kept apart."""
     packed_bytes: int | None
     """Its size in memory after packing. None: it has no packed form, and becomes a plain tensor when it is loaded."""
 
     def dequantized(self) -> torch.Tensor:
         """Read it as plain numbers: float32 [n, k]."""
         weight = self.read()
-        return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
 
 
 class WeightFormat(Protocol):
@@ -150,7 +150,7 @@ def group_of(layer: str, k: int, size: int | None) -> int:
 def packed_bytes(shape: tuple[int, int], bits: int, group: int, group_bytes: int) -> int:
     """The size of a packed weight whose groups have `group_bytes` bytes of scales and zeros each."""
     n, k = shape
-    return n * k * bits // 8 + n * (k // group) * group_bytes
+    return n * k * bits // 8 + n * -(-k // group) * group_bytes
 
 
 def scale_bytes(scales: CheckpointTensor) -> int:

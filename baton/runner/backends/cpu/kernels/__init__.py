@@ -11,6 +11,7 @@ from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.backends.cpu.kernels.attention import paged_attention, store_kv
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.info import KernelInfo, available
 from baton.runner.backends.cpu.kernels.library import use_isa
 from baton.runner.backends.cpu.kernels.product import PackedWeight
@@ -33,6 +34,7 @@ __all__ = [
     "KernelInfo",
     "KernelsUnavailable",
     "Packed",
+    "PackedFloat8Weight",
     "PackedQuantizedWeight",
     "PackedWeight",
     "Program",

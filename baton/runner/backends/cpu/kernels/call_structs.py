@@ -28,7 +28,7 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 class LinearCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "x packed bias out format"),
-        *_fields(_SIZE, "m n k x_stride out_stride rows_per_task groups_per_task"),
+        *_fields(_SIZE, "m n k scale_group x_stride out_stride rows_per_task groups_per_task"),
         *_fields(_INT, "activation out_dtype"),
     ]
 

@@ -14,6 +14,7 @@ from baton.runner.backends.cpu.kernels.library import CACHE_FORMATS, isa_name, l
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
 from baton.runner.backends.cpu.kernels.weights import gated_linear, linear, pack, pack_gated
+from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_weight import QuantizedWeight
 
 
@@ -48,7 +49,7 @@ def available() -> KernelInfo:
 def _numerics() -> str:
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
-        for probe in (_rounding_noise, _rows_probe, _quantized_probe):
+        for probe in (_rounding_noise, _rows_probe, _quantized_probe, _float8_probe):
             digest.update(_bytes(probe(dtype)))
         for cache_dtype in (dtype, *CACHE_FORMATS):
             digest.update(_bytes(_attention_probe(dtype, cache_dtype)))
@@ -116,6 +117,15 @@ def _quantized_probe(dtype: torch.dtype) -> torch.Tensor:
     )
     wide = QuantizedWeight(codes, 8, 32, groups.bfloat16(), zeros=3, offsets=groups)
     return torch.cat([linear(x, pack(weight), threads=1) for weight in (small, large, wide)])
+
+
+def _float8_probe(dtype: torch.dtype) -> torch.Tensor:
+    """Products with all finite numbers of float8, with a scale for blocks of 128 and for a row."""
+    x, scales = (_noise(5, 320) * 4).to(dtype), _noise(70, 3)
+    codes = ((_noise(70, 320) + 1) * 63.4).to(torch.uint8) + 128 * (_noise(320, 70).T < 0).to(torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn)
+    blocks, row = Float8Weight(numbers, scales, 128), Float8Weight(numbers, scales[:, :1].contiguous(), 320)
+    return torch.cat([linear(x, pack(weight), threads=1) for weight in (blocks, row)])
 
 
 def _noise(rows: int, columns: int) -> torch.Tensor:

@@ -73,7 +73,7 @@ def library() -> Library:
     functions.baton_padded_k.restype = size
     functions.baton_pack.argtypes = [integer, integer, pointer, pointer, size, size, size, size]
     functions.baton_pack.restype = None
-    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 5 + [integer] * 3
+    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 6 + [integer] * 3
     functions.baton_quantized_linear.argtypes = [integer, integer] + [pointer] * 6 + [size] * 5 + [integer] * 3
     functions.baton_quantized_size.argtypes = [pointer, size, size]
     functions.baton_quantized_size.restype = size
@@ -82,6 +82,11 @@ def library() -> Library:
     functions.baton_pack_quantized.argtypes = [pointer] * 3 + [size] * 4
     functions.baton_pack_quantized.restype = None
     functions.baton_dequantize_rows.argtypes = [integer] + [pointer] * 4 + [size] * 3 + [integer]
+    functions.baton_float8_size.argtypes = [size] * 3
+    functions.baton_float8_size.restype = size
+    functions.baton_pack_float8.argtypes = [integer, size] + [pointer] * 3 + [size] * 5
+    functions.baton_pack_float8.restype = None
+    functions.baton_float8_rows.argtypes = [integer, integer, size] + [pointer] * 3 + [size] * 4 + [integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer]
     functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]

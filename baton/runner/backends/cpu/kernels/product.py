@@ -158,6 +158,7 @@ def _multiply(
         x.shape[0],
         w.n,
         w.padded_k,
+        0,
         x.stride(0),
         out.stride(0),
         activation,

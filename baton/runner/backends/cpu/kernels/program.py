@@ -39,11 +39,12 @@ from baton.runner.backends.cpu.kernels.call_structs import (
     TakeRowsCall,
 )
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
-from baton.runner.backends.cpu.kernels.weights import Packed, StackedWeight, columns_of
+from baton.runner.backends.cpu.kernels.weights import Packed, PackedPart, StackedWeight, columns_of
 
 _NAMES = {
     OperationKind.LINEAR: "linear",
@@ -272,7 +273,7 @@ class Program:
     def _multiply(
         self,
         x: Rows,
-        w: PackedWeight | PackedQuantizedWeight,
+        w: PackedPart,
         bias: torch.Tensor | None,
         activation: int,
         out: Rows,
@@ -292,10 +293,12 @@ class Program:
         if isinstance(w, PackedQuantizedWeight):
             x = self._quantize(x, w)
             call.format, call.x_stride = ctypes.addressof(w.format), w.row_bytes
-        elif w.dtype != self._dtype or w.isa != self._isa:
+        elif w.isa != self._isa or (isinstance(w, PackedWeight) and w.dtype != self._dtype):
             raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
         elif w.padded_k != w.k:
             raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
+        elif isinstance(w, PackedFloat8Weight):
+            call.scale_group = w.group
         self._kept += [w, bias]
         self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
 

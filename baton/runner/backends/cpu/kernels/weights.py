@@ -1,6 +1,6 @@
-"""Packed weights of every kind: in x's dtype, quantised, or stacked from weights of different kinds.
+"""Packed weights of every kind: in x's dtype, in integers or float8, or stacked from weights of different kinds.
 
-These functions are the face of product.py and quantized.py, and choose between them.
+These functions are the face of product.py, quantized.py and float8.py, and choose between them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ import torch
 
 from baton.runner.backends.cpu.kernels import product
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.float8 import (
+    PackedFloat8Weight,
+    float8_rows,
+    multiply_float8,
+    pack_float8,
+    pack_gated_float8,
+    packed_group,
+)
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import (
     PackedQuantizedWeight,
@@ -23,16 +31,18 @@ from baton.runner.backends.cpu.kernels.quantized import (
     pack_gated_quantized,
     pack_quantized,
 )
-from baton.runner.backends.quantized_weight import QuantizedWeight
+from baton.runner.backends.float8_weight import Float8Weight
+from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 
-Weight: TypeAlias = torch.Tensor | QuantizedWeight
+Weight: TypeAlias = torch.Tensor | NarrowWeight
+PackedPart: TypeAlias = PackedWeight | PackedQuantizedWeight | PackedFloat8Weight
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
     """Packed weights of one k whose kinds or formats differ: each part computes its own columns of the result."""
 
-    parts: tuple[PackedWeight | PackedQuantizedWeight, ...]
+    parts: tuple[PackedPart, ...]
     n: int
     """Number of columns of a product's result."""
     k: int
@@ -40,34 +50,36 @@ class StackedWeight:
     gated: bool = False
 
 
-Packed: TypeAlias = PackedWeight | PackedQuantizedWeight | StackedWeight
+Packed: TypeAlias = PackedPart | StackedWeight
 
 
 def pack(*weights: Weight) -> Packed:
     """Pack weights [n_i, k], stacked over their outputs, for `linear`: tensors of one dtype, or quantised weights.
 
     Neighbours of one format are packed together. Raises KernelArgumentError for other shapes or dtypes, and for a
-    quantised weight whose groups are not a multiple of 4; KernelsUnavailable without the library.
+    quantised weight whose groups have no packed form; KernelsUnavailable without the library.
     """
     if not weights:
         raise KernelArgumentError("weights", "must be at least one weight")
     for i, weight in enumerate(weights):
         if len(weight.shape) == 2 and weight.shape[1] != weights[0].shape[-1]:
             raise KernelArgumentError(f"weight {i}", f"is {tuple(weight.shape)}, unlike the first")
-    formats = [format_of(weight) if isinstance(weight, QuantizedWeight) else None for weight in weights]
-    parts: list[PackedWeight | PackedQuantizedWeight] = []
+    formats = [_format_of(weight) for weight in weights]
+    parts: list[PackedPart] = []
     for _, alike in groupby(zip(formats, weights, strict=True), key=lambda pair: pair[0]):
         parts.append(_pack_alike([weight for _, weight in alike]))
     return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), sum(part.n for part in parts), parts[0].k)
 
 
-def pack_gated(gate: Weight, up: Weight) -> PackedWeight | PackedQuantizedWeight:
-    """Pack two weights [n, k], both tensors or both quantised, for `gated_linear`; raises the same errors as `pack`."""
+def pack_gated(gate: Weight, up: Weight) -> PackedPart:
+    """Pack two weights [n, k] of one kind for `gated_linear`; raises the same errors as `pack`."""
     if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor):
         return product.pack_gated(gate, up)
     if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
         return pack_gated_quantized(gate, up)
-    raise KernelArgumentError("up", "must be quantised if the gate is, and only then")
+    if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
+        return pack_gated_float8(gate, up)
+    raise KernelArgumentError("up", "must be of the gate's kind: plain, in integers, or in float8")
 
 
 def take_rows(w: Packed, index: torch.Tensor, dtype: torch.dtype | None = None, *, threads: int = 1) -> torch.Tensor:
@@ -84,6 +96,8 @@ def take_rows(w: Packed, index: torch.Tensor, dtype: torch.dtype | None = None, 
         return product.take_rows(w, index, threads=threads)
     if isinstance(w, PackedQuantizedWeight):
         return dequantized_rows(w, index, dtype, threads)
+    if isinstance(w, PackedFloat8Weight):
+        return float8_rows(w, index, dtype, threads)
     if ((index < 0) | (index >= w.n)).any():
         raise KernelArgumentError("index", "names a row outside the weight")
     out = torch.empty((index.shape[0], w.k), dtype=dtype)
@@ -104,8 +118,8 @@ def linear(
     """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
 
     The result is in `out_dtype`: x's dtype (None), or float32, which keeps the sums unrounded. Sums are float32, each
-    in one fixed order of k, whatever m, the row's index and the number of threads are. x is quantised for a quantised
-    weight. Raises KernelArgumentError for tensors that don't fit.
+    in one fixed order of k, whatever m, the row's index and the number of threads are. For a weight in integers, x
+    is quantised. Raises KernelArgumentError for tensors that don't fit.
     """
     if out_dtype not in (None, x.dtype, torch.float32):
         raise KernelArgumentError("out_dtype", f"must be {x.dtype} or float32, is {out_dtype}")
@@ -114,8 +128,8 @@ def linear(
         return product.linear(x, w, bias, threads=threads, out=out)
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
-    if isinstance(w, PackedQuantizedWeight):
-        return multiply_quantized(x, w, bias, NOT_GATED, threads, out)
+    if not isinstance(w, StackedWeight):
+        return _multiply_narrow(x, w, bias, NOT_GATED, threads, out)
     if bias is not None:
         product.require_bias(bias, w.n, x.dtype)
     for first, part in columns_of(w.parts):
@@ -123,7 +137,7 @@ def linear(
         if isinstance(part, PackedWeight):
             product.linear(x, part, own_bias, threads=threads, out=columns)
         else:
-            multiply_quantized(x, part, own_bias, NOT_GATED, threads, columns)
+            _multiply_narrow(x, part, own_bias, NOT_GATED, threads, columns)
     return out
 
 
@@ -138,12 +152,12 @@ def gated_linear(x: torch.Tensor, w: Packed, *, activation: Activation, threads:
         raise KernelArgumentError("w", "is not gated: use pack_gated")
     if activation not in ACTIVATIONS:
         raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
-    return multiply_quantized(x, w, None, ACTIVATIONS[activation], threads)
+    return _multiply_narrow(x, w, None, ACTIVATIONS[activation], threads)
 
 
 def columns_of(
-    parts: Sequence[PackedWeight | PackedQuantizedWeight],
-) -> list[tuple[int, PackedWeight | PackedQuantizedWeight]]:
+    parts: Sequence[PackedPart],
+) -> list[tuple[int, PackedPart]]:
     """Each part with the first column of the result that it computes."""
     found, first = [], 0
     for part in parts:
@@ -152,8 +166,30 @@ def columns_of(
     return found
 
 
-def _pack_alike(weights: list[Weight]) -> PackedWeight | PackedQuantizedWeight:
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    if quantized:
-        return pack_quantized(*quantized)
+def _multiply_narrow(
+    x: torch.Tensor,
+    w: PackedQuantizedWeight | PackedFloat8Weight,
+    bias: torch.Tensor | None,
+    activation: int,
+    threads: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    multiply = multiply_float8 if isinstance(w, PackedFloat8Weight) else multiply_quantized
+    return multiply(x, w, bias, activation, threads, out)  # type: ignore[arg-type]
+
+
+def _format_of(weight: Weight) -> object:
+    """A value that is equal for weights that can be packed together."""
+    if isinstance(weight, QuantizedWeight):
+        return format_of(weight)
+    return packed_group(weight) if isinstance(weight, Float8Weight) else None
+
+
+def _pack_alike(weights: list[Weight]) -> PackedPart:
+    integers = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if integers:
+        return pack_quantized(*integers)
+    floats = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    if floats:
+        return pack_float8(*floats)
     return product.pack(*(weight for weight in weights if isinstance(weight, torch.Tensor)))

@@ -28,7 +28,7 @@
 
 typedef uint32_t bf16_row;
 enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
-enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE };
+enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, STEP_PAIRS = TILE_K / 2 };
 enum { TILE_ELEMENTS = TILE_K * LANES, STEP_ELEMENTS = GROUP_PANELS * TILE_ELEMENTS };
 /* The weights of this many k stay in the first-level cache while rows are multiplied with them. */
 enum { CACHED_K = 256 };
@@ -249,6 +249,22 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
     }
 }
 
+/* sums[rows][64] (+)= a piece of x times a piece of k of one group's weights, which a cache holds. */
+INLINE void multiply_pairs(size_t rows, const uint16_t *x, size_t x_stride, const uint16_t *w, size_t pairs, float *sums,
+                           bf16_row *room, int accumulate) {
+    struct factors f = {.x = x, .w = w, .ldx = x_stride, .panel_stride = TILE_ELEMENTS, .step_stride = STEP_ELEMENTS,
+                        .steps = 2 * pairs / TILE_K, .repeats = 1};
+    (void)room;
+    multiply(rows, GROUP_PANELS, f, sums, GROUP_COLUMNS, accumulate);
+}
+
+#include "linear_float8.inc.h"
+
+TARGET static void linear_float8_and_release(const void *job, size_t task, void *scratch) {
+    linear_float8_bfloat16(job, task, scratch);
+    release();
+}
+
 INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) { memcpy(row, x, k * 2); }
 
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
@@ -292,7 +308,8 @@ static int supported(void) {
 }
 
 const struct isa isa_amx_bf16 = {
-    "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TILE_K / 2, BLOCK_ROWS, 512, 1,
+    "amx_bf16", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_and_release},
+    {attention_float32, attention_bfloat16_and_release},
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
     &quantized_avx512_vnni};
 #endif

@@ -16,12 +16,14 @@
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
+#include "linear_float8.inc.h"
 #include "attention.inc.h"
 
 static int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 const struct isa isa_avx2 = {
-    "avx2", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
+    "avx2", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_bfloat16},
+    {attention_float32, attention_bfloat16},
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx2};
 
 #undef TARGET

@@ -17,6 +17,7 @@
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
+#include "linear_float8.inc.h"
 #define FEW_SCORES "few_rows_avx512.inc.h"
 #define FEW_VALUES
 #include "attention.inc.h"
@@ -24,6 +25,7 @@
 static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supports("avx512bf16"); }
 
 const struct isa isa_avx512_bf16 = {
-    "avx512_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
+    "avx512_bf16", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_bfloat16},
+    {attention_float32, attention_bfloat16},
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_avx512_vnni};
 #endif

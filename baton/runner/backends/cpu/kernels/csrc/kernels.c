@@ -1,4 +1,5 @@
 /* The library's entry points for products, norms and rotations. Python validates every argument before it calls. */
+#include "float8.h"
 #include "kernels.h"
 #include "quantized.h"
 
@@ -58,10 +59,11 @@ static void plan_linear(struct linear_call *call, size_t step, size_t rows_of_su
 }
 
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads) {
-    struct work work = {.function = isa->linear[dtype], .job = call};
     const struct quantized_kernels *quantized = call->format != NULL ? quantized_kernels(isa) : NULL;
-    size_t step = isa->linear_rows, rows_of_sums = dtype == DTYPE_BFLOAT16 ? isa->rows_of_sums : 0;
-    int groups_take_turns = isa->groups_take_turns;
+    const int is_float8 = call->scale_group > 0;
+    struct work work = {.function = is_float8 ? isa->linear_float8[dtype] : isa->linear[dtype], .job = call};
+    size_t step = isa->linear_rows, rows_of_sums = dtype == DTYPE_BFLOAT16 || is_float8 ? isa->rows_of_sums : 0;
+    int groups_take_turns = isa->groups_take_turns && !is_float8;
     if (call->m == 0 || call->n == 0) return work;
     if (quantized != NULL) {
         work.function = quantized->linear[dtype];
@@ -75,6 +77,7 @@ struct work linear_work(struct linear_call *call, const struct isa *isa, enum dt
     if (sums < step) sums = step;
     work.n_tasks = across * ((call->m + call->rows_per_task - 1) / call->rows_per_task);
     work.scratch_bytes = (sums * GROUP_COLUMNS + step * (quantized == NULL ? call->k : 0)) * sizeof(float);
+    if (is_float8) work.scratch_bytes += sums * GROUP_COLUMNS * sizeof(float) + MANY_WIDENED_BYTES; /* sums beside the totals */
     return work;
 }
 
@@ -116,12 +119,12 @@ static int worthwhile_threads(size_t m, size_t n, size_t k, int n_threads) {
     return (double)m * (double)n * (double)k < 1 << 18 ? 1 : n_threads;
 }
 
-/* activation: an enum activation; out_dtype: float32, or dtype; n: columns of out; k: padded columns of x; strides: elements from
- * row to row */
+/* n: columns of out; k: padded columns of x; scale_group: of a weight in float8, or 0; strides: elements from row to row;
+ * activation: an enum activation; out_dtype: float32, or dtype */
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
-                 size_t k, size_t x_stride, size_t out_stride, int activation, int out_dtype, int n_threads) {
+                 size_t k, size_t scale_group, size_t x_stride, size_t out_stride, int activation, int out_dtype, int n_threads) {
     struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
-                               .x_stride = x_stride, .out_stride = out_stride, .activation = (enum activation)activation,
+                               .scale_group = scale_group, .x_stride = x_stride, .out_stride = out_stride, .activation = (enum activation)activation,
                                .out_dtype = (enum dtype)out_dtype};
     n_threads = worthwhile_threads(m, n, k, n_threads);
     struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);

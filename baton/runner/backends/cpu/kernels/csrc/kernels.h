@@ -14,7 +14,7 @@
  * up columns.
  * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does. The paths without that instruction do the
  * same, so all paths except AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
- * quantized.h has the layout of weights in integers with scales, and the rule of their products.
+ * quantized.h has the layout of weights in integers with scales, and the rule of their products; float8.h those of float8.
  */
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
@@ -22,6 +22,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
@@ -44,8 +45,9 @@ struct quantized_format;
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
-    const struct quantized_format *format; /* of packed; NULL: the weight is in out's dtype */
+    const struct quantized_format *format; /* of packed; NULL: the weight is in x's dtype, or in float8 */
     size_t m, n, k; /* n counts the weight's columns of out, k is padded */
+    size_t scale_group; /* of a weight in float8: how many elements of k share a scale (float8.h); 0: packed is in another format */
     size_t x_stride, out_stride; /* in elements, from row to row; of rows of quantized x, which format says, in bytes */
     size_t rows_per_task, groups_per_task;
     enum activation activation;
@@ -89,6 +91,16 @@ struct rotate_call {
     const void *cos, *sin; /* [tokens, 2 * half]; only their first halves are read */
     size_t tokens, heads, half, token_stride, head_stride, angle_stride, tokens_per_task;
 };
+
+/* Stores a number in the dtype, rounded half to even. */
+static inline void store_number(enum dtype dtype, void *to, size_t index, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (dtype == DTYPE_FLOAT32)
+        ((float *)to)[index] = value;
+    else
+        ((uint16_t *)to)[index] = (uint16_t)(value != value ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
 
 /* What the cache holds: keys and values as they are, or 8 bits for each number and a bfloat16 scale for each key and each value of
  * a head. A number is scale * code, where the code is an int8 or a float8 with 4 bits of exponent and 3 of mantissa (e4m3fn of the
@@ -146,6 +158,7 @@ struct isa {
     const char *name;
     int (*supported)(void);
     task_function linear[2];
+    task_function linear_float8[2]; /* with weights in float8 */
     task_function attention[2];
     task_function rms_norm[2];
     task_function rotate[2];

@@ -15,7 +15,7 @@ static const struct layout_entry layout[] = {
     WHOLE(struct linear_call, "linear_call"),
     FIELD(linear_call, x), FIELD(linear_call, packed), FIELD(linear_call, bias), FIELD(linear_call, out),
     FIELD(linear_call, format), FIELD(linear_call, m), FIELD(linear_call, n), FIELD(linear_call, k),
-    FIELD(linear_call, x_stride), FIELD(linear_call, out_stride), FIELD(linear_call, rows_per_task),
+    FIELD(linear_call, scale_group), FIELD(linear_call, x_stride), FIELD(linear_call, out_stride), FIELD(linear_call, rows_per_task),
     FIELD(linear_call, groups_per_task), FIELD(linear_call, activation), FIELD(linear_call, out_dtype),
 
     WHOLE(struct quantized_format, "quantized_format"),

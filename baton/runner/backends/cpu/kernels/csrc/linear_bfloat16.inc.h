@@ -1,12 +1,26 @@
 /* Linear layers in bfloat16 on vectors, for the instruction sets without AMX. */
+enum { STEP_PAIRS = 1 }; /* in packed bfloat16 weights */
+
+/* sums[rows][64] (+)= a piece of x times a piece of k of one group's weights; room: for PAIR_TILE_ROWS rows of x as bf16_row. */
+INLINE void multiply_pairs(size_t rows, const uint16_t *x, size_t x_stride, const uint16_t *w, size_t pairs, float *sums,
+                           bf16_row *room, int accumulate) {
+    for (size_t row = 0, block; row < rows; row += block) {
+        block = block_rows(rows - row, PAIR_TILE_ROWS);
+        size_t ldx;
+        const bf16_row *items = row_items(x + row * x_stride, x_stride, block, pairs, room, &ldx);
+        product_bfloat16(block, GROUP_PANELS, items, ldx, w, 2 * LANES, 2 * GROUP_COLUMNS, pairs, sums + row * GROUP_COLUMNS,
+                         GROUP_COLUMNS, accumulate);
+    }
+}
+
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
     size_t rows = part.end - part.row, all = call->k / 2, most = rows <= FEW_ROWS ? FEW_PAIRS : MANY_PAIRS;
     size_t pieces = (all + most - 1) / most, depth = pieces > 0 ? (all + pieces - 1) / pieces : 0;
-    const uint16_t *packed = (const uint16_t *)call->packed;
+    const uint16_t *packed = (const uint16_t *)call->packed, *x = (const uint16_t *)call->x + part.row * call->x_stride;
     float *sums = scratch;
-    bf16_row *widened = (bf16_row *)(sums + rows * GROUP_COLUMNS);
+    bf16_row *room = (bf16_row *)(sums + rows * GROUP_COLUMNS);
     for (size_t group = part.group; group < part.group_end; group++) {
         struct epilogue epilogue;
         open_epilogue(&epilogue, call, DTYPE_BFLOAT16, group);
@@ -14,14 +28,7 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
         do {
             size_t pairs = all - from < depth ? all - from : depth;
             const uint16_t *w = packed + (group * all + from) * 2 * GROUP_COLUMNS;
-            for (size_t row = 0, block; row < rows; row += block) {
-                const uint16_t *x = (const uint16_t *)call->x + (part.row + row) * call->x_stride + 2 * from;
-                block = block_rows(rows - row, PAIR_TILE_ROWS);
-                size_t ldx;
-                const bf16_row *items = row_items(x, call->x_stride, block, pairs, widened, &ldx);
-                product_bfloat16(block, GROUP_PANELS, items, ldx, w, 2 * LANES, 2 * GROUP_COLUMNS, pairs, sums + row * GROUP_COLUMNS,
-                                 GROUP_COLUMNS, from > 0);
-            }
+            multiply_pairs(rows, x + 2 * from, call->x_stride, w, pairs, sums, room, from > 0);
             from += depth;
         } while (from < all);
         store_sums(&epilogue, call->out, part.row, rows, sums);

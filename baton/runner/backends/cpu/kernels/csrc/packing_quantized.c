@@ -86,16 +86,6 @@ struct dequantize_call {
     int dtype;
 };
 
-static void store_number(const struct dequantize_call *call, size_t to, float value) {
-    uint32_t bits;
-    if (call->dtype == DTYPE_FLOAT32) {
-        ((float *)call->out)[to] = value;
-        return;
-    }
-    memcpy(&bits, &value, sizeof bits);
-    ((uint16_t *)call->out)[to] = (uint16_t)(value != value ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
 static void dequantize_row(const void *job, size_t task, void *scratch) {
     const struct dequantize_call *call = job;
     const struct quantized_format *f = call->format;
@@ -112,7 +102,7 @@ static void dequantize_row(const void *job, size_t task, void *scratch) {
             int code = codes[i / 4 * codes_bytes(f, 4) + i % 4] >> shift & mask;
             float value = (float)(code - zero) * scale;
             if (f->offsets != NUMBER_NONE) value = value + offset;
-            store_number(call, task * call->k + g * f->group + i, value);
+            store_number((enum dtype)call->dtype, call->out, task * call->k + g * f->group + i, value);
         }
     }
 }

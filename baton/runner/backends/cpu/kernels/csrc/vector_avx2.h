@@ -75,6 +75,26 @@ INLINE __m256 load_e4m3_8(const uint8_t *p) {
 }
 INLINE v16 v_load_e4m3(const uint8_t *p) { return EACH(load_e4m3_8(p), load_e4m3_8(p + 8)); }
 
+/* Widens 64 float8 to bfloat16, as in vector_avx512.h. */
+INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
+    const __m256i upper_halves = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
+    const __m256i upper_excess = _mm256_broadcastsi128_si256(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i lower_difference = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0x10, (char)0xA0, (char)0xF0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i half = _mm256_set1_epi8(0x0F);
+    for (int i = 0; i < 2; i++) {
+        __m256i codes = _mm256_loadu_si256((const __m256i *)(from + 32 * i));
+        __m256i upper = _mm256_shuffle_epi8(upper_halves, _mm256_and_si256(_mm256_srli_epi16(codes, 4), half));
+        __m256i lower = _mm256_andnot_si256(half, _mm256_slli_epi16(codes, 4));
+        __m256i index = _mm256_adds_epu8(_mm256_and_si256(codes, _mm256_set1_epi8(0x7F)), _mm256_set1_epi8(0x70));
+        upper = _mm256_sub_epi8(upper, _mm256_shuffle_epi8(upper_excess, index));
+        lower = _mm256_xor_si256(lower, _mm256_shuffle_epi8(lower_difference, index));
+        _mm256_storeu_si256((__m256i *)(to + 16 * i), _mm256_unpacklo_epi8(lower, upper));
+        _mm256_storeu_si256((__m256i *)(to + 32 + 16 * i), _mm256_unpackhi_epi8(lower, upper));
+    }
+}
+
 INLINE __m256i round_bf16_8(__m256 x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -52,6 +52,33 @@ INLINE v16 v_load_e4m3(const uint8_t *p) {
     return _mm512_castsi512_ps(_mm512_or_si512(size, _mm512_slli_epi32(_mm512_srli_epi32(codes, 7), 31)));
 }
 
+/* Widens 64 float8 (e4m3fn, none of them NaN), of which the first 32 and the last 32 take turns, 8 at a time (float8.h), to bfloat16.
+ * The bits of a code are s eeee mmm, and those of its number, unless that is subnormal: s (120 + e) mmm 0000. So the upper byte is
+ * a function of the code's upper half, and the lower byte is the code's lower half, shifted. A subnormal number of float8 is a
+ * normal one in bfloat16; for codes of 0 to 7, upper and lower bytes are corrected by tables. */
+INLINE void widen_e4m3(__m512i codes, __m512i wide[2]) {
+    const __m512i upper_halves = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
+    const __m512i upper_excess = _mm512_broadcast_i32x4(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m512i lower_difference = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 0x10, (char)0xA0, (char)0xF0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m512i half = _mm512_set1_epi8(0x0F);
+    __m512i upper = _mm512_shuffle_epi8(upper_halves, _mm512_and_si512(_mm512_srli_epi16(codes, 4), half));
+    __m512i lower = _mm512_andnot_si512(half, _mm512_slli_epi16(codes, 4));
+    /* Below 16 the code's lower half selects from a table; others saturate to a negative index, which selects zero. */
+    __m512i index = _mm512_adds_epu8(_mm512_and_si512(codes, _mm512_set1_epi8(0x7F)), _mm512_set1_epi8(0x70));
+    upper = _mm512_sub_epi8(upper, _mm512_shuffle_epi8(upper_excess, index));
+    lower = _mm512_xor_si512(lower, _mm512_shuffle_epi8(lower_difference, index));
+    wide[0] = _mm512_unpacklo_epi8(lower, upper);
+    wide[1] = _mm512_unpackhi_epi8(lower, upper);
+}
+INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
+    __m512i wide[2];
+    widen_e4m3(_mm512_loadu_si512(from), wide);
+    _mm512_storeu_si512(to, wide[0]);
+    _mm512_storeu_si512(to + 32, wide[1]);
+}
+
 #ifdef ROUND_BF16 /* by an instruction, which differs only in the payload of NaN */
 INLINE void v_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
 INLINE void v_store_two_bf16(uint16_t *p, v16 a, v16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }

@@ -69,6 +69,12 @@ INLINE float of_e4m3(uint8_t code) {
 }
 INLINE v16 v_load_e4m3(const uint8_t *p) { EACH(of_e4m3(p[i])); }
 
+/* Widens 64 float8 to bfloat16, as in vector_avx512.h. */
+INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 32; i++) to[32 * half + i] = (uint16_t)(to_bits(of_e4m3(from[i / 8 * 16 + 8 * half + i % 8])) >> 16);
+}
+
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
     for (int i = 0; i < 16; i++) {
         uint32_t bits = to_bits(a.f[i]);

@@ -1,0 +1,37 @@
+/* Products with weights in float8: numbers with 4 bits of exponent and 3 of mantissa (e4m3fn of the OCP's "8-bit Floating Point
+ * Specification"), with scales in float32.
+ *
+ * Each column has a scale for every scale_group elements of k. Every number in float8 is exact in bfloat16 and in float32. So the
+ * weights of a scale group are widened to x's dtype, a piece at a time, and multiplied as weights of that dtype are, by the chain
+ * of operations that kernels.h describes, which begins at zero for each scale group. Then, in the order of k:
+ *     total = fma(scale, sum of the scale group, total)
+ * So a row does not depend on its batch, and all paths except AMX give the same bits; AMX's differ in bfloat16 alone.
+ *
+ * Packed weights: groups of 64 columns, as in kernels.h, with k padded to a multiple of 32. The scale groups of 64 columns follow
+ * each other along k, so that a task reads memory in order; the last may be shorter than the others. Of each there are
+ *     the scales: float32 [64]
+ *     the codes in the order of packed bfloat16 elements, but of each 64 codes the first and the second half take turns, 8 codes at
+ *     a time. An instruction that interleaves the halves of two registers then leaves the widened numbers in order.
+ */
+#ifndef BATON_FLOAT8_H
+#define BATON_FLOAT8_H
+
+#include "kernels.h"
+
+enum { CODES_AT_A_TIME = 64, FLOAT8_SCALE_BYTES = GROUP_COLUMNS * sizeof(float) };
+/* The room for a piece of widened weights. With few rows it stays in the first-level cache, also beside the prefetched codes of the
+ * next piece; with many rows it stays in the second-level cache. */
+enum { FEW_WIDENED_BYTES = 16 << 10, MANY_WIDENED_BYTES = 64 << 10 };
+
+/* Sizes in bytes, for all 64 columns. k is padded; scale_group is a multiple of BF16_K_MULTIPLE, or at least k. */
+static inline size_t float8_codes_bytes(size_t elements) { return elements * GROUP_COLUMNS; }
+static inline size_t float8_columns_bytes(size_t scale_group, size_t k) {
+    return (k + scale_group - 1) / scale_group * FLOAT8_SCALE_BYTES + float8_codes_bytes(k);
+}
+
+/* Where the scales of a scale group are; its codes are FLOAT8_SCALE_BYTES further. */
+static inline size_t float8_group_offset(size_t scale_group, size_t index) {
+    return index * (FLOAT8_SCALE_BYTES + float8_codes_bytes(scale_group));
+}
+
+#endif

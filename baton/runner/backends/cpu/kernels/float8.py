@@ -1,0 +1,197 @@
+"""Linear layers on weights in float8, which stay that small in memory.
+
+Pieces of the weight are widened to the dtype of x while a product is computed, so that x is not rounded
+(csrc/float8.h).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
+from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.product import require_bias, require_rows
+from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
+
+_PANEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloat8Weight:
+    """A weight [n, k] in float8, rearranged in groups of 64 columns (csrc/float8.h)."""
+
+    n: int
+    """Number of columns of a product's result."""
+    k: int
+    """Number of columns of x."""
+    padded_k: int
+    """Number of columns of x that a product reads; those behind k are zero."""
+    group: int
+    """How many elements of k share a scale; padded_k at least where a row has one scale."""
+    gated: bool
+    """Whether `pack_gated_float8` made it."""
+    storage: torch.Tensor
+    """The packed scales and codes: uint8 in one dimension."""
+    address: int
+    """The address of the storage."""
+    isa: int
+    """Number of the instruction set for which it is packed, and which computes its products."""
+
+
+def packed_group(weight: Float8Weight, name: str = "weight") -> int:
+    """The size of the groups in which a weight is packed. Weights of one such size and one k can be stacked.
+
+    Raises KernelArgumentError for a weight that has no packed format.
+    """
+    codes, scales, group = weight.codes, weight.scales, weight.group
+    if codes.dtype != torch.float8_e4m3fn or codes.ndim != 2 or not codes.is_cpu:
+        raise KernelArgumentError(f"{name}'s codes", f"must be float8_e4m3fn [n, k] on the CPU, are {codes.dtype}")
+    n, k = weight.shape
+    if group < 1 or (group < k and group % GROUP_MULTIPLE != 0):
+        raise KernelArgumentError(
+            name,
+            f"has groups of {group}, neither a multiple of {GROUP_MULTIPLE} nor whole rows: load the model with "
+            "--dequantize",
+        )
+    if scales.dtype != torch.float32 or scales.shape != (n, -(-k // group)) or not scales.is_cpu:
+        raise KernelArgumentError(
+            f"{name}'s scales", f"must be float32 {(n, -(-k // group))}, are {scales.dtype} {tuple(scales.shape)}"
+        )
+    return group if group < k else _whole_row(k)
+
+
+def pack_float8(*weights: Float8Weight) -> PackedFloat8Weight:
+    """Pack weights [n_i, k] with groups of one size, stacked over their outputs.
+
+    Raises KernelArgumentError for others.
+    """
+    n = sum(weight.shape[0] for weight in weights)
+    packed = _empty_packed(weights, n, n, gated=False)
+    first = 0
+    for weight in weights:
+        _place(weight, packed, first, spread=1)
+        first += weight.shape[0]
+    return packed
+
+
+def pack_gated_float8(gate: Float8Weight, up: Float8Weight) -> PackedFloat8Weight:
+    """Pack two weights [n, k] for a gated product; if their groups differ, in the largest that fit into both."""
+    if gate.shape != up.shape:
+        raise KernelArgumentError("up", f"is {tuple(up.shape)}, the gate {tuple(gate.shape)}")
+    groups = packed_group(gate, "gate"), packed_group(up, "up")
+    if groups[0] != groups[1]:
+        whole = _whole_row(gate.shape[1])
+        group = min(groups) if whole in groups else math.gcd(*groups)
+        gate, up = gate.in_groups(group), up.in_groups(group)
+    n = gate.shape[0]
+    packed = _empty_packed((gate, up), n, -(-n // _PANEL) * 2 * _PANEL, gated=True)
+    _place(gate, packed, 0, spread=2)
+    _place(up, packed, _PANEL, spread=2)
+    return packed
+
+
+def float8_rows(w: PackedFloat8Weight, index: torch.Tensor, dtype: torch.dtype | None, threads: int) -> torch.Tensor:
+    """The rows `index` (int64 [rows]) of the stacked weights in a dtype: [rows, k], as Float8Weight.dequantized."""
+    if dtype not in DTYPES:
+        raise KernelArgumentError("dtype", f"of a quantised weight's rows must be float32 or bfloat16, is {dtype}")
+    out = torch.empty((index.shape[0], w.k), dtype=dtype)
+    functions = library().functions
+    check_status(
+        functions.baton_float8_rows(
+            w.isa,
+            DTYPES[dtype],
+            w.group,
+            w.address,
+            index.data_ptr(),
+            out.data_ptr(),
+            index.shape[0],
+            w.n,
+            w.k,
+            w.padded_k,
+            threads,
+        )
+    )
+    return out
+
+
+def multiply_float8(
+    x: torch.Tensor,
+    w: PackedFloat8Weight,
+    bias: torch.Tensor | None,
+    activation: int,
+    threads: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of x [m, k] (float32 or bfloat16) and the weight transposed: [m, n] in x's dtype.
+
+    `activation`: a number of product.py. Raises KernelArgumentError for tensors that don't fit.
+    """
+    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
+        raise KernelArgumentError(
+            "x", f"must be [m, {w.k}] of float32 or bfloat16 on the CPU, is {tuple(x.shape)} {x.dtype}"
+        )
+    require_rows(x, w.k)
+    if w.padded_k != w.k:
+        x = functional.pad(x, (0, w.padded_k - w.k))
+    bias_address = None if bias is None else require_bias(bias, w.n, x.dtype)
+    if out is None:
+        out = x.new_empty((x.shape[0], w.n))
+    lib = library()
+    status = lib.linear(
+        w.isa,
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        w.address,
+        bias_address,
+        out.data_ptr(),
+        x.shape[0],
+        w.n,
+        w.padded_k,
+        w.group,
+        x.stride(0),
+        out.stride(0),
+        activation,
+        DTYPES[out.dtype],
+        threads,
+    )
+    if status:
+        check_status(status)
+    return out
+
+
+def _whole_row(k: int) -> int:
+    """The size of the group of a row of k elements that has one scale: k, padded as packed weights are."""
+    return max(-(-k // GROUP_MULTIPLE), 1) * GROUP_MULTIPLE
+
+
+def _empty_packed(weights: tuple[Float8Weight, ...], n: int, columns: int, *, gated: bool) -> PackedFloat8Weight:
+    group, k = packed_group(weights[0]), weights[0].shape[1]
+    for i, weight in enumerate(weights[1:], start=1):
+        if weight.shape[1] != k or packed_group(weight, f"weight {i}") != group:
+            raise KernelArgumentError(f"weight {i}", "has groups or a width that the first has not")
+    lib = library()
+    padded = -(-k // GROUP_MULTIPLE) * GROUP_MULTIPLE
+    storage = zeros_for_reading(lib.functions.baton_float8_size(group, columns, padded), torch.uint8)
+    return PackedFloat8Weight(n, k, padded, group, gated, storage, storage.data_ptr(), lib.isa)
+
+
+def _place(weight: Float8Weight, packed: PackedFloat8Weight, first: int, *, spread: int) -> None:
+    n, k = weight.shape
+    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+    library().functions.baton_pack_float8(
+        packed.isa,
+        packed.group,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        packed.address,
+        n,
+        k,
+        packed.padded_k,
+        first,
+        spread,
+    )

@@ -24,7 +24,7 @@ _WHOLE_MODEL = {
 }
 _NOT_WEIGHTS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors that became part of the configuration."""
-_LAYER = re.compile(r"blk\.(\d{1,5})\.([a-z_]+)\.(weight|bias)\Z")
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)\Z")
 _PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -101,13 +101,16 @@ def configuration(facts: Facts) -> _Config:
     """The content of config.json. Special tokens are not in it; generation_config.json has them."""
     architecture = architecture_of(facts)
     hidden, heads = facts.whole(".embedding_length"), facts.whole(".attention.head_count")
+    layers, num_tensors = facts.whole(".block_count"), len(facts.file.tensors)
+    if layers > num_tensors:
+        raise ConfigError(f"{facts.file.path} has {num_tensors} tensors, of which {layers} layers can't be made")
     return {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
         "vocab_size": facts.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": facts.whole(".feed_forward_length"),
-        "num_hidden_layers": facts.whole(".block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": facts.whole(".attention.head_count_kv", heads),
         "head_dim": _head_dim(facts),

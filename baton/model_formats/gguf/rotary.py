@@ -45,8 +45,8 @@ def long_rope(facts: Facts) -> dict[str, Any]:
 def _llama3(facts: Facts, factors: Sequence[float], head_dim: int, theta: float) -> dict[str, Any]:
     """Llama 3's scaling, if the factors are what it computes."""
     found = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
-    expected = [_llama3_factor(theta ** (2 * place / head_dim), found) for place in range(head_dim // 2)]
-    if len(factors) != len(expected) or any(
+    expected = (_llama3_factor(theta ** (2 * place / head_dim), found) for place in range(head_dim // 2))
+    if len(factors) != head_dim // 2 or any(
         abs(ours - theirs) > _SAME * theirs for ours, theirs in zip(expected, factors, strict=True)
     ):
         raise ConfigError(f"{facts.file.path} has rope_freqs.weight of an unknown kind; those of Llama 3 are known")

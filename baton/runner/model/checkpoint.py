@@ -132,8 +132,8 @@ def _safetensors_header(path: Path) -> bytes:
     try:
         entries = json.loads(header)
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{path} is not a sound safetensors file (bad header); copy it again") from error
     if len(tensors) > _MOST_TENSORS:
         raise ConfigError(f"{path} holds {len(tensors)} tensors; at most {_MOST_TENSORS} are read")

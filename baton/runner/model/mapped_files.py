@@ -24,6 +24,10 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 merges would be in memory twice."""
 
 
+class DuplicateTensor(Exception):
+    """Two files have a tensor of the same name; the message names all three."""
+
+
 class MappedFiles:
     """The address ranges at which some files are mapped. Empty on a system without /proc, where pages are kept."""
 
@@ -76,13 +80,14 @@ def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, TensorOnFile]]:
     """The tensors of these files by name, which transformers' loader and layers read one after the other.
 
     A tensor is read from its file when the loader slices it, and also later, as long as somebody holds it. Raises
-    SafetensorError for files that can't be read.
+    SafetensorError for files that can't be read, and DuplicateTensor if two of them have a tensor of the same name.
     """
     tensors = _Tensors(paths)
+    found = tensors.by_name()
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"
     try:
-        yield {name: TensorOnFile(tensors, file, name) for file in tensors.files for name in sorted(file.keys())}
+        yield found
     finally:
         if before is None:
             del os.environ[_ONE_BY_ONE]
@@ -94,8 +99,18 @@ def tensors_on_file(paths: Sequence[Path]) -> Iterator[dict[str, TensorOnFile]]:
 class _Tensors:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self.files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+        self._files: list[Any] = [safe_open(path, framework="pt") for path in paths]
         self._unread = 0
+
+    def by_name(self) -> dict[str, TensorOnFile]:
+        found: dict[str, TensorOnFile] = {}
+        homes: dict[str, Path] = {}
+        for path, file in zip(self._paths, self._files, strict=True):
+            for name in sorted(file.keys()):
+                if name in found:
+                    raise DuplicateTensor(f"{name} is in {homes[name].name}, and in {path.name}, too")
+                found[name], homes[name] = TensorOnFile(self, file, name), path
+        return found
 
     def mapped(self) -> MappedFiles:
         return MappedFiles(self._paths)

@@ -8,7 +8,8 @@ anything is allocated. transformers' own quantizers play no part (docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import nn
 from baton.runner.model.checkpoint_names import CheckpointNames, in_natural_order
 from baton.runner.model.quantization.stored_weight import CheckpointTensor, StoredWeight, UnusableWeight
 from baton.runner.model.quantized_layers import QuantizedEmbedding, QuantizedLinear, hold_experts
+
+_MOST_LACKING = 1 << 27
+"""How many numbers a checkpoint may lack until the loader, which allocates them first, names what is missing."""
 
 
 class DequantizedTensor:
@@ -77,6 +81,17 @@ def plan_weights(
     `skeleton` is the model on the meta device. Raises UnusableWeight for weights that don't fit it.
     """
     return _Planner(skeleton, names, weights, plain).plan()
+
+
+def check_size(skeleton: Any, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Raise UnusableWeight for a config.json that asks for far more numbers than weights of these shapes have.
+
+    transformers' loader would allocate whatever a checkpoint lacks before it reports it.
+    """
+    asked, held = sum(parameter.numel() for parameter in skeleton.parameters()), sum(map(math.prod, shapes))
+    # A tied weight may be counted twice.
+    if asked > 2 * held + _MOST_LACKING:
+        raise UnusableWeight(f"config.json asks for {asked} numbers, and there are {held}; copy all files again")
 
 
 class _Planner:

@@ -20,14 +20,20 @@ from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
 from baton.runner.model.checkpoint_names import CheckpointNames
 from baton.runner.model.layers import EXPERTS_NAME
-from baton.runner.model.mapped_files import TensorOnFile, tensors_on_file
+from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
 from baton.runner.model.quantization.formats import format_of
 from baton.runner.model.quantization.quantize import GROUP, Quantization
 from baton.runner.model.quantization.stored_weight import UnusableWeight, WeightFormat, stored_weights
 from baton.runner.model.quantize_at_load import weights_to_quantize
-from baton.runner.model.weight_plan import WeightPlan, plan_weights
+from baton.runner.model.weight_plan import WeightPlan, check_size, plan_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+READING = 1
+"""To be raised when quantised files, or weights that are quantised here, come to mean other numbers than before.
+
+It is part of such models' fingerprints: nodes that would read the same files differently refuse each other.
+"""
 
 _MOST = 1 << 27
 """The largest vocabulary and the longest context that a config.json may ask for."""
@@ -65,10 +71,11 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The model's fingerprint: that of its files, and of what was done to its weights."""
-        if not self.weights.treatment:
+        """The model's fingerprint: that of its files, and of how quantised weights are read or made."""
+        if not (self.weights.treatment or self.weights.description):
             return self.checkpoint.fingerprint
-        return hashlib.sha256(f"{self.checkpoint.fingerprint} {self.weights.treatment}".encode()).hexdigest()
+        made_of = f"{self.checkpoint.fingerprint} {self.weights.treatment} {READING}"
+        return hashlib.sha256(made_of.encode()).hexdigest()
 
 
 def resolve_dtype(name: str, device: torch.device = CPU) -> str:
@@ -127,11 +134,9 @@ def load_model(
     model_class = _model_class(checkpoint, config)
     try:
         with tensors_on_file(checkpoint.weight_files) as tensors:
-            if config.num_hidden_layers > len(tensors):
+            if not 0 < config.num_hidden_layers <= len(tensors):
                 raise UnusableWeight(f"{config.num_hidden_layers} layers can't be made of {len(tensors)} tensors")
-            plan = WeightPlan(loaded=dict(tensors))
-            if weight_format is not None or quantization is not None:
-                plan = _plan(model_class, config, tensors, weight_format, quantization, dequantize)
+            plan = _plan(model_class, config, tensors, weight_format, quantization, dequantize)
             _check_types(plan)
             _warn_of_lost_bits(plan, directory, dtype)
             module, info = _class_with(plan, model_class, DTYPES[dtype]).from_pretrained(
@@ -148,7 +153,7 @@ def load_model(
         raise ConfigError(
             f"the weights in {directory} can't be read ({_first_line(error)}); copy them again"
         ) from error
-    except UnusableWeight as error:
+    except (UnusableWeight, DuplicateTensor) as error:
         raise ConfigError(f"the weights in {directory} can't be used: {error}") from error
     except Exception as error:
         raise ConfigError(f"the weights in {directory} don't fit its config.json ({_first_line(error)})") from error
@@ -174,6 +179,8 @@ def _plan(
     with torch.device("meta"):
         skeleton = model_class(copy.deepcopy(config))
     names = CheckpointNames(skeleton)
+    if weight_format is None:
+        check_size(skeleton, (tensor.shape for tensor in tensors.values()))
     if quantization is not None:
         chosen = weights_to_quantize(skeleton, names, tensors, quantization)
         plain = {name: tensor for name, tensor in tensors.items() if name not in chosen.tensors}
@@ -183,9 +190,10 @@ def _plan(
             plan.experts.setdefault(path, {})[leaf] = experts
         return plan
     if weight_format is None:
-        return WeightPlan(loaded=dict(tensors))
+        return plan_weights(skeleton, names, {}, tensors)
     weights, used = stored_weights(weight_format, tensors, dequantize)
     plain = {name: tensor for name, tensor in tensors.items() if name not in used}
+    check_size(skeleton, [*(stored.shape for stored in weights.values()), *(tensor.shape for tensor in plain.values())])
     if dequantize:
         weights = {name: replace(stored, packed_bytes=None) for name, stored in weights.items()}
     return plan_weights(skeleton, names, weights, plain)

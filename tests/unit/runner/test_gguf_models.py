@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,19 @@ def test_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
         converted(source, tmp_path / "model")
 
 
+def test_an_enormous_head_is_refused_before_its_frequencies_are_computed(tmp_path: Path) -> None:
+    module, factors = llama3_module()
+    sizes = {"llama.attention.key_length": 2**31 - 1}
+    source = write_module(tmp_path / "model.gguf", module, more={"rope_freqs.weight": factors}, metadata=sizes)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"rope_freqs\.weight of an unknown kind"):
+            converted(source, tmp_path / "model")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_yarn_and_linear_scaling_are_taken_over(tmp_path: Path) -> None:
     module = random_module("qwen2")
     scaling = {
@@ -161,6 +175,7 @@ def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"split.count": 3}, "llama-gguf-split --merge"),
         ({"llama.block_count": 2}, "has no place in a llama model of 2 layers"),
+        ({"llama.block_count": 2**31 - 1}, "of which 2147483647 layers can't be made"),
         ({"llama.block_count": "many"}, "llama.block_count is not a positive whole number"),
         ({"llama.embedding_length": 0}, "llama.embedding_length is not a positive whole number"),
         ({"llama.rope.dimension_count": 8}, "rotates only a part of each head"),
@@ -191,6 +206,12 @@ def test_a_file_that_no_model_can_be_made_of_is_refused(
     assert complaint in complaint_line
     assert str(source) in complaint_line
     assert complaint_line.count("\n") == 1
+
+
+def test_a_layer_has_one_spelling(tmp_path: Path) -> None:
+    source = write_module(tmp_path / "model.gguf", random_module("llama"), more={"blk.00.attn_norm.weight": [1.0] * 64})
+    with pytest.raises(ConfigError, match=r"tensor blk\.00\.attn_norm\.weight has no place"):
+        converted(source, tmp_path / "model")
 
 
 def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:

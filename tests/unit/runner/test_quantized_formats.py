@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.model.quantization.formats import format_of
 from baton.runner.model.quantization.quantize import quantized
 from baton.runner.model.quantization.stored_weight import StoredWeight, UnusableWeight, WeightFormat, stored_weights
+from baton.runner.model.weights import READING
 from tests.support.quantized_models import (
     FP8_FORMATS,
     PACKED_FORMATS,
@@ -72,6 +74,10 @@ def read(weight_format: WeightFormat, tensors: Tensors, *, dequantize: bool = Fa
     assert names == set(tensors)
     assert list(weights) == ["model.layer.weight"]
     return weights["model.layer.weight"]
+
+
+def _strategy(strategy: object) -> dict[str, Any]:
+    return {"num_bits": 4, "type": "int", "strategy": strategy}
 
 
 def written(form: WrittenFormat, n: int = 48, k: int = 160) -> tuple[Tensors, torch.Tensor]:
@@ -208,6 +214,7 @@ def test_each_layer_of_a_mixed_checkpoint_has_the_scheme_whose_target_names_it()
         ("ct-int4", {"format": ["pack-quantized"]}, "Baton reads"),
         ("ct-int4", {"config_groups": {}}, "needs 1 to 64 config_groups"),
         ("ct-int4", {"config_groups": {"a": {"targets": ["Linear"]}}}, "without weights"),
+        ("ct-int4", {"config_groups": {"a": {"targets": [], "weights": _strategy([])}}}, r"the strategy \[\]"),
         ("ct-int4", {"transform_config": {"config_groups": {}}, "sparsity_config": {"format": "x"}}, "sparsity_config"),
         ("fp8-block", {"weight_block_size": [0, 128]}, "must be positive"),
         ("fp8-block", {"weight_block_size": "128"}, "not two sizes"),
@@ -257,6 +264,8 @@ def test_a_target_that_could_take_forever_is_refused(pattern: str) -> None:
         ("ct-int4", "weight_scale", lambda t: t.T.contiguous(), "weight_scale has the shape"),
         ("ct-int4-asymmetric", "weight_zero_point", lambda t: t[1:], "weight_zero_point has the shape"),
         ("ct-int8-groups-asymmetric", "weight_zero_point", lambda t: t[1:], "weight_zero_point has the shape"),
+        ("ct-int8-groups-asymmetric", "weight_zero_point", lambda t: t.long() + 300, "not from -128 to 127; copy"),
+        ("ct-int4-asymmetric", "weight_zero_point", lambda t: torch.full((48, 5), 8).char(), "not from -8 to 7; copy"),
         ("ct-int8-rows", "weight", lambda t: t.float(), "weight is of type F32 instead of I8"),
         ("ct-int8-rows", "weight_scale", lambda t: t / 0, "not finite"),
         ("fp8-block", "weight_scale_inv", lambda t: torch.ones(3, 3), "which is neither one scale"),
@@ -284,6 +293,39 @@ def test_a_missing_tensor_is_refused_by_name(name: str) -> None:
         found = {name: TensorInMemory(tensor) for name, tensor in tensors.items() if name != lost}
         with pytest.raises(UnusableWeight, match=f"model.layer lacks {part}"):
             stored_weights(weight_format, found, False)
+
+
+MEANT = {
+    "gptq-int4": "b45fd845",
+    "gptq-int4-asymmetric": "1b603fb8",
+    "gptq-v2-int4-asymmetric": "1b603fb8",
+    "gptq-int8-rows": "6159f3c7",
+    "awq-int4": "1b603fb8",
+    "ct-int4": "ca2bb8de",
+    "ct-int4-asymmetric": "62586fc4",
+    "ct-packed-int8": "79619dd1",
+    "ct-int8-rows": "6159f3c7",
+    "ct-int8-groups-asymmetric": "bba5d3fa",
+    "fp8-block": "5de15d88",
+    "fp8-tensor": "5de15d88",
+    "fp8-channel": "607d17a1",
+    "4": "d92ea5ed",
+    "8": "8aeea0a4",
+}
+"""A digest of the numbers that a weight in each format means."""
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_a_weight_means_changes_with_the_number_in_fingerprints_alone(name: str) -> None:
+    """Nodes of different versions of Baton must not take each other's KV for that of the same weights."""
+    numbers = (torch.arange(16 * 64) * 7919 % 1021 - 510).float().view(16, 64) / 512
+    if name in FORMATS:
+        tensors, _ = FORMATS[name].write("model.layer", numbers)
+        meant = read(format_with(FORMATS[name]), tensors).dequantized()
+    else:
+        meant = quantized(numbers, int(name)).dequantized()
+    found = hashlib.sha256(meant.numpy().tobytes()).hexdigest()[:8]
+    assert (READING, found) == (1, MEANT[name]), "raise READING, and write its new number and the digests here"
 
 
 _JSON = st.recursive(

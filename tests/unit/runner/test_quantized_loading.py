@@ -22,6 +22,7 @@ from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
+from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
@@ -174,13 +175,20 @@ def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
     assert float8 == "compressed-tensors: fp8 (e4m3), 8.44 bits a weight, 0 MiB"
 
 
-def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(tmp_path: Path) -> None:
+def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], seed=0)
 
     def fingerprint(**how: Any) -> tuple[ModelInfo, LayoutFingerprint]:
         runner = load(tmp_path / "tiny", **how)
         return runner.model, LayoutFingerprint.of(runner.model, runner.layout, "nixl")
 
+    write_quantized_model(tmp_path / "quantised", "llama", PACKED_FORMATS["awq-int4"])
+    kept = load(tmp_path / "quantised").model.fingerprint
+    assert kept != load(tmp_path / "quantised", dequantize=True).model.fingerprint
+    monkeypatch.setattr(weights, "READING", weights.READING + 1)
+    assert load(tmp_path / "quantised").model.fingerprint != kept, "another version of Baton may read it differently"
     plain, four, eight = fingerprint(), fingerprint(quantization="int4"), fingerprint(quantization="int8")
     assert len({model.fingerprint for model, _ in (plain, four, eight)}) == 3
     told = layout_mismatch(plain[1], four[1], "prefill-0", "decode-0")
@@ -287,9 +295,18 @@ def rename_tensor(suffix: str, name: str) -> Callable[[Path], object]:
     return damage
 
 
+def store_a_tensor_twice(directory: Path) -> None:
+    name = "model.norm.weight"
+    weight = load_file(directory / "model.safetensors")[name]
+    save_file({name: weight}, directory / "more.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": {name: "more.safetensors", "lm_head.weight": "model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (store_a_tensor_twice, r"model\.norm\.weight is in model\.safetensors, and in more\.safetensors, too"),
         (name_a_file("../model.safetensors"), r"'../model.safetensors', which is not the name of a safetensors file"),
         (name_a_file("/etc/passwd"), "'/etc/passwd', which is not the name"),
         (name_a_file("sub/model.safetensors"), "which is not the name"),
@@ -304,6 +321,7 @@ def rename_tensor(suffix: str, name: str) -> Callable[[Path], object]:
         (change_tensor("embed_tokens.weight", lambda t: t.to(torch.float8_e4m3fn)), "F8_E4M3 and has no scale"),
         (change_tensor("qzeros", lambda t: t.float()), "qzeros is of type F32"),
         (lambda d: edit_config(d, num_hidden_layers=10**9), "1000000000 layers can't be made of"),
+        (lambda d: edit_config(d, num_hidden_layers=0), "0 layers can't be made of"),
         (lambda d: edit_config(d, num_local_experts=10**6), "config.json asks for"),
         (lambda d: edit_config(d, vocab_size=10**11), "has vocab_size 100000000000 in its config.json"),
         (lambda d: edit_config(d, intermediate_size=256), "expert 0 of"),

@@ -81,6 +81,11 @@ def flip_bits_in_the_header(directory: Path, before: bytes, after: bytes) -> Non
     path.write_bytes(content.replace(before, after, 1))
 
 
+def name_an_end_that_is_no_number(directory: Path) -> None:
+    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, null]}}'
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 def huge_header(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes((2**63).to_bytes(8, "little") + path.read_bytes()[8:])
@@ -113,10 +118,13 @@ def name_a_missing_shard(directory: Path) -> None:
         (lambda d: flip_bits_in_the_header(d, b'"shape"', b'"shapg"'), "can't be read.*copy them again"),
         (lambda d: flip_bits_in_the_header(d, b'"F32"', b'"F22"'), "can't be read.*copy them again"),
         (lambda d: flip_bits_in_the_header(d, b'"data_offsets":[0,', b'"data_offsets":[1,'), "can't be read"),
+        (name_an_end_that_is_no_number, "not a sound safetensors file"),
+        (lambda d: edit_config(d, vocab_size=1 << 26), "config.json asks for"),
+        (lambda d: edit_config(d, intermediate_size=1 << 26), "config.json asks for"),
         (lambda d: flip_bits_in_the_header(d, b"k_proj", b"k_prok"), "lack 1 tensors"),
         (drop_a_tensor, "lack 1 tensors.*down_proj"),
         (name_a_missing_shard, "lacks model-00002-of-00002.safetensors"),
-        (lambda d: edit_config(d, hidden_size=32), "don't fit its config.json"),
+        (lambda d: edit_config(d, hidden_size=32), "config.json asks for"),
         (lambda d: edit_config(d, model_type="no_such_model"), "'no_such_model', which this version of transformers"),
         (lambda d: edit_config(d, model_type="t5"), "'t5', which is not supported.*decoder-only"),
         (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention"),
@@ -129,6 +137,13 @@ def name_a_missing_shard(directory: Path) -> None:
 def test_a_bad_directory_is_refused_in_one_line(directory: Path, damage: Callable[[Path], object], words: str) -> None:
     damage(directory)
     assert re.search(words, refuse(directory))
+
+
+def test_what_a_checkpoint_lacks_is_not_allocated_before_it_is_refused(tmp_path: Path) -> None:
+    """Experts are stacked from several tensors, so no single one of them shows that the model would be larger."""
+    write_random_model(tmp_path / "broken-model", TINY_MODELS["mixtral"], seed=1)
+    edit_config(tmp_path / "broken-model", intermediate_size=1 << 20)
+    assert "asks for 2415989952 numbers, and there are" in refuse(tmp_path / "broken-model")
 
 
 def test_remote_code_is_never_run(directory: Path) -> None:

@@ -140,9 +140,9 @@ def _scheme(group: object) -> _Scheme:
         whole_number(weights.get("num_bits"), "num_bits of floating point", (8,))
     bits = whole_number(weights.get("num_bits"), "num_bits", (4, 8))
     strategy = weights.get("strategy")
-    if strategy not in {"group", "channel", "tensor", "block", None}:
+    if strategy not in ("group", "channel", "tensor", "block", None):
         raise UnusableWeight(f"its quantization_config has the strategy {strategy!r:.80}; Baton reads group, channel")
-    size = group_size(weights.get("group_size")) if strategy in {"group", None} else None
+    size = group_size(weights.get("group_size")) if strategy in ("group", None) else None
     return _Scheme(bits, is_float, size, block_of(weights.get("block_structure")), tuple(targets))
 
 
@@ -217,8 +217,12 @@ def _check_scales(layer: str, parts: Mapping[str, CheckpointTensor], n: int, num
     expect(zeros, name, ("I8", "I32", "I64"))
     if zeros.dtype == "I32" and "weight_packed" in parts:
         expect(zeros, name, ("I32",), (-(-n * bits // 32), num_groups))
-    elif zeros.shape not in for_all | per_row | {(n, num_groups)}:
+        return
+    if zeros.shape not in for_all | per_row | {(n, num_groups)}:
         raise UnusableWeight(f"{name} has the shape {list(zeros.shape)} instead of {[n, num_groups]}")
+    values, half = zeros.read().long(), 1 << (bits - 1)
+    if bool(((values < -half) | (values >= half)).any()):
+        raise UnusableWeight(f"{name} has numbers that are not from {-half} to {half - 1}; copy the file again")
 
 
 def _weight(

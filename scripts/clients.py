@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from baton.cli.models.resolve import find_model  # noqa: E402
+from baton.models.resolve import find_model  # noqa: E402
 
 BUILD = ROOT / "build" / "clients"
 PROGRAMS = ROOT / "scripts" / "real_clients"

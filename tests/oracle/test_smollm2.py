@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.cli.models.resolve import find_model
+from baton.models.resolve import find_model
 from baton.engine.request import Request
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams

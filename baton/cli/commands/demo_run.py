@@ -31,7 +31,7 @@ from rich.text import Text
 
 from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
-from baton.cli.models.resolve import find_model
+from baton.models.resolve import find_model
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
 from baton.errors import BatonError, ConfigError, ExitCode

@@ -34,7 +34,7 @@ def doctor(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Check this machine and this installation."""
-    from baton.cli.models.resolve import find_model
+    from baton.models.resolve import find_model
     from baton.cli.views.doctor_facts import gather_facts
 
     directory = model or bundled_model_dir()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from baton.cli.cluster.supervisor.parent import end_with_parent
-from baton.cli.models.resolve import with_model_directory
+from baton.models.resolve import with_model_directory
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError

@@ -64,7 +64,7 @@ def _up(
     log_format: str | None,
 ) -> None:
     # These imports are slow, and the help does not need them.
-    from baton.cli.models.resolve import with_model_directory
+    from baton.models.resolve import with_model_directory
 
     if emit is not None:
         from baton.cli.cluster.emit.write import write

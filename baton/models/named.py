@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from baton.cli.models.model_cache import sha256_of
+from baton.models.model_cache import sha256_of
 from baton.cli.output import print_note, size
 from baton.errors import ConfigError
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.models import resolve
-from baton.cli.models.conversion import convert_in_child
-from baton.cli.models.hub import HubName
-from baton.cli.models.model_cache import ModelCache, default_cache_dir, sha256_of
-from baton.cli.models.named import NamedModel, installed_file, run_pip, source_of
-from baton.cli.models.resolve import find_model, with_model_directory
+from baton.models import resolve
+from baton.models.conversion import convert_in_child
+from baton.models.hub import HubName
+from baton.models.model_cache import ModelCache, default_cache_dir, sha256_of
+from baton.models.named import NamedModel, installed_file, run_pip, source_of
+from baton.models.resolve import find_model, with_model_directory
 from baton.config import UpConfig, load
 from baton.config.setting import flags_of
 from baton.errors import ConfigError
@@ -322,7 +322,7 @@ def test_hashes_are_those_of_the_content(tmp_path: Path) -> None:
 
 def test_finding_a_model_directory_imports_nothing_slow() -> None:
     code = (
-        "import sys; from pathlib import Path; from baton.cli.models.resolve import find_model; "
+        "import sys; from pathlib import Path; from baton.models.resolve import find_model; "
         "find_model(Path('/'), {}); "
         "print([name for name in ('torch', 'numpy', 'rich', 'huggingface_hub') if name in sys.modules])"
     )

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from baton.cli.models.conversion import convert_in_child
-from baton.cli.models.hub import HubName, fetched_directory
-from baton.cli.models.model_cache import ModelCache, default_cache_dir, sha256_of
-from baton.cli.models.named import NAMED_MODELS, source_of
+from baton.models.conversion import convert_in_child
+from baton.models.hub import HubName, fetched_directory
+from baton.models.model_cache import ModelCache, default_cache_dir, sha256_of
+from baton.models.named import NAMED_MODELS, source_of
 from baton.config.cluster import ClusterSettings
 from baton.errors import ConfigError
 

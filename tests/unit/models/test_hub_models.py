@@ -23,7 +23,7 @@ UNREACHABLE = "http://127.0.0.1:9"
 CODE = """
 import os, sys
 from pathlib import Path
-from baton.cli.models.resolve import find_model
+from baton.models.resolve import find_model
 from baton.errors import ConfigError
 try:
     found = find_model(Path(sys.argv[1]), os.environ)

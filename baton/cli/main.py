@@ -104,7 +104,12 @@ def command_tree() -> Any:
 
 
 def _print_error(text: str) -> None:
-    print_note(f"baton: {' '.join(text.split())}")
+    """Print an error as one line. What a server sent may be in it, so no control character reaches the terminal."""
+    line = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in " ".join(text.split())
+    )
+    print_note(f"baton: {line}")
 
 
 def _explain_usage(error: Any) -> None:

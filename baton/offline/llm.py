@@ -16,6 +16,7 @@ import numpy as np
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.sampling import SamplingDefaults
+from baton.models.resolve import with_model_directory
 from baton.node.process import log_slow_paths
 from baton.node.runner_spec import runner_spec
 from baton.observe.logs import log_to_standard_loggers
@@ -57,16 +58,21 @@ class LLM:
         generation_config: Literal["auto", "none"] = "auto",
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """Load the transformers model in the directory `model` (config, tokenizer, safetensors), and its KV cache.
+        """Load the model that `model` names as `baton up --model` does, and its KV cache.
+
+        That is a directory of transformers (config, tokenizer, safetensors), a GGUF file, a model by name (smollm2), or
+        ORG/NAME[@REVISION] of the Hugging Face Hub; what is not here yet is fetched and converted once, which stderr
+        tells.
 
         `seed`: from it are drawn the seeds of requests that set none, in the order of the prompts; None: by chance.
         `generation_config`: whether requests that do not set temperature, top_p, top_k, min_p or repetition_penalty get
         the model's own (auto), as the router's setting of this name. `settings`: the engine's settings of `baton
-        node`, by the same names (docs/configuration.md). Neither environment nor configuration file is read. Raises
-        ConfigError, which says what is missing or wrong.
+        node`, by the same names (docs/configuration.md). No configuration file is read, and of the environment only
+        where models are kept (XDG_CACHE_HOME, and HF_* for the hub). Raises ConfigError, which says what is missing or
+        wrong.
         """
         log_to_standard_loggers()
-        config = node_config(model, settings)
+        config = with_model_directory(node_config(model, settings))
         self._codec = Tokenizer.load(config.model)
         template = ChatTemplate.load(config.model)
         runner = load(runner_spec(config))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.live_cluster import arrangement_flags, live_cluster
+from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
 from baton.bench.load.report import serve_result
 from baton.bench.load.run import LoadPlan, LoadRun, OnProgress, run_load
 from baton.bench.nodes.find import FoundCluster
@@ -42,9 +42,10 @@ class NodesRun:
 
 
 @contextmanager
-def pinned_cluster(arrangement: Arrangement, model_dir: Path, dtype: str) -> Iterator[FoundCluster]:
+def pinned_cluster(arrangement: Arrangement, model_dir: Path, model_name: str, dtype: str) -> Iterator[FoundCluster]:
     """Starts the arrangement on this machine, and pins each node to its own core while there are enough."""
-    words = ["--model", str(model_dir), "--dtype", dtype, "--threads", "1", *arrangement_flags(arrangement)]
+    model = [*model_flags(model_dir, dtype), "--model-name", model_name]
+    words = [*model, "--threads", "1", *arrangement_flags(arrangement)]
     with live_cluster(*words) as cluster:
         nodes = cluster.nodes()
         pin_nodes(nodes, sorted(os.sched_getaffinity(0)))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +12,7 @@ import typer
 from baton.cli.access import with_access
 from baton.cli.bench.compare import compare
 from baton.cli.bench.engine import engine
+from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.nodes import nodes
 from baton.cli.bench.overload import overload
 from baton.cli.bench.report import report
@@ -21,8 +20,6 @@ from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.bench.validate import validate
 from baton.cli.output import Format, print_json, print_table, print_yaml
-from baton.config import bundled_model_dir
-from baton.errors import UsageError
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -49,7 +46,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def handoff(
-    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    model: ModelOption = None,
     shape: Annotated[
         str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")
     ] = "",
@@ -62,18 +59,15 @@ def handoff(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Measure a hand-off between two nodes, and compare it with a single engine and with bare NIXL reads."""
-    if model is not None and shape:
-        raise UsageError("--model and --shape exclude each other")
-    from baton.bench.micro.shapes import shape_dir
     from baton.bench.results.host import set_compute_threads
 
     set_compute_threads(threads)
-    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+    with chosen_model(model, shape) as chosen:
         from baton.bench.micro import handoff as bench
 
         report = bench.run(
             bench.HandoffBenchConfig(
-                model_dir=model_dir,
+                model_dir=chosen.directory,
                 dtype=dtype,
                 prompt_tokens=prompt_tokens,
                 new_tokens=new_tokens,

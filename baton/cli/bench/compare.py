@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.serve import slo_of, usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
-from baton.config import bundled_model_dir
-from baton.errors import Cancelled, ExitCode, UsageError
+from baton.errors import Cancelled, ExitCode
 
 if TYPE_CHECKING:
     from baton.bench.compare.interleaved import CompareConfig
@@ -36,7 +35,7 @@ def compare(
         typer.Option(help="colocated, conditional or like 1p1d; may be repeated. Default: all; quick: no conditional."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes of each arrangement, each with one thread on one core.")] = 2,
-    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    model: ModelOption = None,
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 512,
@@ -82,12 +81,9 @@ def compare(
     is "not settled", with what would settle it. Run it on an otherwise idle
     machine with a core for every node.
     """
-    if model is not None and shape:
-        raise UsageError("--model and --shape exclude each other")
     from baton.bench.arrangement import chosen
     from baton.bench.compare.interleaved import CompareConfig
     from baton.bench.compare.run import compare as run_comparison
-    from baton.bench.micro.shapes import shape_dir
     from baton.bench.workloads.spec import WorkloadSpec
 
     slo = slo_of(goodput, more_goodput)
@@ -102,10 +98,10 @@ def compare(
         burstiness=burstiness,
         seed=seed,
     )
-    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+    with chosen_model(model, shape) as found:
         config = CompareConfig(
             arrangements,
-            model_dir,
+            found.directory,
             dtype,
             workload,
             slo if slo else None,
@@ -122,7 +118,7 @@ def compare(
         if quick:
             config = replace(config, max_sizes=_QUICK_SIZES, tune_tries=_QUICK_TUNE_TRIES)
         comparison = run_comparison(config, print_note)
-    _finish(config, comparison, shape or model_dir.resolve().name, result_filename, report, output)
+    _finish(config, comparison, found.name, result_filename, report, output)
 
 
 def _finish(

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
-from baton.config import bundled_model_dir
-from baton.errors import UsageError
 
 if TYPE_CHECKING:
     from baton.bench.micro.engine import EngineReport
 
 
 def engine(
-    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    model: ModelOption = None,
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8.")] = "auto",
@@ -34,18 +31,15 @@ def engine(
     the optimum. Prefill is compared with the best matrix product of torch or Baton over several shapes, measured
     before and after each prompt. Run it on an otherwise idle machine.
     """
-    if model is not None and shape:
-        raise UsageError("--model and --shape exclude each other")
-    from baton.bench.micro.shapes import shape_dir
     from baton.bench.results.host import set_compute_threads, usable_cores
 
     count = threads or usable_cores()
     set_compute_threads(count)
-    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+    with chosen_model(model, shape) as chosen:
         from baton.bench.micro.engine import EngineBenchConfig, run
 
         config = EngineBenchConfig(
-            model_dir, shape or model_dir.resolve().name, dtype, kv_cache_dtype, context_tokens, steps, threads=count
+            chosen.directory, chosen.name, dtype, kv_cache_dtype, context_tokens, steps, threads=count
         )
         report = run(config)
     if output is Format.JSON:

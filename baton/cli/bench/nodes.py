@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.model import chosen_model
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
-from baton.config import bundled_model_dir
 from baton.errors import Unreachable, UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
@@ -31,7 +31,13 @@ def nodes(
         str, typer.Option(help="Start a cluster here: colocated, conditional or an arrangement like 1p1d.")
     ] = "",
     num_nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the cluster of --start.", min=2)] = 2,
-    model: Annotated[Path | None, typer.Option(help="Model directory for --start. Default: the bundled model.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="For --start: what `baton up --model` takes. Default: the bundled model.",
+            metavar="MODEL",
+        ),
+    ] = None,
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     run_dir: RunDirOption = None,
@@ -130,8 +136,6 @@ def nodes(
 
 def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:
     """Raises a usage error for flags that exclude each other."""
-    if shape and model is not None:
-        raise UsageError("--model and --shape exclude each other")
     if (shape or model is not None) and not start:
         raise UsageError("--model and --shape need --start")
     if sum(map(bool, (start, registry, run_dir))) > 1:
@@ -149,8 +153,7 @@ def _cluster(
     registry: str,
     name: str,
 ) -> Iterator[FoundCluster]:
-    from baton.bench.arrangement import chosen
-    from baton.bench.micro.shapes import shape_dir
+    from baton.bench.arrangement import chosen as chosen_arrangements
     from baton.bench.nodes.find import find_by_operator, find_in_registry
     from baton.bench.nodes.run import pinned_cluster
 
@@ -158,10 +161,10 @@ def _cluster(
         # A cluster that is started here has no TLS and no keys.
         default_access.set(Access())
         with usage_errors():
-            (arrangement,) = chosen([start], num_nodes)
+            (arrangement,) = chosen_arrangements([start], num_nodes)
         with (
-            shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir,
-            pinned_cluster(arrangement, model_dir, dtype) as found,
+            chosen_model(model, shape) as chosen,
+            pinned_cluster(arrangement, chosen.directory, chosen.name, dtype) as found,
         ):
             yield found
     elif registry:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.bench.model import ModelOption, named_model
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
-from baton.config import bundled_model_dir
 
 if TYPE_CHECKING:
     from baton.bench.micro.router import RouterReport
@@ -34,9 +33,7 @@ def router(
     requests_per_s: Annotated[float, typer.Option(help="Requests per second of the load mixed.", min=1)] = 500.0,
     rounds: Annotated[int, typer.Option(help="Rounds of each load; medians over them are shown.", min=1)] = 5,
     round_s: Annotated[float, typer.Option(help="Seconds of each round.", min=0.1)] = 2.0,
-    model: Annotated[
-        Path | None, typer.Option(help="Model directory of the tokenizer. Default: the bundled model.")
-    ] = None,
+    model: ModelOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Measure what a router sustains on one core, with simulated nodes, real processes and real text.
@@ -48,13 +45,13 @@ def router(
     """
     from baton.bench.micro.router import RouterBenchConfig, run
 
-    reports = []
+    model_dir, reports = named_model(model).directory, []
     for count in streams or [1000]:
         if output is Format.TEXT:
             print_note(f"measuring with {count} streams")
         report = run(
             RouterBenchConfig(
-                model_dir=model or bundled_model_dir(),
+                model_dir=model_dir,
                 streams=count,
                 nodes=nodes,
                 front=front.value,

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.model import named_model
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable, UsageError
@@ -65,7 +66,10 @@ def serve(
     run_dir: RunDirOption = None,
     model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that is served.")] = "",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Model directory whose tokenizer turns prompts into text.")
+        Path | None,
+        typer.Option(
+            help="Model whose tokenizer turns prompts into text: what `baton up --model` takes.", metavar="MODEL"
+        ),
     ] = None,
     vocab_size: Annotated[
         int, typer.Option(help="Token ids are below this. Default: the model's, or 256 if it is unknown.", min=0)
@@ -184,7 +188,7 @@ def serve(
         api_key=api_key or os.environ.get("BATON_API_KEY" if backend is Backend.BATON else "OPENAI_API_KEY", ""),
         temperature=temperature,
         ignore_eos=ignore_eos,
-        tokenizer=str(tokenizer or ""),
+        tokenizer=str(named_model(tokenizer).directory) if tokenizer is not None else "",
         tls_ca=str(default_access.get().tls_ca or ""),
     )
     plan = LoadPlan(

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
-from baton.config import bundled_model_dir
 from baton.errors import BatonError, Cancelled, ExitCode, InvalidRequest
 
 BUNDLED = "bundled"
@@ -23,7 +23,10 @@ _SHAPES = ("0.5b",)
 def validate(
     model: Annotated[
         list[str] | None,
-        typer.Option(help=f"bundled, 0.5b (random weights) or a directory; may be repeated. Default: {BUNDLED}, 0.5b."),
+        typer.Option(
+            help=f"bundled, 0.5b (random weights) or what `baton up --model` takes; may be repeated. Default: "
+            f"{BUNDLED}, 0.5b."
+        ),
     ] = None,
     arrangement: Annotated[str, typer.Option(help="colocated:N or xPyD, a core for each node.")] = "1p1d",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
@@ -79,15 +82,15 @@ def validate(
     failed: dict[str, BatonError] = {}
     for number, name in enumerate(names):
         now_s = clock.monotonic()
-        with _model_dir(name) as model_dir:
-            config = ValidateConfig(name, model_dir, dtype, workload, nodes, loads, run_s, flags, rounds)
-            try:
+        try:
+            with _model_dir(name) as model_dir:
+                config = ValidateConfig(name, model_dir, dtype, workload, nodes, loads, run_s, flags, rounds)
                 one = run_validation(config, print_note, clock, now_s + (end_s - now_s) / (len(names) - number))
-            except BatonError as error:
-                failed[name] = error
-                if isinstance(error, Cancelled):
-                    break
-                continue
+        except BatonError as error:
+            failed[name] = error
+            if isinstance(error, Cancelled):
+                break
+            continue
         validated.append(one)
         if one.failure is not None:
             failures.append(one.failure)
@@ -110,10 +113,8 @@ def validate(
 
 @contextmanager
 def _model_dir(name: str) -> Iterator[Path]:
-    from baton.bench.micro.shapes import shape_dir
-
     if name in _SHAPES:
-        with shape_dir(name) as place:
-            yield place
+        with chosen_model(None, name) as chosen:
+            yield chosen.directory
     else:
-        yield bundled_model_dir() if name == BUNDLED else Path(name)
+        yield named_model(None if name == BUNDLED else Path(name)).directory

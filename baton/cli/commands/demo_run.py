@@ -31,11 +31,11 @@ from rich.text import Text
 
 from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
-from baton.models.resolve import find_model
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
 from baton.errors import BatonError, ConfigError, ExitCode
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
+from baton.models.resolve import find_model
 from baton.text.chat_template import ChatTemplate, has_chat_template
 from baton.text.tokenizer import Tokenizer
 
@@ -126,8 +126,7 @@ def _requests(model: Path | None) -> list[DemoRequest]:
     """What the demo sends to a model, which is fetched and converted first if need be. Raises ConfigError."""
     if model is None:
         return prompts()
-    found = find_model(model, os.environ)
-    directory = model if found is None else found.directory
+    directory = find_model(model, os.environ).directory
     return questions(directory) if has_chat_template(directory) else prompts()
 
 

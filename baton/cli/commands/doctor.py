@@ -21,7 +21,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="What `baton up --model` takes. Default: the bundled model.")
+        Path | None, typer.Option(help="What `baton up --model` takes. Default: the bundled model.", metavar="MODEL")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: auto, float32 or bfloat16.")] = "auto",
     registry: Annotated[
@@ -34,12 +34,11 @@ def doctor(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Check this machine and this installation."""
-    from baton.models.resolve import find_model
     from baton.cli.views.doctor_facts import gather_facts
+    from baton.models.resolve import find_model
 
-    directory = model or bundled_model_dir()
-    found = find_model(directory, os.environ)
-    findings = run_checks(gather_facts(found.directory if found is not None else directory, dtype, registry, run_dir))
+    found = find_model(model or bundled_model_dir(), os.environ)
+    findings = run_checks(gather_facts(found, dtype, registry, run_dir))
     level = worst_level(findings)
     if output is Format.TEXT:
         _print(findings, level)

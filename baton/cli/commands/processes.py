@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from baton.cli.cluster.supervisor.parent import end_with_parent
-from baton.models.resolve import with_model_directory
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError
+from baton.models.resolve import with_model_directory
 
 if TYPE_CHECKING:
     from baton.messages.node import Role

@@ -22,6 +22,7 @@ from baton.cli.cluster.run_dir import default_run_dir
 from baton.cli.views.doctor_checks import Facts, ModelFacts
 from baton.config import UpConfig
 from baton.errors import BatonError, ConfigError
+from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
     from baton.registry.server_memory import ServerMemory
@@ -43,7 +44,7 @@ except BatonError as error:
 """
 
 
-def gather_facts(model_dir: Path, dtype: str, registry: str = "", run_dir: Path | None = None) -> Facts:
+def gather_facts(found_model: FoundModel, dtype: str, registry: str = "", run_dir: Path | None = None) -> Facts:
     """Gather all facts. Never raises for what it finds. `run_dir`: a cluster's; None: the one of this user."""
     from baton.runner.backends.cpu import kernels
     from baton.runner.model.weights import resolve_dtype
@@ -60,7 +61,7 @@ def gather_facts(model_dir: Path, dtype: str, registry: str = "", run_dir: Path 
         kernel_reason=found.reason,
         compiler=next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), ""),
         native_bfloat16=resolve_dtype("auto") == "bfloat16",
-        model=_model(model_dir, dtype, _DEFAULTS.threads_per_node(cores)),
+        model=model_facts(found_model, dtype, _DEFAULTS.threads_per_node(cores)),
         cores=cores,
         nodes=nodes,
         threads_per_node=_DEFAULTS.threads_per_node(cores),
@@ -85,12 +86,13 @@ def gather_facts(model_dir: Path, dtype: str, registry: str = "", run_dir: Path 
     )
 
 
-def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
+def model_facts(found: FoundModel, dtype: str, threads: int) -> ModelFacts:
+    """Load the model once, with a small KV cache, and say what became of it. Never raises a BatonError."""
     from baton.bench.micro.engine_work import read_work
     from baton.runner import TorchSpec, load
     from baton.runner.model.weights import resolve_dtype
 
-    name = directory.resolve().name
+    directory, name = found.directory, found.name
     try:
         work = read_work(directory)
         weight_bytes = (work.dense + work.head + work.experts) * (2 if resolve_dtype(dtype) == "bfloat16" else 4)

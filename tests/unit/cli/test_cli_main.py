@@ -124,6 +124,15 @@ def test_a_model_that_can_not_be_served_is_refused_before_a_process_starts(
     assert complaint in capfd.readouterr().err
 
 
+def test_an_error_has_no_control_characters(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(_words: list[str], _command: str) -> int:
+        raise ConfigError("a hub says \x1b]0;title\x07, \udcff and é\nin lines")
+
+    monkeypatch.setattr(command, "_run", fail)
+    assert command.main(["version"]) == 78
+    assert capfd.readouterr().err == "baton: a hub says \\x1b]0;title\\x07, \\udcff and é in lines\n"
+
+
 def test_version_as_json_is_json_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["version", "-o", "json"]) == 0
     out, err = capfd.readouterr()

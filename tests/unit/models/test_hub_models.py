@@ -96,3 +96,26 @@ def test_a_download_that_breaks_off_is_an_error_and_the_next_one_completes_it(tm
         hub.cut = ""
         directory = directory_in(find(hub.url, tmp_path, "org/tiny"))
     assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "hf").touch()
+    with hub_server(Hub("org/tiny", FILES)) as hub:
+        said = find(hub.url, tmp_path, "org/tiny")
+    assert f"its cache can't be written (Not a directory: {tmp_path / 'hf'}" in said
+    assert said.endswith("; set HF_HOME to a directory with enough room")
+
+
+def test_the_library_is_left_as_it_was(tmp_path: Path) -> None:
+    code = (
+        CODE
+        + """
+import logging
+from huggingface_hub.utils import are_progress_bars_disabled
+print(logging.getLogger("huggingface_hub").level != logging.CRITICAL, are_progress_bars_disabled())
+"""
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": UNREACHABLE}
+    command = [sys.executable, "-c", code, "org/tiny"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.splitlines()[-1] == "True False"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import subprocess
@@ -22,9 +23,11 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.errors import ConfigError, EngineFault, InvalidRequest, RepetitiveOutput
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import RepetitionDetection
+from baton.models.resolve import find_model
 from baton.offline import EngineSettings
 from baton.offline.progress import progress_bar
 from baton.runner.model_runner import TorchModelRunner
+from tests.support.gguf_models import random_module, write_module
 
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 ROOT = Path(__file__).parents[3]
@@ -223,3 +226,19 @@ def test_the_programs_of_the_page_run(capfd: pytest.CaptureFixture[str]) -> None
     for program in programs:
         exec(compile(program, "docs/offline.md", "exec"), {})  # noqa: S102
     assert capfd.readouterr().out
+
+
+def test_a_gguf_file_is_taken_as_the_command_line_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_module(tmp_path / "tiny model.gguf", random_module("llama", num_hidden_layers=1), "Q8_0")
+    directory = find_model(file, os.environ).directory
+    params = SamplingParams(seed=3, max_tokens=6, ignore_eos=True)
+    answers = []
+    for named in (file, directory):
+        with LLM(named, threads=1, kv_cache_memory="4MiB") as llm:
+            answers.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 6
+    (tmp_path / "bad.gguf").write_bytes(b"other")
+    with pytest.raises(ConfigError, match="does not begin with GGUF"):
+        LLM(tmp_path / "bad.gguf")

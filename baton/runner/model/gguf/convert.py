@@ -50,7 +50,10 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
                 _write(directory / name, json.dumps(content, ensure_ascii=False, indent=1).encode())
             _write_weights(directory / "model.safetensors", file, architecture_of(facts), config, on_progress)
         except OSError as error:
-            raise ConfigError(f"the model directory {directory} can't be written: {error.strerror}") from error
+            raise ConfigError(
+                f"the model directory {directory} can't be written ({error.strerror}): set XDG_CACHE_HOME to a "
+                "directory with enough room"
+            ) from error
 
 
 def _checked_tokenizer(source: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:

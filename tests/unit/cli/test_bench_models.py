@@ -1,0 +1,50 @@
+"""Benchmarks and the doctor take what `baton up --model` takes, and show a model by the name that a person gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.cli import main as command
+from baton.cli.bench.model import chosen_model, named_model
+from baton.cli.views.doctor_facts import model_facts
+from baton.config import bundled_model_dir
+from baton.errors import UsageError
+from baton.models.resolve import FoundModel
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["engine", "--model"],
+        ["handoff", "--model"],
+        ["router", "--model"],
+        ["compare", "--model"],
+        ["nodes", "--start", "1p1d", "--model"],
+        ["validate", "--model"],
+        ["serve", "--host", "127.0.0.1", "--port", "1", "--tokenizer"],
+    ],
+)
+def test_each_benchmark_converts_a_gguf_file(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "bad.gguf").write_bytes(b"other")
+    assert command.main(["bench", *words, str(tmp_path / "bad.gguf")]) == 78
+    said = capfd.readouterr().err
+    assert said.startswith("Converting bad.gguf")
+    assert "bad.gguf is not a sound GGUF file: it does not begin with GGUF" in said
+
+
+def test_the_model_of_a_benchmark_has_the_name_that_was_given() -> None:
+    assert named_model(None) == FoundModel(bundled_model_dir(), "demo_model")
+    with chosen_model(None, "0.5b-kv") as chosen:
+        assert chosen.name == "0.5b-kv"
+        assert (chosen.directory / "config.json").is_file()
+    with pytest.raises(UsageError, match="exclude each other"), chosen_model(Path("smollm2"), "0.5b"):
+        pass
+
+
+def test_the_doctor_shows_the_name_that_was_given() -> None:
+    assert model_facts(FoundModel(bundled_model_dir(), "mine"), "float32", 1).name == "mine"

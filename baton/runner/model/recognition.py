@@ -56,9 +56,11 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
                 why_not = f"{type(child).__name__}: {reason}"
                 forget_weights(child)
                 continue
-            if fused is not None:
-                setattr(parent, name, fused)
-                release(child)
+            if fused is None:
+                forget_weights(child)
+                continue
+            setattr(parent, name, fused)
+            release(child)
     return why_not
 
 
@@ -89,6 +91,8 @@ def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]
 
 
 def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Generator) -> FusedNorm | None:
+    if isinstance(child, nn.Linear):
+        return None  # a quantised one would be read from its file by the next line
     weight = getattr(child, "weight", None)
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
     if list(child.children()) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not eps:

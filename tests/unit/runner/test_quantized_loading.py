@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -24,6 +25,7 @@ from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.backends.torch_operations import TorchOperations, TorchStack, TorchWeight
 from baton.runner.model import weights
 from baton.runner.model.layers import PackedLinear
+from baton.runner.model.quantized_layers import QuantizedLinear
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from kv_transfer.layout import LayoutFingerprint, layout_mismatch
@@ -49,6 +51,19 @@ class CountingOperations(TorchOperations):
 
     def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
         self.num_packed += sum(not isinstance(weight, torch.Tensor) for weight in weights)
+        return super().pack(*weights)
+
+
+class CountingReadLayers(TorchOperations):
+    """torch's operations, which count the layers whose weight is read and not freed whenever one is packed."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.most = 0
+
+    def pack(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
+        layers = [each for each in gc.get_objects() if type(each) is QuantizedLinear]
+        self.most = max(self.most, sum(layer._quantized is not None for layer in layers))
         return super().pack(*weights)
 
 
@@ -163,6 +178,15 @@ def test_every_architecture_takes_packed_weights(tmp_path: Path, architecture: s
     assert operations.num_packed >= 3 * 4
     assert error(logits(runner), logits(load(twin))) < 0.3
     assert runner.model.bit_exact
+
+
+@pytest.mark.parametrize("name", ["awq-int4", "fp8-block"])
+def test_only_the_weights_of_one_part_are_in_memory_before_they_are_packed(tmp_path: Path, name: str) -> None:
+    write_quantized_model(tmp_path / "tiny", "llama", FORMATS[name])
+    operations = CountingReadLayers()
+    load(tmp_path / "tiny", operations=operations)
+    # q, k, v and o. The model has 3 layers, each with 7 weights.
+    assert operations.most == 4
 
 
 def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:

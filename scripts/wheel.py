@@ -1,4 +1,7 @@
-"""Builds the wheel from the tracked files alone, checks what is in it, and tries it. Run by scripts/wheel."""
+"""Builds the wheel from what a commit of this checkout would have, checks what is in it, and tries it.
+
+Run by scripts/wheel. The same commit and compiler give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ NEEDED = (
     "baton/bench/report/page.css",
     "baton/bench/report/page.js",
     "baton/cli/cluster/emit/baton.sbatch",
+    "router/http/chat.html",
+    "router/http/docs.html",
     "router/http/live.html",
 )
 """Files besides Python's that must be in the wheel."""
@@ -39,12 +44,20 @@ def build(directory: Path) -> Path:
         copy_tracked(source)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
         # Offline: setuptools is in this environment.
-        subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", str(built), str(source)], check=True)
+        command = [*pip, "--no-build-isolation", "--wheel-dir", str(built), str(source)]
+        subprocess.run(command, env={"SOURCE_DATE_EPOCH": commit_time(), **os.environ}, check=True)
         (wheel,) = built.glob("*.whl")
         if problems := list(problems_of(wheel)):
             sys.exit(f"scripts/wheel: {wheel.name}: {'; '.join(problems)}")
         directory.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy(wheel, directory))
+
+
+def commit_time() -> str:
+    """The time of the last commit, in seconds, which all files in the wheel get: that of a build would differ."""
+    return subprocess.run(
+        ["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def copy_tracked(target: Path) -> None:

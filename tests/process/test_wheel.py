@@ -32,6 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_all_parts_and_an_honest_tag(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        times = {entry.date_time for entry in archive.infolist()}
         library = archive.read(LIBRARY)
         (info,) = (name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
@@ -40,6 +41,7 @@ def test_the_wheel_has_all_parts_and_an_honest_tag(wheel: Path) -> None:
         assert isa in library, f"the library has no kernels of {isa.decode()}"
     packages = {"baton", "router", "prefill_node", "decode_node", "kv_transfer", info}
     assert {name.split("/")[0] for name in names} == packages
+    assert len(times) == 1, "two builds of a commit would differ"
     for name in ("baton/py.typed", "router/http/live.html", "baton/demo_model/model.safetensors"):
         assert name in names
     assert not [name for name in names if "test_" in name or name.endswith(".pyc")]

@@ -126,6 +126,35 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
         assert torch.allclose(theirs.float(), results[0].float(), atol=2e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.parametrize("scale", [2.0**-100, 0.37, 2.0**100])
+def test_every_code_is_read_as_torch_reads_it(
+    isa: str, dtype: torch.dtype, cache_format: torch.dtype, scale: float
+) -> None:
+    kernels.use_isa(isa)
+    cache = _cache(cache_format, 64, 256)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # NaN in float8
+    codes = torch.stack([codes, codes.flip(0)])
+    scales = torch.full((2,), scale, dtype=torch.bfloat16)
+    key_codes, value_codes = cache_rows.keys_and_values(cache)
+    key_scales, value_scales = cache_rows.scales(cache)
+    key_codes.view(torch.uint8)[3, :, 0], value_codes.view(torch.uint8)[3, :, 0] = 0, codes
+    key_scales[3, :, 0], value_scales[3, :, 0] = 1, scales
+    out = kernels.paged_attention(
+        torch.zeros(1, KV_HEADS, 64, dtype=dtype),
+        cache,
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([[3]], dtype=torch.int32),
+        scale=1.0,
+        threads=1,
+    )
+    assert torch.equal(out[0], cache_rows.widen(codes.view(cache_format), scales, dtype))
+
+
 def test_a_cache_in_8_bits_without_room_for_scales_is_refused() -> None:
     cache = _cache(torch.int8)
     key, value = _randn(1, KV_HEADS, KEY_DIM), _randn(1, KV_HEADS, VALUE_DIM)

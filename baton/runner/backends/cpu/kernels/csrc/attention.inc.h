@@ -45,7 +45,8 @@ struct attention_state {
     struct tile_rows rows[2]; /* of the present tile and of the next one, of the same KV head or the next */
     int here;                 /* which of the two is the present tile's */
     int64_t asked;            /* how many keys of the next tile have been prefetched */
-    size_t key_bytes, value_bytes;
+    size_t line_ahead;        /* 0; or few_scores and few_values prefetch all of the next tile, in steps of so many bytes */
+    size_t key_bytes, value_bytes; /* in the cache */
     int few;                  /* whether all rows are of one token: then keys are not transposed into panels */
     int values_as_they_lie;   /* whether the values of a whole tile are not copied into pairs either */
 };
@@ -82,26 +83,31 @@ INLINE int64_t cache_element_size(const enum dtype dtype, const struct attention
     return dtype == DTYPE_FLOAT32 ? 4 : 2;
 }
 
-/* Finds the keys and values of a KV head's tile that the task sees: from the window of its first token to its last token. */
+/* Finds the keys and values of a KV head's tile that the task sees: from the window of its first token to its last token. The
+ * first addresses of each panel may always be prefetched. Prefetches the scales of a cache in 8 bits. */
 INLINE void find_rows(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                       struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
     const int64_t size = cache_element_size(dtype, call), key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
     rows->start = visible_keys(call, first_position, tile).start;
     rows->end = visible_keys(call, first_position + task->token_count - 1, tile).end;
+    for (int64_t panel = 0; panel < KEY_TILE; panel += LANES) rows->key[panel] = rows->value[panel] = (const char *)absent_key;
     if (rows->start >= rows->end) return;
     int64_t block = (tile + rows->start) / call->block_size, offset = (tile + rows->start) % call->block_size;
     for (int64_t j = rows->start; j < rows->end; block++, offset = 0) {
         int64_t start = table[block] * call->block_stride, token = kv_head * call->block_size + offset;
         const char *key = (const char *)call->cache + (start + call->key_offset) * size + token * key_bytes;
         const char *value = (const char *)call->cache + (start + call->value_offset) * size + token * value_bytes;
-        const uint16_t *scale = (const uint16_t *)((const char *)call->cache + start + call->scale_offset) + token;
-        int64_t end = j + call->block_size - offset < rows->end ? j + call->block_size - offset : rows->end;
-        for (; j < end; j++, key += key_bytes, value += value_bytes, scale++) {
-            rows->key[j] = key;
-            rows->value[j] = value;
-            if (call->format != CACHE_AS_IT_IS) rows->scale[j] = scale;
+        int64_t count = call->block_size - offset < rows->end - j ? call->block_size - offset : rows->end - j;
+        for (int64_t i = 0; i < count; i++) rows->key[j + i] = key + i * key_bytes;
+        for (int64_t i = 0; i < count; i++) rows->value[j + i] = value + i * value_bytes;
+        if (call->format != CACHE_AS_IT_IS) {
+            const uint16_t *scale = (const uint16_t *)((const char *)call->cache + start + call->scale_offset) + token;
+            for (int64_t i = 0; i < count; i++) rows->scale[j + i] = scale + i;
+            __builtin_prefetch(scale);
+            __builtin_prefetch(scale + call->kv_heads * call->block_size);
         }
+        j += count;
     }
 }
 
@@ -131,7 +137,7 @@ INLINE void widen_codes(const enum dtype dtype, const enum cache_format format, 
     size_t d = 0;
     for (; dtype == DTYPE_BFLOAT16 && d + 2 * LANES <= dim; d += 2 * LANES) {
         const uint8_t *from = (const uint8_t *)codes + d;
-        v_store_two_bf16((uint16_t *)row + d, v_mul(load_codes(format, from), factor), v_mul(load_codes(format, from + LANES), factor));
+        v_store_two_factors((uint16_t *)row + d, v_mul(load_codes(format, from), factor), v_mul(load_codes(format, from + LANES), factor));
     }
     for (; d < dim; d += LANES) {
         v16 numbers = v_mul(load_codes(format, (const uint8_t *)codes + d), factor);
@@ -387,17 +393,24 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
 #else
     state.values_as_they_lie = 0;
 #endif
-    state.here = 0;
+    /* A panel's keys are side by side in the cache. */
+    const int whole_panels = state.values_as_they_lie && call->block_size % LANES == 0 && dim % LANES == 0;
+    const size_t line_of_panel = whole_panels ? 2 * LANES * (size_t)cache_element_size(dtype, call) : 0;
+    state.here = 1;
+    state.asked = 0;
     state.key_bytes = dim * (size_t)cache_element_size(dtype, call);
     state.value_bytes = (size_t)call->value_dim * (size_t)cache_element_size(dtype, call);
-    prepare_queries(dtype, call, task, &state, first_row);
     tile = tile / KEY_TILE * KEY_TILE;
     find_rows(dtype, call, task, &state.rows[0], task->kv_head, first_position, tile);
+    if (state.few) ask_ahead(&state, KEY_TILE);
+    prepare_queries(dtype, call, task, &state, first_row);
+    state.here = 0;
     for (; tile <= last_position; tile += KEY_TILE)
         for (int64_t kv = 0; kv < task->kv_count; kv++, state.here = 1 - state.here) {
             int64_t next = kv + 1 < task->kv_count ? kv + 1 : 0, next_tile = next == 0 ? tile + KEY_TILE : tile;
             find_rows(dtype, call, task, &state.rows[1 - state.here], task->kv_head + next, first_position, next_tile);
-            state.asked = 0;
+            state.line_ahead = sees_all(visible_keys(call, first_position, tile)) ? line_of_panel : 0;
+            state.asked = state.line_ahead > 0 ? KEY_TILE : 0;
             widen_tile(dtype, call, &state);
             attend_tile(dtype, call, task, &state, kv, first_position, tile);
             ask_ahead(&state, KEY_TILE);

@@ -1,37 +1,77 @@
-/* Attention of the few rows of one token with vdpbf16ps: keys are transposed and values are paired in registers, instead of being
- * written to panels in memory and read again. The next tile is prefetched evenly meanwhile, as fast as a core can load it. Scores
- * and outputs are the same chains of products, so their bits are the same. */
+/* Attention of the few rows of one token with vdpbf16ps: keys are transposed by eight words and values are paired in registers,
+ * instead of being written to panels for the whole tile and read again. Scores and outputs are the same chains of products, so
+ * their bits are the same.
+ *
+ * The next tile is prefetched evenly meanwhile, in the order in which it will be used: panels of keys during the scores, panels of
+ * values during the outputs. For each word of a panel of keys, and for each two values, that are computed, one line of the same
+ * panel of the next tile is prefetched; of a cache in 8 bits half a line, so that each line is asked for twice. */
 
 enum { FEW_SCORE_ROWS = 8, FEW_PANELS = 2 };
 
-/* Does nothing: the query's rows are used as they are. */
-INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t rows) { (void)state, (void)kv, (void)rows; }
+/* Keeps an array in memory: in registers, it would leave too few of them for the sums. */
+#define IN_MEMORY(array) __asm__ volatile("" : "+m"(array))
+
+/* The address of a KV head's query as words [query_dim / 2][FEW_SCORE_ROWS]; they are behind the query rows. */
+INLINE uint32_t *query_words(const struct attention_state *state, int64_t kv) {
+    return (uint32_t *)state->query + (ATTENTION_ROWS + (size_t)kv * FEW_SCORE_ROWS) * (state->query_dim / 2);
+}
+
+/* Transposes the query rows of a KV head, so that the rows' words are side by side. */
+INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t rows) {
+    const size_t words = state->query_dim / 2;
+    const uint32_t *query = (const uint32_t *)state->query + (size_t)kv * rows * words;
+    uint32_t *to = query_words(state, kv);
+    for (size_t w = 0; w < words; w++)
+        for (size_t row = 0; row < rows; row++) to[w * FEW_SCORE_ROWS + row] = query[row * words + w];
+}
+
+/* sums[ROWS][panel] += the products of a word of the query rows and of two panels. */
+INLINE void add_products(const int ROWS, const uint32_t *query, __m512i first, __m512i second, v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+        __m512bh pair = (__m512bh)_mm512_set1_epi32((int)query[m]);
+        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)first, pair);
+        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)second, pair);
+    }
+}
 
 /* Computes scores[ROWS][key] for FEW_PANELS panels of keys, from key first on. */
 INLINE void score_panels(const int ROWS, struct attention_state *state, const uint32_t *query, int64_t first) {
-    const struct tile_rows *rows = &state->rows[state->here];
-    const size_t words = state->query_dim / 2;
-    const uint32_t *keys[FEW_PANELS * LANES];
-    for (int64_t lane = 0; lane < FEW_PANELS * LANES; lane++) {
-        int64_t j = first + lane;
-        keys[lane] = j >= rows->start && j < rows->end ? (const uint32_t *)rows->key[j] : absent_key;
+    const struct tile_rows *rows = &state->rows[state->here], *next = &state->rows[1 - state->here];
+    const size_t words = state->query_dim / 2, line = state->line_ahead;
+    const uint32_t *seen[FEW_PANELS * LANES], *const *keys = (const uint32_t *const *)rows->key + first;
+    if (first < rows->start || first + FEW_PANELS * LANES > rows->end) {
+        for (int64_t lane = 0; lane < FEW_PANELS * LANES; lane++) {
+            int64_t j = first + lane;
+            seen[lane] = j >= rows->start && j < rows->end ? keys[lane] : absent_key;
+        }
+        keys = seen;
     }
+    const char *ahead[FEW_PANELS] = {next->key[first], next->key[first + LANES]};
     v16 sums[FEW_SCORE_ROWS][FEW_PANELS];
+    __m512i pairs[FEW_PANELS][8];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) sums[m][0] = sums[m][1] = v_zero();
-    for (size_t w = 0; w < words; w += 4) {
-        __m512i pairs[FEW_PANELS][4];
+    size_t w = 0;
+    for (; w + 8 <= words; w += 8) {
+        if (line == 0) ask_ahead(state, 4);
+        transpose_eight_words(keys, w, pairs[0]);
+        transpose_eight_words(keys + LANES, w, pairs[1]);
+        IN_MEMORY(pairs);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++, ahead[0] += line, ahead[1] += line) {
+            __builtin_prefetch(ahead[0]);
+            __builtin_prefetch(ahead[1]);
+            add_products(ROWS, query + (w + (size_t)i) * FEW_SCORE_ROWS, pairs[0][i], pairs[1][i], sums);
+        }
+    }
+    if (w < words) {
         ask_ahead(state, 2);
         transpose_four_words(keys, w, pairs[0]);
         transpose_four_words(keys + LANES, w, pairs[1]);
 #pragma GCC unroll 4
-        for (size_t i = 0; i < 4; i++)
-#pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) {
-                __m512bh pair = (__m512bh)_mm512_set1_epi32((int)query[(size_t)m * words + w + i]);
-                sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)pairs[0][i], pair);
-                sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)pairs[1][i], pair);
-            }
+        for (int i = 0; i < 4; i++)
+            add_products(ROWS, query + (w + (size_t)i) * FEW_SCORE_ROWS, pairs[0][i], pairs[1][i], sums);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
@@ -42,25 +82,31 @@ INLINE void score_panels(const int ROWS, struct attention_state *state, const ui
 
 /* output[ROWS][32 columns from d on] += probabilities * values of the tile; the rows attend to the whole tile. */
 INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d, float *output) {
-    const struct tile_rows *rows = &state->rows[state->here];
+    const struct tile_rows *rows = &state->rows[state->here], *next = &state->rows[1 - state->here];
     const uint32_t *probabilities = (const uint32_t *)state->probabilities;
+    const size_t line = state->line_ahead;
     v16 sums[FEW_SCORE_ROWS][FEW_PANELS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
         sums[m][0] = v_load(output + (size_t)m * state->out_stride + d);
         sums[m][1] = v_load(output + (size_t)m * state->out_stride + d + LANES);
     }
-    for (int j = 0; j < KEY_TILE; j += 4) {
-        ask_ahead(state, 1);
+    for (int panel = 0; panel < KEY_TILE; panel += LANES) {
+        const char *ahead = next->value[panel] + d / 2 * line;
+        for (int j = panel; j < panel + LANES; j += 4) {
+            if (line == 0) ask_ahead(state, 1);
 #pragma GCC unroll 2
-        for (int i = j; i < j + 4; i += 2) {
-            __m512i pairs[FEW_PANELS];
-            interleave_32((const uint16_t *)rows->value[i] + d, (const uint16_t *)rows->value[i + 1] + d, pairs);
+            for (int i = j; i < j + 4; i += 2, ahead += 2 * line) {
+                __m512i pairs[FEW_PANELS];
+                __builtin_prefetch(ahead);
+                __builtin_prefetch(ahead + line);
+                interleave_32((const uint16_t *)rows->value[i] + d, (const uint16_t *)rows->value[i + 1] + d, pairs);
 #pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) {
-                __m512bh pair = (__m512bh)_mm512_set1_epi32((int)probabilities[m * KEY_TILE + i / 2]);
-                sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)pairs[0], pair);
-                sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)pairs[1], pair);
+                for (int m = 0; m < ROWS; m++) {
+                    __m512bh pair = (__m512bh)_mm512_set1_epi32((int)probabilities[m * KEY_TILE + i / 2]);
+                    sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)pairs[0], pair);
+                    sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)pairs[1], pair);
+                }
             }
         }
     }
@@ -75,8 +121,8 @@ INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d
 
 /* Computes scores[row][key] of the tile for count rows, from a row on, all of one KV head. */
 INLINE void few_scores(struct attention_state *state, int64_t kv, size_t row, size_t count, int64_t key_dim) {
-    const uint32_t *query = (const uint32_t *)state->query + row * (state->query_dim / 2);
-    (void)kv, (void)key_dim;
+    const uint32_t *query = query_words(state, kv);
+    (void)row, (void)key_dim;
     for (int64_t first = 0; first < KEY_TILE; first += FEW_PANELS * LANES) switch (count) {
 #define CASE(MM)                                \
     case MM:                                    \

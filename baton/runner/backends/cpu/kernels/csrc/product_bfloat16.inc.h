@@ -120,9 +120,13 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
 
 /* Stores 16 probabilities of attention from a key on, rounded to bfloat16, in a row of KEY_TILE floats or bfloat16. */
 INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {
+#ifdef DPBF16
+    v_store_factors(row + key, p);
+#else
     uint16_t rounded[LANES];
     v_store_bf16(rounded, p);
     widen_row((bf16_row *)row + key, rounded, LANES);
+#endif
 }
 
 /* c[rows][panels * 16] += probabilities[rows] * pairs; the pairs are in panels of KEY_TILE keys. */

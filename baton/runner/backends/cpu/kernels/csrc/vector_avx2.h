@@ -108,7 +108,7 @@ INLINE void v_store_bf16(uint16_t *p, v16 x) {
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
-#define v_store_two_bf16(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
+#define v_store_two_factors(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 
 /* the odd and the even elements of 16 bfloat16 pairs */
 INLINE __m256i load_8(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }

@@ -41,15 +41,12 @@ INLINE v16 v_load_int8(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
-/* 16 float8 (e4m3fn, none of them NaN). Bits 0 to 6 become the exponent and mantissa of a float whose exponent is corrected by
- * addition; subnormal ones are multiples of 2^-9. */
+/* 16 float8 (e4m3fn, none of them NaN). Sign, exponent and mantissa are placed as those of a float16, whose exponent counts from -15
+ * instead of -7. */
 INLINE v16 v_load_e4m3(const uint8_t *p) {
-    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)), low = _mm512_and_si512(codes, _mm512_set1_epi32(0x7F));
-    __m512i normal = _mm512_add_epi32(_mm512_slli_epi32(low, 20), _mm512_set1_epi32(120 << 23));
-    __m512 subnormal = _mm512_mul_ps(_mm512_cvtepi32_ps(low), _mm512_set1_ps(0x1p-9f));
-    __mmask16 small = _mm512_cmplt_epi32_mask(low, _mm512_set1_epi32(8));
-    __m512i size = _mm512_mask_blend_epi32(small, normal, _mm512_castps_si512(subnormal));
-    return _mm512_castsi512_ps(_mm512_or_si512(size, _mm512_slli_epi32(_mm512_srli_epi32(codes, 7), 31)));
+    __m256i codes = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    __m256i halves = _mm256_and_si256(codes, _mm256_set1_epi16((short)0xBF80));
+    return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f));
 }
 
 /* Widens 64 float8 (e4m3fn, none of them NaN), of which the first 32 and the last 32 take turns, 8 at a time (float8.h), to bfloat16.
@@ -81,9 +78,7 @@ INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
 
 #ifdef ROUND_BF16 /* by an instruction, which differs only in the payload of NaN */
 INLINE void v_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
-INLINE void v_store_two_bf16(uint16_t *p, v16 a, v16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
 #else
-#define v_store_two_bf16(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -92,6 +87,14 @@ INLINE void v_store_bf16(uint16_t *p, v16 a) {
     rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7FC00000));
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
+#endif
+
+/* The same for numbers that only products read, in which the payload of NaN makes no difference. */
+#if defined(ROUND_BF16) || defined(DPBF16)
+INLINE void v_store_factors(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
+INLINE void v_store_two_factors(uint16_t *p, v16 a, v16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
+#else
+#define v_store_two_factors(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 #endif
 
 /* the odd and the even elements of 16 bfloat16 pairs */
@@ -119,6 +122,32 @@ INLINE void transpose_four_words(const uint32_t *const rows[16], size_t w, __m51
     words[1] = _mm512_unpackhi_epi64(low01, low23);
     words[2] = _mm512_unpacklo_epi64(high01, high23);
     words[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+
+/* words[i][16] from the eight words w + i of 16 rows, with half the loads of twice four words. */
+INLINE void transpose_eight_words(const uint32_t *const rows[16], size_t w, __m512i words[8]) {
+    __m512i quarters[8]; /* [i] and [4 + i]: word i of four rows, their word i + 4, and both of the next four rows */
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        __m512i r[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const uint32_t *row = rows[8 * half + i] + w, *fourth = rows[8 * half + i + 4] + w;
+            r[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)row)),
+                                      _mm256_loadu_si256((const __m256i *)fourth), 1);
+        }
+        __m512i low01 = _mm512_unpacklo_epi32(r[0], r[1]), high01 = _mm512_unpackhi_epi32(r[0], r[1]);
+        __m512i low23 = _mm512_unpacklo_epi32(r[2], r[3]), high23 = _mm512_unpackhi_epi32(r[2], r[3]);
+        quarters[4 * half] = _mm512_unpacklo_epi64(low01, low23);
+        quarters[4 * half + 1] = _mm512_unpackhi_epi64(low01, low23);
+        quarters[4 * half + 2] = _mm512_unpacklo_epi64(high01, high23);
+        quarters[4 * half + 3] = _mm512_unpackhi_epi64(high01, high23);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        words[i] = _mm512_shuffle_i32x4(quarters[i], quarters[4 + i], 0x88);
+        words[4 + i] = _mm512_shuffle_i32x4(quarters[i], quarters[4 + i], 0xDD);
+    }
 }
 
 /* panel[word][16] from 16 rows of `words` 32-bit words, which are a multiple of 4. */

@@ -83,7 +83,7 @@ INLINE void v_store_bf16(uint16_t *p, v16 a) {
     }
 }
 
-#define v_store_two_bf16(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
+#define v_store_two_factors(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 
 /* the odd and the even elements of 16 bfloat16 pairs */
 INLINE v16 v_load_odd(const uint16_t *p) { EACH(from_bits((uint32_t)p[2 * i + 1] << 16)); }

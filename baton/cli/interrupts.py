@@ -1,10 +1,24 @@
-"""Defers signals, so that an interrupt does not separate two operations that belong together."""
+"""Handles Ctrl-C: a last line that says what became of the work, and operations that it must not separate."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from baton.cli.output import print_note
+
+
+@contextmanager
+def closing_line(what_became: str) -> Iterator[None]:
+    """If the block is interrupted, say so and `what_became` of its work in one line on stderr, and raise it on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        # A terminal has written ^C into the current line.
+        print_note(f"{chr(10) if sys.stderr.isatty() else ''}baton: interrupted: {what_became}")
+        raise
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
 from baton.runner import load
+from baton.runner.backends.cpu import kernel_file
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient
@@ -74,10 +75,18 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
 
 
 def log_slow_paths(model: ModelInfo) -> None:
-    """Log, for each part of the model that could be computed faster on another machine, why it is not here."""
-    for path in model.compute_paths:
-        if path.why_not_faster:
-            _log.warning("a slower path", part=path.part, runs=path.runs, because=path.why_not_faster)
+    """Log, for each part of the model that could be computed faster on another machine, why it is not here.
+
+    Without compiled kernels no part is fast, and one line says so and what to do. The text has everything, since a
+    program that uses `baton.LLM` may show the text alone.
+    """
+    slow = [path for path in model.compute_paths if path.why_not_faster]
+    no_kernels = kernel_file.why_slow()
+    if any(path.why_not_faster in no_kernels for path in slow):
+        _log.warning(no_kernels)
+        return
+    for path in slow:
+        _log.warning(f"a slower path: {path.part} is computed by {path.runs}, because {path.why_not_faster}")
 
 
 async def _wanted_role(config: NodeConfig) -> Role:

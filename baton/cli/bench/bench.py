@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +22,7 @@ from baton.cli.bench.report import report
 from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.bench.validate import validate
+from baton.cli.interrupts import closing_line
 from baton.cli.output import Format, print_json, print_table, print_yaml
 
 
@@ -32,17 +36,27 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         # SIGTERM ends the processes that the benchmark started, as Ctrl-C does.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
-    group.command("handoff")(handoff)
-    group.command("engine")(engine)
-    group.command("scheduler")(scheduler)
-    group.command("router")(router)
-    group.command("overload")(overload)
-    group.command("report")(report)
-    group.command("serve")(with_access(serve))
-    group.command("compare")(compare)
-    group.command("nodes")(with_access(nodes))
-    group.command("validate")(validate)
+    for command in (handoff, engine, scheduler, router, overload, report, compare, validate):
+        group.command(command.__name__)(_with_closing_line(command))
+    for client in (serve, nodes):
+        group.command(client.__name__)(_with_closing_line(with_access(client)))
     app.add_typer(group, name=name)
+
+
+def _with_closing_line(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which says on Ctrl-C what became of its measurement, unless it handles Ctrl-C itself."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        with closing_line("the measurement is not complete, and no file was written"):
+            try:
+                command(**values)
+            except KeyboardInterrupt:
+                # gRPC's server warns at the interpreter's end that it was not shut down: that is no news then.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                raise
+
+    return run
 
 
 def handoff(

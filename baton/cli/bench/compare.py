@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.serve import slo_of, usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
-from baton.errors import Cancelled, ExitCode
+from baton.errors import Cancelled
 
 if TYPE_CHECKING:
     from baton.bench.compare.interleaved import CompareConfig
@@ -157,6 +157,6 @@ def _finish(
             print_text(line)
     write_files(result, path, report)
     if isinstance(comparison.failure, Cancelled):
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        exit_interrupted(path, report)
     if comparison.failure is not None:
         raise comparison.failure

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from baton.cli.output import print_note
+from baton.errors import ExitCode
 
 ReportOption = Annotated[
     Path | None, typer.Option(help="Write a page with plots to this HTML file.", metavar="FILE.html")
@@ -28,3 +29,11 @@ def write_files(result: Mapping[str, Any], result_file: Path | None, report: Pat
     if report is not None:
         write_report(result, report)
         print_note(f"report: {report}")
+
+
+def exit_interrupted(*files: Path | None) -> NoReturn:
+    """Ends a benchmark that Ctrl-C cut short, after its figures were printed and written to `files`."""
+    kept = " and ".join(str(file) for file in files if file is not None)
+    where = f"printed, and in {kept}" if kept else "printed, and in no file: --result-filename FILE writes one"
+    print_note(f"baton: interrupted: the figures until then are {where}")
+    raise typer.Exit(ExitCode.INTERRUPTED)

@@ -131,7 +131,7 @@ def nodes(
             "measured across the clocks of two hosts"
         )
     write_files(result, result_filename, report)
-    raise_exit(ran.run, result)
+    raise_exit(ran.run, result, result_filename, report)
 
 
 def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import named_model
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
@@ -230,13 +230,13 @@ def _finish(
     for line in remarks(run, result, slo):
         print_note(line)
     write_files(result, path, report)
-    raise_exit(run, result)
+    raise_exit(run, result, path, report)
 
 
-def raise_exit(run: LoadRun, result: dict[str, Any]) -> None:
-    """Exits with an error if the run was interrupted, lost its endpoint, or had no answer."""
+def raise_exit(run: LoadRun, result: dict[str, Any], *files: Path | None) -> None:
+    """Exits with an error if the run was interrupted, lost its endpoint, or had no answer. `files`: those written."""
     if run.was_interrupted:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+        exit_interrupted(*files)
     if run.is_unreachable:
         raise typer.Exit(ExitCode.UNREACHABLE)
     if not result["completed"]:

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
-from baton.errors import BatonError, Cancelled, ExitCode, InvalidRequest
+from baton.errors import BatonError, Cancelled, InvalidRequest
 
 BUNDLED = "bundled"
 _SHAPES = ("0.5b",)
@@ -108,7 +108,9 @@ def validate(
             print_text(line)
     write_files(result, result_filename, report)
     for failure in (*failures, *failed.values()):
-        raise typer.Exit(ExitCode.INTERRUPTED) if isinstance(failure, Cancelled) else failure
+        if isinstance(failure, Cancelled):
+            exit_interrupted(result_filename, report)
+        raise failure
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.commands.generate import cluster_end_check
+from baton.cli.interrupts import closing_line
 from baton.cli.output import print_note, print_text
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import RunDirOption, local_cluster
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from baton.cli.commands.chat_stream import ChatClient, Endpoint
 
 _PROMPT = "> "
+_CLOSING = "the chat is over, and nothing of it is kept"
 _COMMANDS = "/exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer"
 
 
@@ -87,8 +89,8 @@ def chat(
 ) -> None:
     """Chat with the model. Answers are printed while they are generated.
 
-    /exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer. If the input is not a
-    terminal, each of its lines is a message.
+    /exit, Ctrl-D or Ctrl-C twice ends the chat, /clear starts a new conversation, Ctrl-C stops an answer. If the input
+    is not a terminal, each of its lines is a message.
     """
     from baton.cli.commands.chat_stream import ChatClient
 
@@ -117,9 +119,10 @@ def chat(
     if isinstance(sys.stdin, io.TextIOWrapper):
         # The router refuses a message that is not UTF-8.
         sys.stdin.reconfigure(errors="surrogateescape")
-    if sys.stdin.isatty():
-        _run_in_terminal(session)
-    else:
+    with closing_line(_CLOSING):
+        if sys.stdin.isatty():
+            _run_in_terminal(session)
+            return
         for line in sys.stdin:
             if not session.handle_line(line.rstrip("\n")):
                 break
@@ -182,12 +185,15 @@ class Session:
 
 
 def _run_in_terminal(session: Session) -> None:
-    """Read lines from a terminal. Only errors that every further message would meet end the chat."""
+    """Read lines from a terminal. Only errors that every further message would meet end the chat.
+
+    So does a second Ctrl-C in a row that no answer is there to be stopped by: raises KeyboardInterrupt.
+    """
     with suppress(ImportError):
         # Importing it gives `input` line editing and a history.
         import readline  # noqa: F401
     print_note(_COMMANDS)
-    is_open = True
+    is_open, wants_out = True, False
     while is_open:
         try:
             line = input(_PROMPT)
@@ -195,9 +201,13 @@ def _run_in_terminal(session: Session) -> None:
             print_text()
             return
         except KeyboardInterrupt:
+            if wants_out:
+                raise
+            wants_out = True
             print_text()
-            print_note(_COMMANDS)
+            print_note("Ctrl-C again, Ctrl-D or /exit ends the chat")
             continue
+        wants_out = False
         try:
             is_open = session.handle_line(line)
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import typer
 from baton.cli.cluster.emit.emission import Emission
 from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
+from baton.cli.interrupts import closing_line
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
 from baton.cli.target import run_dir_of, run_dir_path
@@ -79,13 +80,14 @@ def _up(
     level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
     logs.configure_logging(level, environ=os.environ, form=form, process="supervisor")
     directory = run_dir_of(run_dir)
-    config = with_model_directory(loaded.config)
+    with closing_line("the cluster is not started, and no process of it is left"):
+        config = with_model_directory(loaded.config)
 
-    def show(state: ClusterState) -> None:
-        chats = config.runner == "torch" and has_chat_template(config.model)
-        _show(state, directory, output, detached=detach, chats=chats)
+        def show(state: ClusterState) -> None:
+            chats = config.runner == "torch" and has_chat_template(config.model)
+            _show(state, directory, output, detached=detach, chats=chats)
 
-    run_cluster(config, file, directory, show, detach=detach)
+        run_cluster(config, file, directory, show, detach=detach)
 
 
 def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool, chats: bool) -> None:

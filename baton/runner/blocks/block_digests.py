@@ -35,7 +35,8 @@ def block_digests(memory: KVMemory) -> BlockDigests:
         try:
             return _by_kernels(memory)
         except KernelsUnavailable as reason:
-            _log.warning("digests of KV blocks keep the interpreter to themselves (the xxhash package): %s", reason)
+            # The node has said already that it has no kernels, and what to do.
+            _log.debug("digests of KV blocks keep the interpreter to themselves (the xxhash package): %s", reason)
     return _by_library(memory)
 
 

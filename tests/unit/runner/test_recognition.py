@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
+from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
 from baton.runner.model.random_model import write_random_model
@@ -128,7 +131,24 @@ def test_a_slower_decoder_is_named_with_its_reason(
     assert bool(why) == bool(paths["decoder"].why_not_faster)
     assert paths["step"].why_not_faster
     log_slow_paths(runner.model)
-    assert out.getvalue().count("a slower path") == sum(bool(path.why_not_faster) for path in paths.values())
+    said = [json.loads(line)["event"] for line in out.getvalue().splitlines()]
+    slow = [path for path in paths.values() if path.why_not_faster]
+    assert said == [
+        f"a slower path: {one.part} is computed by {one.runs}, because {one.why_not_faster}" for one in slow
+    ]
+
+
+def test_without_kernels_one_line_says_so_and_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = io.StringIO()
+    log = structlog.wrap_logger(structlog.PrintLogger(out), processors=[structlog.processors.JSONRenderer()])
+    monkeypatch.setattr("baton.node.process._log", log)
+    monkeypatch.setattr(kernel_file, "LIBRARY", tmp_path / "none.so")
+    info = loaded(tmp_path, TINY_MODELS["llama"]).model
+    reason = "the kernel library is not built: install a C compiler, then run `pip install -e .` again"
+    slow = [ComputePath("products", "torch", reason), ComputePath("step", "one call each", "there are no programs")]
+    log_slow_paths(replace(info, compute_paths=tuple(slow)))
+    (line,) = out.getvalue().splitlines()
+    assert f"{reason}. Until then prompts take about twelve times as long" in line
 
 
 def test_attention_that_is_not_recognised_is_named_with_its_reason(

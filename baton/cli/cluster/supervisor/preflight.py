@@ -12,7 +12,7 @@ from typing import Any
 from baton.config import UpConfig
 from baton.errors import ConfigError
 from baton.registry.registry import require_registry, with_authority
-from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
+from baton.runner.backends.cpu import kernel_file
 from baton.runner.model.checkpoint import check_model_dir
 from baton.security.binds import check_bind
 from baton.security.tls_files import certificate_files
@@ -72,10 +72,4 @@ def check_port_free(host: str, port: int, flag: str) -> None:
 
 def why_slow(config: UpConfig) -> str:
     """What a person should know before the nodes start: that they have no kernels here; empty if they have."""
-    if config.runner != "torch" or config.device.startswith("cuda"):
-        return ""
-    try:
-        open_kernels()
-    except KernelsUnavailable as error:
-        return f"{error}. Until then prompts take about twelve times as long (`baton doctor` says more)"
-    return ""
+    return "" if config.runner != "torch" or config.device.startswith("cuda") else kernel_file.why_slow()

@@ -15,6 +15,15 @@ class KernelsUnavailable(ConfigError):
     """The kernel library is not built, can't be loaded, or lacks the requested instruction set."""
 
 
+def why_slow() -> str:
+    """What to tell, in one line, where a model is computed without the library; empty if it can be opened."""
+    try:
+        open_kernels()
+    except KernelsUnavailable as error:
+        return f"{error}. Until then prompts take about twelve times as long (`baton doctor` says more)"
+    return ""
+
+
 def open_kernels() -> ctypes.CDLL:
     """Open the library. Raises KernelsUnavailable, which says why it can't be opened and what to do."""
     if not LIBRARY.exists():

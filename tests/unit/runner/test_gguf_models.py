@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import gguf
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.runner.backends.quantized_weight import QuantizedWeight
@@ -21,6 +24,12 @@ TOKENS = torch.arange(3, 43)[None] * 7 % VOCAB_SIZE
 LAYERS = 6
 """As many as Gemma 3 needs for a layer that attends to all tokens."""
 WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    directory = tmp_path_factory.mktemp("sound")
+    return write_module(directory / "model.gguf", random_module("llama"), "Q8_0").read_bytes()
 
 
 def tiny(name: str) -> Any:
@@ -212,6 +221,27 @@ def test_a_layer_has_one_spelling(tmp_path: Path) -> None:
     source = write_module(tmp_path / "model.gguf", random_module("llama"), more={"blk.00.attn_norm.weight": [1.0] * 64})
     with pytest.raises(ConfigError, match=r"tensor blk\.00\.attn_norm\.weight has no place"):
         converted(source, tmp_path / "model")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**16), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
+def test_any_damage_of_a_header_is_refused_in_one_line_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, sound: bytes, damage: list[tuple[int, bytes]]
+) -> None:
+    content = bytearray(sound)
+    header = content.index(b"<|im_end|>")  # the facts of the model are before its tokens
+    for share, piece in damage:
+        start = share * header >> 16
+        content[start : start + len(piece)] = piece
+    directory = tmp_path_factory.mktemp("damaged")
+    (directory / "model.gguf").write_bytes(content)
+    complaint = ""
+    try:
+        converted(directory / "model.gguf", directory / "model")
+    except ConfigError as error:
+        complaint = str(error)
+    shutil.rmtree(directory)
+    assert "\n" not in complaint
 
 
 def test_an_unknown_tensor_is_refused_by_its_name(tmp_path: Path) -> None:

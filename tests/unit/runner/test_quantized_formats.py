@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -354,6 +355,25 @@ def test_any_configuration_and_any_shapes_are_read_or_refused(name: str, changes
         weight_format = format_with(FORMATS[name], **changes)
         weights, _ = stored_weights(weight_format, found, data.draw(st.booleans()))
         assert all(stored.dequantized().shape == stored.shape for stored in weights.values())
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """Every container in a configuration, with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places_in(value[key])]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), _JSON, st.data())
+def test_any_value_anywhere_in_a_configuration_is_read_or_refused(name: str, value: Any, data: Any) -> None:
+    tensors, _ = written(FORMATS[name], 16, 64)
+    config = copy.deepcopy(dict(FORMATS[name].config))
+    container, key = data.draw(st.sampled_from(places_in(config)))
+    container[key] = value
+    with suppress(UnusableWeight):
+        found = format_of({"quantization_config": config})
+        assert found is not None
+        assert read(found, tensors).dequantized().shape == (16, 64)
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.006), (4, 0.09)])

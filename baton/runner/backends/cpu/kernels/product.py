@@ -89,7 +89,6 @@ def linear(
 ) -> torch.Tensor:
     """The product of x [m, k] and the weight [n, k] transposed, plus bias [n]: [m, n].
 
-
     The result is in x's dtype, or in that of `out`, which may be float32 to keep the sums unrounded. Sums are float32.
     Each output is summed over k in one fixed order, which does not depend on m, on the row's index or on the number of
     threads. The bias is added before rounding. There may be gaps between the rows of x. Raises
@@ -97,11 +96,7 @@ def linear(
     """
     if w.gated:
         raise KernelArgumentError("w", "is gated: use gated_linear")
-    bias_address = None
-    if bias is not None:
-        if bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous() or not bias.is_cpu:
-            raise KernelArgumentError("bias", f"must be [{w.n}] {w.dtype}, contiguous, on the CPU")
-        bias_address = bias.data_ptr()
+    bias_address = None if bias is None else require_bias(bias, w.n, w.dtype)
     return _multiply(x, w, bias_address, NOT_GATED, threads, out)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_kernels_compile_and_use_neon(tmp_path: Path) -> None:
     # The flags of setup.py, which have no -march.
-    listed = re.search(r"extra_compile_args=\[(.*?)\]", (ROOT / "setup.py").read_text())
+    listed = re.search(r"extra_compile_args=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)
     assert listed is not None
     flags = re.findall(r'"([^"]+)"', listed[1])
     assembly = tmp_path / "portable.s"

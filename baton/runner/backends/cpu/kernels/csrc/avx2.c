@@ -16,6 +16,10 @@
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
+#define FLOAT8_FEW_ROWS 2
+#define FLOAT8_WIDE_CASES(F)
+#define FLOAT8_TALL_CASES(F) F(1) F(2)
+#define FLOAT8_BLOCK_ROWS FLOAT8_FEW_ROWS
 #include "linear_float8.inc.h"
 #include "attention.inc.h"
 

@@ -17,6 +17,10 @@
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
+#define FLOAT8_FEW_ROWS FEW_ROWS
+#define FLOAT8_WIDE_CASES(F) F(1) F(2) F(3) F(4)
+#define FLOAT8_TALL_CASES(F) F(5) F(6) F(7) F(8) F(9) F(10)
+#define FLOAT8_BLOCK_ROWS 10
 #include "linear_float8.inc.h"
 #define FEW_SCORES "few_rows_avx512.inc.h"
 #define FEW_VALUES

@@ -1,5 +1,5 @@
 /* Linear layers with weights in float8 (float8.h). Included once for each instruction set, after linear_float32.inc.h and the
- * instruction set's multiply_pairs and STEP_PAIRS. */
+ * instruction set's multiply_pairs and STEP_PAIRS. Where FLOAT8_FEW_ROWS is defined, so few rows take few_rows_float8.inc.h. */
 #include "float8.h"
 
 /* Widens a piece of k, of all 64 columns, to the layout of packed weights in the dtype, and prefetches the next piece. */
@@ -57,7 +57,7 @@ INLINE void rows_float8(const enum dtype dtype, const struct linear_call *call, 
     }
 }
 
-#ifdef DPBF16
+#ifdef FLOAT8_FEW_ROWS
 #include "few_rows_float8.inc.h"
 #endif
 
@@ -71,9 +71,9 @@ INLINE void multiply_float8(const enum dtype dtype, const struct linear_call *ca
         struct epilogue epilogue;
         open_epilogue(&epilogue, call, dtype, group);
         if (call->k == 0) memset(totals, 0, rows * GROUP_COLUMNS * sizeof *totals);
-#ifdef DPBF16
-        if (dtype == DTYPE_BFLOAT16 && rows <= FEW_ROWS)
-            few_rows_float8(call, rows, (const uint16_t *)x, columns, sums, totals);
+#ifdef FLOAT8_FEW_ROWS
+        if (dtype == DTYPE_BFLOAT16 && rows <= FLOAT8_FEW_ROWS)
+            few_rows_float8(call, rows, (const uint16_t *)x, columns, sums, totals, (bf16_row *)widened);
         else
 #endif
             rows_float8(dtype, call, rows, x, columns, sums, totals, widened);

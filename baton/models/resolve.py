@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.config.cluster import ClusterSettings
+from baton.config.node import NodeSettings
 from baton.errors import ConfigError
 from baton.models.conversion import convert_in_child
 from baton.models.hub import HubName, fetched_directory
@@ -32,6 +33,8 @@ class FoundModel:
 
     directory: Path
     name: str
+    dequantize: bool = False
+    """Whether its quantised weights are made plain, even if no setting says so."""
 
 
 def with_model_directory(config: C) -> C:
@@ -41,7 +44,10 @@ def with_model_directory(config: C) -> C:
     found = find_model(config.model, os.environ)
     if found.directory == config.model:
         return config
-    return config.model_copy(update={"model": found.directory, "model_name": config.model_name or found.name})
+    changes: dict[str, object] = {"model": found.directory, "model_name": config.model_name or found.name}
+    if found.dequantize and isinstance(config, NodeSettings):
+        changes["dequantize"] = True
+    return config.model_copy(update=changes)
 
 
 def find_model(named: Path, environ: Mapping[str, str]) -> FoundModel:
@@ -70,7 +76,7 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
     model = NAMED_MODELS.get(str(named))
     if model is not None:
         directory = _cache(environ).directory_of(model.sha256, lambda scratch: source_of(model, scratch))
-        return FoundModel(directory, _as_name(str(named)))
+        return FoundModel(directory, _as_name(str(named)), model.dequantize)
     # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.
     hub = None if named.is_absolute() or Path(named.parts[0]).is_dir() else HubName.parse(str(named))
     if hub is not None:

@@ -33,13 +33,13 @@ def write_gguf(
     return path
 
 
-def random_blocks(kind: str, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Random bytes of a quantised format whose scales are finite: [rows, bytes of a row]."""
+def random_blocks(kind: str, rows: int, columns: int, seed: int, scale: float = 0.05) -> npt.NDArray[np.uint8]:
+    """Random bytes of a quantised format, with finite scales of about `scale`: [rows, bytes of a row]."""
     elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, columns // elements, num_bytes), dtype=np.uint8)
     for start in SCALE_STARTS[kind]:
-        scales = rng.normal(0, 0.05, blocks.shape[:2]).astype("<f2")
+        scales = rng.normal(0, scale, blocks.shape[:2]).astype("<f2")
         blocks[..., start : start + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import random_blocks, write_gguf
 from tests.support.tiny_models import TINY_MODELS
 
 VOCAB_SIZE = 320
@@ -67,45 +67,72 @@ def byte_level_tokens() -> Mapping[str, Any]:
 def write_module(
     path: Path,
     module: Any,
-    matrices: str = "F32",
+    matrices: str | Callable[[str], str] = "F32",
     more: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    replaced: Mapping[str, tuple[str, npt.NDArray[Any]]] | None = None,
 ) -> Path:
-    """Write a module; `matrices` is the format of its matrices, and `more` are further tensors of float32.
+    """Write a module, and make its quantised weights mean what their blocks mean.
 
-    `metadata` is added to what follows from the module, or replaces it.
+    `matrices` is the format of its matrices, or gives it for the name of a matrix in the file. `more` are further
+    tensors of float32; `metadata` is added to what follows from the module, or replaces it, and so are tensors by
+    their format and bytes in `replaced`.
     """
     config = module.config
     architecture = ARCHITECTURES[config.model_type]
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    tensors = {}
+    tensors: dict[str, tuple[str, npt.NDArray[Any]]] = {}
     for name, weight in module.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
-        values = _as_converted(found, weight, config, architecture).numpy()
-        tensors[found] = _quantised(values, matrices if values.ndim == 2 else "F32")
+        values = _as_converted(found, weight, config, architecture)
+        form = "F32" if values.dim() != 2 else matrices if isinstance(matrices, str) else matrices(found)
+        stored = _quantised(values.numpy(), form, seed=len(tensors))
+        tensors[found] = (form, stored)
+        if form != "F32":
+            meant = torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[form]))
+            weight.copy_(_as_in_transformers(found, meant, config, architecture))
     tensors |= {name: ("F32", np.asarray(values, dtype=np.float32)) for name, values in (more or {}).items()}
+    tensors |= replaced or {}
     return write_gguf(
         path, tensors, {**_metadata(config, architecture), **byte_level_tokens(), **(metadata or {})}, architecture
     )
 
 
-def _quantised(values: npt.NDArray[np.float32], kind: str) -> tuple[str, npt.NDArray[Any]]:
-    return kind, values if kind == "F32" else gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+def _quantised(values: npt.NDArray[np.float32], kind: str, seed: int) -> npt.NDArray[Any]:
+    """A matrix in a format. Nothing here can quantise to those of type K, so these get random blocks."""
+    if kind == "F32":
+        return values
+    if kind.endswith("_K"):
+        return random_blocks(kind, values.shape[0], values.shape[1], seed, scale=3e-4)
+    blocks: npt.NDArray[Any] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    return blocks
+
+
+def _rows_of_heads(name: str, config: Any, architecture: str) -> int:
+    """The heads in whose rows llama.cpp's converter takes neighbouring pairs; 0 for other tensors."""
+    if architecture != "llama" or not (".attn_q." in name or ".attn_k." in name):
+        return 0
+    return int(config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
 
 
 def _as_converted(name: str, weight: torch.Tensor, config: Any, architecture: str) -> torch.Tensor:
     """A weight as `convert_hf_to_gguf.py` writes it."""
-    if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
-        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-        rows = weight.shape[0]
-        return weight.view(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    if heads := _rows_of_heads(name, config, architecture):
+        return weight.view(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return weight + 1
     return weight
+
+
+def _as_in_transformers(name: str, matrix: torch.Tensor, config: Any, architecture: str) -> torch.Tensor:
+    """A matrix that `convert_hf_to_gguf.py` wrote, as it was before."""
+    if heads := _rows_of_heads(name, config, architecture):
+        return matrix.view(heads, -1, 2, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+    return matrix
 
 
 def _metadata(config: Any, architecture: str) -> Mapping[str, Any]:

@@ -105,11 +105,11 @@ def test_two_at_once_make_one_directory(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     assert entered.wait(60)
-    assert entries(tmp_path) != [f"{DIGEST}-1"]  # nothing is in its place before it is whole
+    assert entries(tmp_path) != [f"{DIGEST}-2"]  # nothing is in its place before it is whole
     go_on.set()
     for thread in threads:
         thread.join()
-    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-1"])
+    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-2"])
 
 
 def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_place_and_the_variable(tmp_path: Path) -> None:
@@ -416,10 +416,14 @@ def test_settings_get_the_directory_and_a_name_for_clients(
 
 def test_a_named_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "NAMED_MODELS", {"tiny": MODEL})
-    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-1"
+    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-2"
     made.mkdir(parents=True)
     found = find_model(Path("tiny"), {"XDG_CACHE_HOME": str(tmp_path)})
     assert found == FoundModel(made, "tiny")
+    monkeypatch.setattr(resolve, "NAMED_MODELS", {"tiny": replace(MODEL, dequantize=True)})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nodes = with_model_directory(load(UpConfig, {"model": "tiny"}, {}).config)
+    assert (nodes.model, nodes.dequantize) == (made, True)
 
 
 def test_hashes_are_those_of_the_content(tmp_path: Path) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from baton.errors import ConfigError
-from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.model.gguf.convert import convert, main
-from baton.runner.model.gguf.read import read_quantized
 from tests.support.gguf_models import ARCHITECTURES, VOCAB_SIZE, random_module, write_module
 
 TOKENS = torch.arange(3, 43)[None] * 7 % VOCAB_SIZE
@@ -67,31 +66,16 @@ def test_a_converted_file_has_the_weights_and_the_logits_of_the_model(tmp_path: 
     torch.testing.assert_close(logits(again), logits(module), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0"])
-def test_quantised_matrices_are_written_as_bfloat16(tmp_path: Path, name: str, kind: str) -> None:
-    module = tiny(name)
-    source = write_module(tmp_path / "model.gguf", module, kind)
-    again = loaded(converted(source, tmp_path / "model")).state_dict()
-    for key, weight in module.state_dict().items():
-        expected = weight
-        if weight.dim() == 2:
-            # The order of rows does not matter here: a block is a part of a row.
-            blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
-            values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
-            expected = torch.from_numpy(values).bfloat16().float()
-        torch.testing.assert_close(again[key], expected, rtol=0, atol=2e-7)
-
-
-def test_quantised_weights_are_read_one_by_one_in_transformers_row_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_plain_matrices_keep_their_dtype_and_their_bits(tmp_path: Path, kind: str) -> None:
     module = tiny("llama")
-    found = dict(read_quantized(write_module(tmp_path / "model.gguf", module, "Q8_0")))
-    assert found.keys() == module.state_dict().keys()
+    directory = converted(write_module(tmp_path / "model.gguf", module, kind), tmp_path / "model")
+    found = load_file(directory / "model.safetensors")
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     for name, weight in module.state_dict().items():
-        read = found[name]
-        assert isinstance(read, QuantizedWeight) == (weight.dim() == 2)
-        whole = read.dequantized() if isinstance(read, QuantizedWeight) else read
-        torch.testing.assert_close(whole, weight, rtol=0, atol=float(weight.abs().max()) / 200)
+        assert found[name].dtype == (dtype if weight.dim() == 2 else torch.float32)
+        assert torch.equal(found[name].float(), weight)
+    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
 
 
 def test_a_file_without_an_output_matrix_has_a_tied_head(tmp_path: Path) -> None:

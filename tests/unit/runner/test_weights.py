@@ -19,10 +19,12 @@ from baton.runner import TorchSpec, load
 from baton.runner.model import attention, layers
 from baton.runner.model import weights as weights_module
 from baton.runner.model.checkpoint import open_checkpoint
+from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import CacheSpec, row_quantum
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import load_runner
+from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -295,6 +297,25 @@ def test_quantised_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Pa
     packed = plain * 4.5 / 16
     # Reading ahead, a region of the kernels' memory and one layer's tensors are a constant; a plain copy is `plain`.
     assert _status("VmHWM") - before < packed + runner.memory.num_bytes + (64 << 20)
+
+
+def test_blocks_of_a_gguf_file_are_in_memory_once_while_they_are_loaded(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 32, "head_dim": 128}
+    for name, changes in (("tiny", {**shape, "num_hidden_layers": 1}), ("large", shape)):
+        source = write_module(tmp_path / f"{name}.gguf", random_module("llama", **changes), "Q4_K")
+        (tmp_path / name).mkdir()
+        convert(source, tmp_path / name, lambda _done, _total: None)
+    load_runner(tmp_path / "tiny", dtype="bfloat16", num_blocks=16)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    runner = load_runner(tmp_path / "large", dtype="bfloat16", num_blocks=16)
+    growth = _status("VmHWM") - before
+    plain = sum(weight.numel() for weight in random_module("llama", **shape).parameters()) * 2
+    assert plain > 130 << 20
+    # 41 MiB. A region of the kernels' memory and one layer's tensors are a constant; integers of all layers are 72 MiB.
+    assert growth < plain * 4.625 / 16 + runner.memory.num_bytes + (40 << 20)
 
 
 def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

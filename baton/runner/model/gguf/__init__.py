@@ -1,1 +1,1 @@
-"""The weights of GGUF files as tensors, and such a file as an ordinary model directory."""
+"""GGUF files as model directories: their tensors in transformers' order, and their blocks as they are."""

@@ -1,5 +1,8 @@
 """Writes the model directory of a GGUF file: config.json, the tokenizer's files, and weights as safetensors.
 
+Quantised weights stay in the blocks of the file (baton/runner/model/quantization/gguf.py reads them), and plain ones
+keep their numbers.
+
 Run as a process of its own (`python -m baton.runner.model.gguf.convert FILE DIRECTORY`), so that the command that needs
 the directory does not keep torch in memory. It prints a line with the bytes written and their total after each tensor.
 """
@@ -7,9 +10,12 @@ the directory does not keep torch in memory. It prints a line with the bytes wri
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -19,15 +25,14 @@ import torch
 
 from baton.errors import ConfigError, ExitCode
 from baton.model_formats.gguf.architectures import Architecture, architecture_of, configuration
-from baton.model_formats.gguf.container import GgufFile, TensorPlace, open_gguf
+from baton.model_formats.gguf.container import TensorPlace, open_gguf
 from baton.model_formats.gguf.facts import Facts
 from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
-from baton.runner.backends.quantized_weight import QuantizedWeight
-from baton.runner.model.gguf.read import read_weight, weight_places
+from baton.runner.model.gguf.read import PLAIN_DTYPES, read_weight, weight_places
+from baton.runner.model.quantization.gguf import part_of, quantization_config
+from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
 
-_PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_QUANTISED_AS = "BF16"
-"""The dtype in which quantised weights are written. Plain ones keep theirs; norms are written as float32."""
+_NUM_BYTES = {"U8": 1, **{name: dtype.itemsize for name, dtype in PLAIN_DTYPES.items()}}
 
 
 def convert(source: Path, directory: Path, on_progress: Callable[[int, int], None]) -> None:
@@ -38,9 +43,11 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
     """
     with open_gguf(source) as file:
         facts = Facts(file)
-        config = configuration(facts)
+        config, architecture = configuration(facts), architecture_of(facts)
+        places = weight_places(file, architecture, config)
+        formats = _quantized_formats(places.values())
         texts = {
-            "config.json": config,
+            "config.json": config | ({"quantization_config": quantization_config(formats)} if formats else {}),
             "generation_config.json": generation_config_json(facts),
             "tokenizer_config.json": tokenizer_config_json(facts),
             "tokenizer.json": _checked_tokenizer(source, tokenizer_json(facts)),
@@ -48,7 +55,12 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
         try:
             for name, content in texts.items():
                 _write(directory / name, json.dumps(content, ensure_ascii=False, indent=1).encode())
-            _write_weights(directory / "model.safetensors", file, architecture_of(facts), config, on_progress)
+            _write_weights(
+                directory / "model.safetensors",
+                [_entry(name, tensor, architecture) for name, tensor in places.items()],
+                lambda tensor: read_weight(file, tensor, architecture, config),
+                on_progress,
+            )
         except OSError as error:
             raise ConfigError(
                 f"the model directory {directory} can't be written ({error.strerror}): set XDG_CACHE_HOME to a "
@@ -64,44 +76,60 @@ def _checked_tokenizer(source: Path, content: Mapping[str, Any]) -> Mapping[str,
     return content
 
 
+def _quantized_formats(tensors: Iterable[TensorPlace]) -> list[str]:
+    """The quantised formats of a file, the one with most bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.format.name] += tensor.num_bytes
+    return [name for name, _ in sizes.most_common() if name in QUANTIZED_FORMATS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the safetensors file."""
+
+    name: str
+    tensor: TensorPlace
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _NUM_BYTES[self.dtype]
+
+
+def _entry(name: str, tensor: TensorPlace, architecture: Architecture) -> _Entry:
+    kind = tensor.format
+    if kind.name in QUANTIZED_FORMATS:
+        rows = tensor.shape[0]
+        return _Entry(
+            f"{name.removesuffix('.weight')}.{part_of(kind.name)}", tensor, "U8", (rows, tensor.num_bytes // rows)
+        )
+    is_changed = architecture.norms_include_one and tensor.name.endswith("norm.weight")
+    return _Entry(name, tensor, "F32" if is_changed else kind.name, tensor.shape)
+
+
 def _write_weights(
     path: Path,
-    file: GgufFile,
-    architecture: Architecture,
-    config: Mapping[str, Any],
+    entries: Sequence[_Entry],
+    read: Callable[[TensorPlace], torch.Tensor],
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Write a safetensors file tensor by tensor. Wide dtypes come first, so that every tensor is aligned."""
-    places = weight_places(file, architecture, config)
-    dtypes = {name: _dtype(tensor, architecture) for name, tensor in places.items()}
-    names = sorted(places, key=lambda name: (-_PLAIN_BYTES[dtypes[name]], name))
+    entries = sorted(entries, key=lambda entry: (-_NUM_BYTES[entry.dtype], entry.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in names:
-        start, end = end, end + _num_elements(places[name]) * _PLAIN_BYTES[dtypes[name]]
-        header[name] = {"dtype": dtypes[name], "shape": list(places[name].shape), "data_offsets": [start, end]}
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            weight = read_weight(file, places[name], architecture, config)
-            if isinstance(weight, QuantizedWeight):
-                weight = weight.dequantized(torch.bfloat16)
-            out.write(weight.contiguous().view(torch.uint8).numpy().data)
-            on_progress(header[name]["data_offsets"][1], end)
+        for entry in entries:
+            out.write(read(entry.tensor).contiguous().view(torch.uint8).numpy().data)
+            on_progress(header[entry.name]["data_offsets"][1], end)
         _flush(out)
-
-
-def _dtype(tensor: TensorPlace, architecture: Architecture) -> str:
-    """The dtype of a tensor in the safetensors file; GGUF and safetensors call plain ones alike."""
-    if tensor.format.name not in _PLAIN_BYTES:
-        return _QUANTISED_AS
-    return "F32" if architecture.norms_include_one and tensor.name.endswith("norm.weight") else tensor.format.name
-
-
-def _num_elements(tensor: TensorPlace) -> int:
-    return tensor.num_bytes // tensor.format.num_bytes * tensor.format.num_elements
 
 
 def _write(path: Path, content: bytes) -> None:

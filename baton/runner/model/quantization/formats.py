@@ -8,6 +8,8 @@ from typing import Any
 from baton.runner.model.quantization.awq import Awq
 from baton.runner.model.quantization.compressed_tensors import CompressedTensors
 from baton.runner.model.quantization.fp8 import Fp8
+from baton.runner.model.quantization.gguf import METHOD as GGUF
+from baton.runner.model.quantization.gguf import Gguf
 from baton.runner.model.quantization.gptq import Gptq
 from baton.runner.model.quantization.stored_weight import UnusableWeight, WeightFormat
 
@@ -17,6 +19,7 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "compressed-tensors": CompressedTensors.of,
     "fp8": Fp8.of,
     "fbgemm_fp8": Fp8.of,
+    GGUF: Gguf.of,
 }
 
 _REFUSED: Mapping[str, str] = {

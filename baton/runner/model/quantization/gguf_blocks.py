@@ -1,44 +1,66 @@
 """Unpacks the blocks of GGUF's quantised formats into integer codes with scales, without rounding anything.
 
-The layouts are those of `block_q4_0` to `block_q6_K` in ggml's `ggml-common.h`. Each function takes the bytes of all
-blocks as uint8 [n, B, bytes of a block], for a weight of n rows with B blocks each.
+The layouts are those of `block_q4_0` to `block_q6_K` in ggml's `ggml-common.h`. Weights are uint8 [n, bytes of a row];
+each function of a format takes the blocks of some rows as uint8 [m, B, bytes of a block].
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from baton.errors import ConfigError
-from baton.model_formats.gguf.container import TensorPlace
+from baton.model_formats.gguf.container import BLOCK_FORMATS, BlockFormat
 from baton.runner.backends.quantized_weight import QuantizedWeight
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP = 32
 _SUPERBLOCK_GROUPS = 8
 """Groups in a block of Q4_K and Q5_K, which share the factors of their scales and offsets."""
 _Q6_GROUP, _Q6_GROUPS = 16, 16
+_PIECE = 1 << 18
+"""How many elements are unpacked at once, so that intermediate results stay small, and in the processor's cache."""
+_FACTORS = ("scales", "scale_factors", "offsets", "offset_factors")
 
 
-def unpack(tensor: TensorPlace, data: memoryview) -> torch.Tensor | QuantizedWeight:
-    """The tensor whose bytes `data` are: plain ones in their own dtype and shape, as a copy.
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """A format whose numbers are integers with scales."""
 
-    Raises ConfigError, which names the tensor, for a scale that is not finite and for a quantised tensor that is not a
-    matrix.
-    """
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    plain = _PLAIN.get(tensor.format.name)
-    if plain is not None:
-        return raw.view(plain).view(tensor.shape)
-    if len(tensor.shape) != 2:
-        raise ConfigError(f"tensor {tensor.name} is quantised and has {len(tensor.shape)} dimensions instead of 2")
-    weight = _UNPACKERS[tensor.format.name](raw.view(tensor.shape[0], -1, tensor.format.num_bytes))
-    for factors in (weight.scales, weight.scale_factors, weight.offsets, weight.offset_factors):
-        if factors is not None and factors.is_floating_point() and not bool(factors.isfinite().all()):
-            raise ConfigError(f"tensor {tensor.name} has a scale that is infinite or not a number; copy the file again")
-    return weight
+    layout: BlockFormat
+    halves: tuple[int, ...]
+    """The bytes of a block at which its numbers in float16 begin: scales, offsets, or factors of them."""
+    packed_bytes: int
+    """How many bytes the codes, scales and offsets of a block take in memory after packing."""
+    unpack_rows: Callable[[torch.Tensor], QuantizedWeight]
+
+    def columns(self, row_bytes: int) -> int | None:
+        """The number of elements in a row of this size; None: it is no whole number of blocks."""
+        blocks, rest = divmod(row_bytes, self.layout.num_bytes)
+        return None if rest else blocks * self.layout.num_elements
+
+    def has_finite_scales(self, weight: torch.Tensor) -> bool:
+        """Whether all numbers of a weight are finite."""
+        blocks = weight.view(weight.shape[0], -1, self.layout.num_bytes)
+        return all(bool(_halves(blocks, start).isfinite().all()) for start in self.halves)
+
+    def unpack(self, weight: torch.Tensor) -> QuantizedWeight:
+        """The integers and scales of a weight [n, k]. Beside the result, only a few rows are in memory."""
+        n, blocks = weight.shape[0], weight.shape[1] // self.layout.num_bytes
+        k = blocks * self.layout.num_elements
+        codes = torch.empty(n, k, dtype=torch.uint8)
+        factors: dict[str, list[torch.Tensor]] = defaultdict(list)
+        step = max(1, _PIECE // k)
+        for first in range(0, n, step):
+            piece = self.unpack_rows(weight[first : first + step].view(-1, blocks, self.layout.num_bytes))
+            codes[first : first + step] = piece.codes
+            for name in _FACTORS:
+                if (found := getattr(piece, name)) is not None:
+                    factors[name].append(found)
+        joined: dict[str, Any] = {name: torch.cat(found) for name, found in factors.items()}
+        return QuantizedWeight(codes, piece.bits, piece.group, zeros=piece.zeros, **joined)
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedWeight:
@@ -130,13 +152,15 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
     return (data[..., None] >> places & 1).flatten(-2)
 
 
-_UNPACKERS: Mapping[str, Callable[[torch.Tensor], QuantizedWeight]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+_LAYOUTS = {layout.name: layout for layout in BLOCK_FORMATS.values()}
+QUANTIZED_FORMATS: Mapping[str, QuantizedFormat] = {
+    "Q4_0": QuantizedFormat(_LAYOUTS["Q4_0"], (0,), 16 + 2, _q4_0),
+    "Q4_1": QuantizedFormat(_LAYOUTS["Q4_1"], (0, 2), 16 + 4, _q4_1),
+    "Q5_0": QuantizedFormat(_LAYOUTS["Q5_0"], (0,), 32 + 2, _q5_0),
+    "Q5_1": QuantizedFormat(_LAYOUTS["Q5_1"], (0, 2), 32 + 4, _q5_1),
+    "Q8_0": QuantizedFormat(_LAYOUTS["Q8_0"], (0,), 32 + 2, _q8_0),
+    "Q4_K": QuantizedFormat(_LAYOUTS["Q4_K"], (0, 2), 128 + 16 + 4, _q4_k),
+    "Q5_K": QuantizedFormat(_LAYOUTS["Q5_K"], (0, 2), 256 + 16 + 4, _q5_k),
+    "Q6_K": QuantizedFormat(_LAYOUTS["Q6_K"], (208,), 256 + 16 + 2, _q6_k),
 }
+"""The quantised formats that are read, by their names."""

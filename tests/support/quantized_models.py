@@ -209,6 +209,7 @@ PACKED_FORMATS: Mapping[str, WrittenFormat] = {
     "gptq-int4-asymmetric": _gptq(4, GROUP, False, 1),
     "gptq-v2-int4-asymmetric": _gptq(4, GROUP, False, 2),
     "gptq-int8-rows": _gptq(8, None, True, 1),
+    "gptq-int8-asymmetric": _gptq(8, GROUP, False, 1),
     "awq-int4": _integer_format(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
         4,

@@ -1,0 +1,200 @@
+"""Logits of whole quantised models are those of float64 with the dequantised weights, but for the roundings allowed.
+
+tests/support/rounding_oracle.py says which roundings these are, and derives the bounds from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.batch import NewRequestData
+from baton.messages.sampling import SamplingParams
+from baton.runner.backends.cache_rows import read_blocks
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.operations import Activation
+from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.model.attention import cache_views
+from baton.runner.model.transformer import Transformer
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from tests.support.float64_model import Float64Model
+from tests.support.meant_models import MEANT_MODELS, SHAPES, VOCAB_SIZE, MeantModel, write_for_load
+from tests.support.rounding_oracle import DisturbedModel, RunnerRecording, RunnerRoundings
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
+
+BLOCK_SIZE = 16
+TOKENS = [(7 * position + 3) % VOCAB_SIZE for position in range(24)]
+CHUNKS = (9, 5, 1)
+"""The prompt in two chunks, then one token a step."""
+CHECKED = (3, 23)
+"""The positions whose logits are compared."""
+CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+class RecordingOperations(CompiledOperations):
+    """The kernels in single calls, which keep the inputs of their products."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "")
+        self.inputs: list[torch.Tensor] = []
+
+    def program(self, dtype: torch.dtype) -> None:  # type: ignore[override]  # what operations without programs return
+        return None
+
+    def linear(self, x: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        self.inputs.append(x.clone())
+        return super().linear(x, *arguments, **keywords)
+
+    def gated_linear(self, x: torch.Tensor, weight: Any, *, activation: Activation) -> torch.Tensor:
+        self.inputs.append(x.clone())
+        return super().gated_linear(x, weight, activation=activation)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The logits of every position, and what they were computed with."""
+
+    logits: torch.Tensor
+    recording: RunnerRecording
+
+
+def compute(runner: TorchModelRunner, chunks: Sequence[int]) -> torch.Tensor:
+    """The logits of every position of TOKENS, in chunks of which the last one repeats: float64 [T, vocabulary]."""
+    transformer: Transformer = runner._transformer
+    blocks = range(1, 1 + -(-len(TOKENS) // BLOCK_SIZE))
+    state = RequestState(NewRequestData("one", TOKENS, (), SamplingParams(), blocks, 0))
+    found, sizes = [], [*chunks, *[chunks[-1]] * len(TOKENS)]
+    while state.num_computed_tokens < len(TOKENS):
+        count = min(sizes.pop(0), len(TOKENS) - state.num_computed_tokens)
+        step = flatten([Scheduled(state, count)], transformer.layout, transformer.row_quantum)
+        found.append(transformer.compute(step, np.arange(count)))
+        state.num_computed_tokens += count
+    return torch.from_numpy(np.concatenate(found)).double()
+
+
+def record(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> Computed:
+    """Compute all positions in one step, in single calls."""
+    operations = RecordingOperations()
+    runner = load(written, dtype, cache_dtype, operations=operations)
+    operations.inputs.clear()
+    logits = compute(runner, [len(TOKENS)])
+    transformer, cached = runner._transformer, []
+    for view in cache_views(transformer.kv_cache, transformer.layout):
+        rows = read_blocks(view, torch.tensor([1, 2]), torch.float32)
+        key, value = (each[:, : len(TOKENS)].transpose(0, 1) for each in rows)
+        cached.append((key, value))
+    return Computed(logits, RunnerRecording(operations.inputs, cached))
+
+
+def load(written: MeantModel, dtype: str, cache_dtype: str, **how: Any) -> TorchModelRunner:
+    options = {**written.options, **how}
+    return load_runner(written.directory, dtype=dtype, num_blocks=8, cache_dtype=cache_dtype, **options)
+
+
+def excess(found: torch.Tensor, disturbed: DisturbedModel) -> float:
+    """The largest difference of the checked logits, as a share of its bound."""
+    logits = disturbed.logits(TOKENS)[list(CHECKED)]
+    allowed = disturbed.bound(logits.flatten()).view_as(logits)
+    return float(((found[list(CHECKED)] - logits.detach()).abs() / allowed).max())
+
+
+def check(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> None:
+    is_narrow = dtype == "bfloat16"
+    model = written.in_float64(is_narrow=is_narrow)
+    roundings = RunnerRoundings(written.blocks, is_narrow, CACHE_DTYPES[cache_dtype])
+    computed = record(written, dtype, cache_dtype)
+    served = compute(load(written, dtype, cache_dtype), CHUNKS)
+    assert torch.equal(served, computed.logits), "a served step has the bits of the recorded one"
+    assert excess(served, DisturbedModel(model, roundings, computed.recording)) < 1
+    # With other roundings a mixture may choose other experts.
+    if not model.is_mixture:
+        assert excess(served, DisturbedModel(model, roundings)) < 1
+
+
+@pytest.mark.parametrize("name", MEANT_MODELS)
+def test_logits_are_float64s_of_the_dequantised_weights(tmp_path: Path, name: str) -> None:
+    check(MEANT_MODELS[name](tmp_path / "model", "llama"), "float32")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "ct-int8-rows", "fp8-block", "int4"])
+def test_other_architectures_compute_float64s_logits(tmp_path: Path, architecture: str, name: str) -> None:
+    """With biases and a tied head, and with experts, a router and norms of queries and keys."""
+    check(MEANT_MODELS[name](tmp_path / "model", architecture), "float32")
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["awq-int4", "ct-int8-rows"])
+def test_a_cache_in_8_bits_adds_its_rounding(tmp_path: Path, name: str, cache_dtype: str) -> None:
+    check(MEANT_MODELS[name](tmp_path / "model", "llama"), "float32", cache_dtype)
+
+
+@pytest.mark.parametrize("name", ["gptq-int4", "int8", "fp8-channel"])
+def test_bfloat16_adds_its_rounding(tmp_path: Path, name: str) -> None:
+    check(MEANT_MODELS[name](tmp_path / "model", "llama"), "bfloat16")
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_the_float64_model_is_transformers(tmp_path: Path, architecture: str) -> None:
+    """transformers' norms, softmax and routers round to float32 in every dtype."""
+    from transformers import AutoModelForCausalLM
+
+    written = write_for_load(tmp_path / "model", architecture, 8)
+    plain = load_file(written.directory / "model.safetensors")
+    config = written.in_float64()._config
+    module = AutoModelForCausalLM.from_pretrained(
+        written.directory, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        expected = module(torch.tensor([TOKENS])).logits[0]
+    found = Float64Model(config, plain).logits(TOKENS)
+    assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
+def scale_off(tensors: dict[str, torch.Tensor], layer: str) -> None:
+    """One scale of one group (of fp8: of a row) is 2 percent too large."""
+    name = next(name for name in tensors if name.startswith(f"{layer}.") and "scale" in name)
+    tensors[name].view(-1)[5 % tensors[name].numel()] *= 1.02
+
+
+def zero_off(tensors: dict[str, torch.Tensor], layer: str) -> None:
+    """One zero point is one too large or too small."""
+    name = next(name for name in tensors if name.startswith(f"{layer}.") and "zero" in name)
+    tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+
+
+def nibbles_swapped(tensors: dict[str, torch.Tensor], layer: str) -> None:
+    """The two codes of one byte are swapped."""
+    name = next(name for name in tensors if name.startswith(f"{layer}.") and ("qweight" in name or "packed" in name))
+    codes = tensors[name].view(torch.uint8).view(-1)
+    place = next(place for place, byte in enumerate(codes.tolist()) if byte // 16 != byte % 16)
+    codes[place] = codes[place] % 16 * 16 + codes[place] // 16
+
+
+Damage = Callable[[dict[str, torch.Tensor], str], None]
+DAMAGES: list[tuple[str, Damage]] = [
+    *((name, scale_off) for name in MEANT_MODELS if name not in ("int8", "int4")),
+    *((name, zero_off) for name in MEANT_MODELS if "asymmetric" in name or name == "awq-int4"),
+    *((name, nibbles_swapped) for name in MEANT_MODELS if "-int4" in name),
+]
+
+
+@pytest.mark.parametrize("layer", ["model.layers.1.self_attn.v_proj", "model.layers.2.mlp.down_proj"])
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", value))
+def test_the_oracle_finds_one_wrong_number(tmp_path: Path, name: str, damage: Damage, layer: str) -> None:
+    written = MEANT_MODELS[name](tmp_path / "model", "llama")
+    tensors = load_file(written.directory / "model.safetensors")
+    damage(tensors, layer)
+    save_file(tensors, written.directory / "model.safetensors", {"format": "pt"})
+    computed = record(written, "float32")
+    disturbed = DisturbedModel(written.in_float64(), RunnerRoundings(written.blocks), computed.recording)
+    assert excess(computed.logits, disturbed) > 1

@@ -71,7 +71,8 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
             # A pipe would be read for ever.
             raise ConfigError(f"{named} is not a regular file")
         source, cache = named, _cache(environ)
-        directory = cache.directory_of(sha256_of(source), lambda _scratch: _as_it_is(source))
+        hashed = _state(source)
+        directory = cache.directory_of(sha256_of(source), lambda _scratch: _unchanged(source, hashed))
         return FoundModel(directory, _as_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:
@@ -98,9 +99,18 @@ def _only_gguf_file(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
+def _state(source: Path) -> tuple[int, ...]:
+    """What differs after a file was written to, or replaced by another."""
+    found = source.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 @contextmanager
-def _as_it_is(source: Path) -> Iterator[Path]:
+def _unchanged(source: Path, hashed: tuple[int, ...]) -> Iterator[Path]:
+    """The file for the duration of the block; raises ConfigError at its end if it is not what was hashed any more."""
     yield source
+    if _state(source) != hashed:
+        raise ConfigError(f"{source} was changed while it was converted; start again when it is complete")
 
 
 def _as_name(text: str) -> str:

@@ -40,6 +40,14 @@ MODEL = NamedModel(
 DIGEST = MODEL.sha256
 
 
+def replace_file(path: Path) -> None:
+    """Put another file of the same size and time in the place of a file."""
+    before, other = path.stat(), path.with_suffix(".other")
+    other.write_bytes(path.read_bytes()[::-1])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(path)
+
+
 def write_directory(_source: Path, directory: Path) -> None:
     (directory / "config.json").write_text("{}")
 
@@ -366,6 +374,23 @@ def test_paths_that_can_not_be_models_are_refused(tmp_path: Path) -> None:
         find_model(tmp_path / "pipe.gguf", {})
     with pytest.raises(ConfigError, match="can't be read: File name too long"):
         find_model(Path("x" * 5000), {})
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(b"GGUF other"), replace_file])
+def test_a_file_that_changes_while_it_is_converted_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"GGUF first")
+
+    def convert(source: Path, directory: Path) -> None:
+        write_directory(source, directory)
+        change(source)
+
+    monkeypatch.setattr(resolve, "convert_in_child", convert)
+    with pytest.raises(ConfigError, match=r"model\.gguf was changed while it was converted; start again"):
+        find_model(source, {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert entries(tmp_path / "cache" / "baton" / "models") == []
 
 
 def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:

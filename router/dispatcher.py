@@ -277,12 +277,12 @@ class Dispatcher:
         encode = self._codec.encode if self._codec is not None else None
         card = self._card()
         args = raw, card, encode, self._rng, self._limits.min_priority
-        if len(raw.prompt or ()) + len(raw.json_schema or "") > self._limits.thread_text_chars:
+        if len(raw.prompt or ()) + _num_constraint_chars(raw) > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:
             request = validate(*args)
-        if request.sampling_params.has_grammar:
-            await self._schemas.check(request.sampling_params.json_schema, raw.tenant)
+        if (constraint := request.sampling_params.constraint) is not None:
+            await self._schemas.check(constraint, raw.tenant)
         return request
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
@@ -327,3 +327,8 @@ def _takeover_number(call: int, takeover: int) -> int:
     if 0 < call <= takeover:
         raise ContinuedElsewhere(f"call {call} of the client came after call {takeover}, which is served")
     return call or takeover + 1
+
+
+def _num_constraint_chars(raw: GenerateRequest) -> int:
+    texts = (raw.json_schema or "", raw.regex or "", raw.grammar or "")
+    return sum(map(len, texts)) + sum(map(len, raw.choice))

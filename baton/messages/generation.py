@@ -40,6 +40,10 @@ class GenerateRequest:
     early_stopping: bool | None = None
     json_schema: str | None = None
     """The JSON schema that the output must satisfy, as text; `{"type": "object"}` permits any JSON object."""
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
+    """What else the output must be; see `SamplingParams`."""
     repetition_detection: RepetitionDetection | None = None
     priority: int = 0
     cache_salt: str = ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 from baton.values import value
 
@@ -27,6 +28,19 @@ class NumberRange:
 
 def _number(default: float, low: float, high: float, *, above_low: bool = False) -> Any:
     return field(default=default, metadata={NumberRange: NumberRange(low, high, above_low)})
+
+
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+"""The fields of a request that say what the text of its output must be."""
+
+
+class Constraint(NamedTuple):
+    """What the text of an output must be."""
+
+    text: str
+    """A JSON schema, a regular expression or a grammar; of a choice, its texts as a JSON list."""
+    kind: ConstraintKind = "json_schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,12 @@ class SamplingParams:
     early_stopping: bool = False
     json_schema: str = ""
     """The JSON schema that the output must satisfy, as text (see `baton/engine/sampling/grammar.py`); empty: none."""
+    regex: str = ""
+    """The regular expression that the whole output must match; empty: none."""
+    choice: tuple[str, ...] = ()
+    """The texts of which the output must be one; empty: any."""
+    grammar: str = ""
+    """The context-free grammar, in Lark's notation, that the output must follow; empty: none."""
     repetition_detection: RepetitionDetection | None = None
     """When an output that repeats itself ends with an error; None: never."""
 
@@ -73,7 +93,15 @@ class SamplingParams:
     @property
     def has_grammar(self) -> bool:
         """Whether the output is constrained by a grammar."""
-        return bool(self.json_schema)
+        return bool(self.json_schema or self.regex or self.choice or self.grammar)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The first constraint of the output, if it has one; requests with several are refused."""
+        for kind in CONSTRAINT_KINDS:
+            if found := getattr(self, kind):
+                return Constraint(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False), kind)
+        return None
 
 
 NUMBER_RANGES = {one.name: one.metadata[NumberRange] for one in fields(SamplingParams) if NumberRange in one.metadata}

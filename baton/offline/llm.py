@@ -198,8 +198,8 @@ class LLM:
     def _validated(self, place: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
         try:
             valid = validate(request(place), self._card, self._codec.encode, self._rng)
-            if valid.sampling_params.has_grammar:
-                self._schemas.check(valid.sampling_params.json_schema)
+            if (constraint := valid.sampling_params.constraint) is not None:
+                self._schemas.check(*constraint)
             return valid
         except InvalidRequest as error:
             raise at_prompt(place, error) from None

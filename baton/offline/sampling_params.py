@@ -60,6 +60,12 @@ class SamplingParams:
     early_stopping: bool | None = None
     json_schema: str | Mapping[str, Any] | None = None
     """The JSON schema that the output must satisfy, as text or as a dictionary."""
+    regex: str | None = None
+    """The regular expression that the whole output must match."""
+    choice: Sequence[str] = ()
+    """The texts of which the output must be one."""
+    grammar: str | None = None
+    """The context-free grammar, in Lark's notation, that the output must follow."""
     repetition_detection: RepetitionDetection | None = None
 
     def request(self, prompt: str | Sequence[int]) -> GenerateRequest:
@@ -77,6 +83,7 @@ class SamplingParams:
             **values
             | {
                 "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+                "choice": tuple(self.choice),
                 "logit_bias": dict(self.logit_bias),
                 "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
             },

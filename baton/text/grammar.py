@@ -1,4 +1,7 @@
-"""JSON schemas as grammars over a model's tokens, based on llguidance. Needs no torch and no transformers."""
+"""JSON schemas, regular expressions, choices and grammars as automata over a model's tokens, based on llguidance.
+
+Needs no torch and no transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.errors import ConfigError, EngineFault, InvalidRequest
-from baton.text.schema_compiling import FIELD, compile_schema, shortened
+from baton.messages.sampling import ConstraintKind
+from baton.text.schema_compiling import compile_constraint, shortened
 from baton.text.tokenizer import TOKENIZER_FILE
 
 Mask = npt.NDArray[np.int32]
@@ -50,13 +54,13 @@ class JsonGrammars:
             raise ConfigError(f"{path} can't be read: {error}") from error
         return cls(text, vocab_size, eos_token_ids)
 
-    def matcher(self, json_schema: str) -> JsonMatcher:
+    def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> JsonMatcher:
         """A new matcher for one sequence; raises InvalidRequest.
 
         The schema must have passed `SchemaSandbox.check`: another one may use up this process's memory. Each matcher is
         compiled anew, since copies would share the automaton that they extend while they match, and its limits.
         """
-        return JsonMatcher(compile_schema(json_schema, self._tokenizer), self._all_but_eos)
+        return JsonMatcher(compile_constraint(text, self._tokenizer, kind), self._all_but_eos, kind)
 
 
 class JsonMatcher:
@@ -66,9 +70,10 @@ class JsonMatcher:
     limits are reached at the same token.
     """
 
-    def __init__(self, matcher: LLMatcher, all_but_eos: Mask) -> None:
-        """`all_but_eos`: a mask with the bits of all tokens that don't end the output."""
+    def __init__(self, matcher: LLMatcher, all_but_eos: Mask, kind: ConstraintKind) -> None:
+        """`all_but_eos`: a mask with the bits of all tokens that don't end the output. `kind`: what errors name."""
         self._matcher = matcher
+        self._kind = kind
         self._all_but_eos = all_but_eos
         self._num_tokens = 0
         self._is_masked = False
@@ -99,7 +104,9 @@ class JsonMatcher:
         if self._matcher.is_error():
             reason = shortened(self._matcher.get_error())
             # All other errors are about limits that the schema exceeds, so the request is invalid.
-            raise EngineFault(f"{FIELD}: {reason}") if _NOT_ALLOWED in reason else InvalidRequest(FIELD, reason)
+            raise (
+                EngineFault(f"{self._kind}: {reason}") if _NOT_ALLOWED in reason else InvalidRequest(self._kind, reason)
+            )
 
 
 def num_mask_words(vocab_size: int) -> int:

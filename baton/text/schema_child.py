@@ -1,9 +1,10 @@
 """The child process in which a schema is compiled for the first time; it ends when a schema exceeds its limits.
 
-The child reads schemas from its standard input, which is a socket, and writes an answer to each there. A message is, in
-both directions, a length in four bytes, big-endian, and then UTF-8. An answer is the reason why the schema can't be
-served, or empty. The child ends when its parent ends, when the socket is closed, or by a signal: SIGABRT when an
-allocation exceeds the memory limit (Rust aborts then), SIGPROF when a schema has used its CPU time.
+The child reads schemas from its standard input, which is a socket, and writes an answer to each there. A message is,
+in both directions, a length in four bytes, big-endian, and then UTF-8. A schema has its kind (`ConstraintKind`) and a
+blank before it. An answer is the reason why the schema can't be served, or empty. The child ends when its parent ends,
+when the socket is closed, or by a signal: SIGABRT when an allocation exceeds the memory limit (Rust aborts then),
+SIGPROF when a schema has used its CPU time, SIGSEGV when it needs more stack.
 
 Arguments: the parent's process id, seconds of CPU time for a schema, bytes of memory for a schema.
 """
@@ -16,11 +17,15 @@ import resource
 import signal
 import socket
 import sys
+from typing import cast
 
 from baton.errors import InvalidRequest
-from baton.text.schema_compiling import JSON_OBJECT, check_json_schema
+from baton.messages.sampling import ConstraintKind
+from baton.text.schema_compiling import JSON_OBJECT, check_constraint
 
 LENGTH_BYTES = 4
+_STACK_BYTES = 2 << 20
+"""The stack of this process: much less than that of a node's thread, which compiles what was compiled here."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,7 +36,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with(parent)
     # One-time initialisation must not count against the limits of the first schema.
-    check_json_schema(JSON_OBJECT)
+    check_constraint(JSON_OBJECT)
     _limit_memory(memory_bytes)
     with socket.socket(fileno=sys.stdin.fileno()) as channel:
         send(channel, "")
@@ -62,9 +67,10 @@ def out_of_memory(memory_bytes: int) -> str:
     return f"needs more than {memory_bytes >> 20} MiB to compile: join fewer patterns"
 
 
-def _reason(text: str, memory_bytes: int) -> str:
+def _reason(message: str, memory_bytes: int) -> str:
+    kind, _, text = message.partition(" ")
     try:
-        check_json_schema(text)
+        check_constraint(text, cast(ConstraintKind, kind))
     except InvalidRequest as error:
         return error.reason
     except MemoryError:
@@ -95,8 +101,10 @@ def _end_with(parent: int) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Limit the further memory of this process to `more_bytes`, and write no core file."""
+    """Limit the stack, and the further memory of this process to `more_bytes`, and write no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))
     if not sys.platform.startswith("linux"):
         return
     with open("/proc/self/statm") as file:

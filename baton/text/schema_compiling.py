@@ -1,4 +1,5 @@
-"""Compiles a JSON schema to llguidance's automaton, and checks its limits.
+"""Compiles what an output must be (a JSON schema, a regular expression, a choice or a grammar) to llguidance's
+automaton, and checks its limits.
 
 Compiling may take any time and any memory: intersections of patterns grow exponentially, and no limit of the library
 counts them (26 MB for 18 patterns `^.*a.{i}$` under `allOf`, 472 MB for 22). So a schema is compiled for the first time
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.errors import InvalidRequest
+from baton.messages.sampling import ConstraintKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 JSON_OBJECT = '{"type": "object"}'
 """The schema of any JSON object."""
 MAX_SCHEMA_BYTES = 64 << 10
+MAX_CHOICE_JSON_BYTES = 1 << 20
+"""The largest choice as JSON: 64 KiB of texts, in which a character may be written with six, and 10,000 separators."""
 MAX_SCHEMA_DEPTH = 32
 """The deepest nesting of arrays and objects in a schema."""
 FIELD = "json_schema"
@@ -31,30 +36,31 @@ _FIRST_BYTES = 16
 """Number of bytes of output for which masks are computed when a schema is checked."""
 _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
+_NOTHING_FITS = "NoExtensionBias"
+"""Part of llguidance's message for an output that can neither go on nor end."""
 _OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
 """Permits a blank, or a new line and its indentation, between two tokens of JSON. The length is bounded, since models
 tend to generate blanks until the length limit ends them."""
 
 
-def check_json_schema(text: str) -> None:
-    """Compile a schema over bytes and compute its first masks; raises InvalidRequest for one that can't be served.
+def check_constraint(text: str, kind: ConstraintKind = "json_schema") -> None:
+    """Compile a constraint over bytes and compute its first masks; raises InvalidRequest for one that can't be served.
 
-    Takes 0.5 to 250 ms for schemas that people write, and any time and memory for others: call `SchemaSandbox.check`.
+    Takes 0.5 to 250 ms for those that people write, and any time and memory for others: call `SchemaSandbox.check`.
     """
-    parse_schema(text)
-    matcher = compile_schema(text, _byte_tokenizer())
-    # Some schemas turn out to be too complex only when masks are computed.
+    matcher = compile_constraint(text, _byte_tokenizer(), kind)
+    # Some turn out to be too complex only when masks are computed.
     for _ in range(_FIRST_BYTES):
         mask = matcher.compute_bitmask()
-        _check(matcher)
+        check_matcher(matcher, kind)
         visible = next((byte for byte in range(ord(" ") + 1, 256) if mask[byte // 8] >> byte % 8 & 1), None)
         if visible is None:
             return
         matcher.consume_token(visible)
-        _check(matcher)
+        check_matcher(matcher, kind)
 
 
-def compile_schema(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+def compile_constraint(text: str, tokenizer: LLTokenizer, kind: ConstraintKind = "json_schema") -> LLMatcher:
     """A matcher over the tokenizer's tokens; raises InvalidRequest. Releases the interpreter lock.
 
     What the matcher builds while it matches is bounded by llguidance's own limits. They count work and not time, so
@@ -62,24 +68,43 @@ def compile_schema(text: str, tokenizer: LLTokenizer) -> LLMatcher:
     30 MB in all.
     """
     try:
-        grammar = LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS)
+        grammar = _grammar_of(text, kind)
     except ValueError as error:
-        raise InvalidRequest(FIELD, shortened(error)) from None
+        raise InvalidRequest(kind, shortened(error)) from None
     limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    _check(matcher)
+    check_matcher(matcher, kind)
     return matcher
+
+
+def _grammar_of(text: str, kind: ConstraintKind) -> str:
+    """The constraint in llguidance's own format; raises ValueError, or InvalidRequest."""
+    match kind:
+        case "json_schema":
+            parse_schema(text)
+            return LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "choice":
+            # One regular expression, since a rule for each text would exceed the parser's limits.
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, dict.fromkeys(json.loads(text)))))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(text)
 
 
 def shortened(error: object) -> str:
     """The library's error message in one line of at most _MAX_ERROR_CHARS characters."""
-    line = " ".join(str(error).replace("<non-verbose/>", "").split())
+    text = str(error)
+    if _NOTHING_FITS in text:
+        return "no text that the model can write fits"
+    line = " ".join(text.replace("<non-verbose/>", "").split())
     return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 3]}..."
 
 
-def _check(matcher: LLMatcher) -> None:
+def check_matcher(matcher: LLMatcher, kind: ConstraintKind) -> None:
+    """Raises InvalidRequest if the matcher has failed."""
     if matcher.is_error():
-        raise InvalidRequest(FIELD, shortened(matcher.get_error()))
+        raise InvalidRequest(kind, shortened(matcher.get_error()))
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,5 @@
-"""Compiles untrusted JSON schemas in child processes, within limits of memory and time.
+"""Compiles untrusted JSON schemas, and the other constraints of an output, in child processes, within limits of memory
+and time. Below, "schema" stands for all of them.
 
 The rules:
 
@@ -25,8 +26,9 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 
 from baton.errors import InvalidRequest, Overloaded
+from baton.messages.sampling import ConstraintKind
 from baton.text.schema_child import out_of_memory, receive, send
-from baton.text.schema_compiling import FIELD, MAX_SCHEMA_BYTES
+from baton.text.schema_compiling import MAX_CHOICE_JSON_BYTES, MAX_SCHEMA_BYTES
 
 _START_S = 30.0
 """Seconds within which a child must start. It needs 0.25 s, or more on a machine whose cores are all busy."""
@@ -68,32 +70,32 @@ class SchemaSandbox:
         with self._lock:
             return {child.pid for child in self._children}
 
-    def check_known(self, json_schema: str) -> bool:
+    def check_known(self, text: str, kind: ConstraintKind = "json_schema") -> bool:
         """Whether the cache says that a schema can be served; raises InvalidRequest if it says that it can't."""
-        digest = _digest(json_schema)
+        digest = _digest(text, kind)
         with self._lock:
             reason = self._verdicts.get(digest)
         if reason:
-            raise InvalidRequest(FIELD, reason)
+            raise InvalidRequest(kind, reason)
         return reason is not None
 
-    def check(self, json_schema: str) -> None:
+    def check(self, text: str, kind: ConstraintKind = "json_schema") -> None:
         """Check a schema: raises InvalidRequest if it can't be served, and Overloaded if no child can be started."""
-        if self.check_known(json_schema):
+        if self.check_known(text, kind):
             return
         child = self._take()
         try:
-            verdict = child.check(json_schema, self._limits)
+            verdict = child.check(f"{kind} {text}", self._limits)
         except BaseException:
             self._drop(child)
             raise
         self._put_back(child)
         if verdict.is_lasting:
-            digest = _digest(json_schema)
+            digest = _digest(text, kind)
             with self._lock:
                 self._verdicts[digest] = verdict.reason
         if verdict.reason:
-            raise InvalidRequest(FIELD, verdict.reason)
+            raise InvalidRequest(kind, verdict.reason)
 
     def close(self) -> None:
         """End all children, even while they compile. Idempotent."""
@@ -171,11 +173,11 @@ class _Child:
             self.close()
             raise
 
-    def check(self, json_schema: str, limits: CompileLimits) -> _Verdict:
+    def check(self, message: str, limits: CompileLimits) -> _Verdict:
         """Compile a schema in this child, which may end by that. Raises Overloaded if it is closed meanwhile."""
         try:
             self._socket.settimeout(limits.wall_s)
-            send(self._socket, json_schema)
+            send(self._socket, message)
             reason = receive(self._socket)
         except TimeoutError:
             self.close()
@@ -216,15 +218,16 @@ def _environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
-def _digest(json_schema: str) -> bytes:
+def _digest(text: str, kind: ConstraintKind) -> bytes:
     """The digest under which a schema's verdict is cached.
 
     Raises InvalidRequest for a schema that is too long or is not valid UTF-8.
     """
     try:
-        content = json_schema.encode()
+        content = text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(FIELD, "is not valid UTF-8") from None
-    if len(content) > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(FIELD, f"has {len(content)} bytes; at most {MAX_SCHEMA_BYTES} are taken")
-    return hashlib.sha256(content).digest()
+        raise InvalidRequest(kind, "is not valid UTF-8") from None
+    most = MAX_CHOICE_JSON_BYTES if kind == "choice" else MAX_SCHEMA_BYTES
+    if len(content) > most:
+        raise InvalidRequest(kind, f"has {len(content)} bytes; at most {most} are taken")
+    return hashlib.sha256(kind.encode() + content).digest()

@@ -6,6 +6,7 @@ import asyncio
 from typing import Protocol
 
 from baton.fair_executor import FairExecutor
+from baton.messages.sampling import Constraint, ConstraintKind
 from baton.text.schema_sandbox import SchemaSandbox
 
 NUM_COMPILING = 4
@@ -17,9 +18,9 @@ MAX_WAITING = 256
 class Sandbox(Protocol):
     """Checks one schema in another process; `baton.text.schema_sandbox.SchemaSandbox` is the real one."""
 
-    def check_known(self, json_schema: str) -> bool: ...
+    def check_known(self, text: str, kind: ConstraintKind) -> bool: ...
 
-    def check(self, json_schema: str) -> None: ...
+    def check(self, text: str, kind: ConstraintKind) -> None: ...
 
     def close(self) -> None: ...
 
@@ -31,12 +32,12 @@ class SchemaCheck:
         self._sandbox: Sandbox = sandbox or SchemaSandbox()
         self._threads = FairExecutor("router-schemas", NUM_COMPILING, MAX_WAITING)
 
-    async def check(self, json_schema: str, tenant: str) -> None:
-        """Check a schema; raises InvalidRequest, or Overloaded if too many wait for their turn."""
-        if self._sandbox.check_known(json_schema):
+    async def check(self, constraint: Constraint, tenant: str) -> None:
+        """Check a constraint; raises InvalidRequest, or Overloaded if too many wait for their turn."""
+        if self._sandbox.check_known(*constraint):
             return
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads.of(tenant), self._sandbox.check, json_schema)
+        await loop.run_in_executor(self._threads.of(tenant), self._sandbox.check, *constraint)
 
     def close(self) -> None:
         """End the processes, and wait for the threads, which end then. Idempotent."""

@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.request_limits import (
+    MAX_CHOICES,
     MAX_GRAMMAR_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -26,6 +27,7 @@ from baton.messages.request_limits import (
     MAX_STOP_TOKEN_IDS,
 )
 from baton.messages.sampling import (
+    CONSTRAINT_KINDS,
     MAX_PATTERN_SIZE,
     MAX_REPETITIONS,
     NUMBER_RANGES,
@@ -78,8 +80,7 @@ def validate(
     prompt = _prompt(raw.prompt, card, encode, card.max_model_len - 1)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
-    if raw.json_schema:
-        sampling = _with_grammar(sampling, raw.json_schema, card, has_text=encode is not None)
+    sampling = _with_constraint(sampling, raw, card, has_text=encode is not None)
     return ValidRequest(
         request_id=scoped(raw.tenant, request_id),
         model=card.name,
@@ -285,22 +286,58 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
     )
 
 
-def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *, has_text: bool) -> SamplingParams:
+def _with_constraint(
+    sampling: SamplingParams, raw: GenerateRequest, card: ModelCard, *, has_text: bool
+) -> SamplingParams:
+    given = [kind for kind in CONSTRAINT_KINDS if getattr(raw, kind)]
+    if not given:
+        return sampling
+    kind, *more = given
+    if more:
+        raise InvalidRequest(more[0], f"does not go with {kind}: one of them says what is wanted")
     if not has_text:
-        raise InvalidRequest("json_schema", "this model is served without a tokenizer")
+        raise InvalidRequest(kind, "this model is served without a tokenizer")
     if not card.has_end:
-        raise InvalidRequest("json_schema", f"{card.name} has no end-of-sequence token, so its answers don't end")
+        raise InvalidRequest(kind, f"{card.name} has no end-of-sequence token, so its answers don't end")
     if sampling.n > MAX_GRAMMAR_SEQUENCES:
-        raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with json_schema, not {sampling.n}")
-    # Where the schema allows only the end, these parameters would forbid it.
+        raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with {kind}, not {sampling.n}")
+    # Where the constraint allows only the end, these parameters would forbid it.
     for field in ("ignore_eos", "min_tokens"):
         if getattr(sampling, field):
-            raise InvalidRequest(field, "does not go with json_schema")
+            raise InvalidRequest(field, f"does not go with {kind}")
+    match kind:
+        case "json_schema":
+            return replace(sampling, json_schema=_schema(raw.json_schema or "", card))
+        case "choice":
+            return replace(sampling, choice=_choice(raw.choice))
+        case "regex":
+            return replace(sampling, regex=_checked_pattern(kind, raw.regex))
+        case "grammar":
+            return replace(sampling, grammar=_checked_pattern(kind, raw.grammar))
+
+
+def _checked_pattern(field: str, text: str | None) -> str:
+    _check_name(field, text or "", MAX_SCHEMA_BYTES)
+    return text or ""
+
+
+def _schema(json_schema: str, card: ModelCard) -> str:
     _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
-    if not card.permits_extra_keys:
-        json_schema = without_extra_keys(json_schema)
-        _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
-    return replace(sampling, json_schema=json_schema)
+    if card.permits_extra_keys:
+        return json_schema
+    json_schema = without_extra_keys(json_schema)
+    _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
+    return json_schema
+
+
+def _choice(texts: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a choice, without duplicates."""
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequest("choice", f"has {len(texts)} texts; at most {MAX_CHOICES} are taken")
+    _check_name("choice", "".join(texts), MAX_SCHEMA_BYTES)
+    if "" in texts:
+        raise InvalidRequest("choice", "contains an empty text")
+    return tuple(dict.fromkeys(texts))
 
 
 def _numbers(raw: GenerateRequest) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import (
+    MAX_CHOICES,
     MAX_INPUTS,
     MAX_LOGIT_BIAS,
     MAX_MESSAGES,
@@ -32,6 +33,8 @@ ANY_OBJECT = '{"type": "object"}'
 """The schema of the response format json_object."""
 _MAX_NAME_CHARS = 80
 """Longer names of fields are cut in refusals, and not compared with known names, which would take seconds."""
+Constrained = tuple[str, "str | Sequence[str] | None"]
+"""A field of the core that says what an answer must be, and its value."""
 B = TypeVar("B", bound="Body")
 M = TypeVar("M", bound="Strict")
 
@@ -148,6 +151,23 @@ def _schema(value: Any) -> str | None:
     return json.dumps(value)
 
 
+def _pattern(value: Any) -> str | None:
+    """A regular expression or a grammar, which is checked later."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise ValueError("must be a text that is not empty")
+
+
+def _choice(value: Any) -> Sequence[str]:
+    if value is None:
+        return ()
+    if isinstance(value, list) and len(value) > MAX_CHOICES:
+        raise ValueError(f"has {len(value)} texts; at most {MAX_CHOICES} are taken")
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise ValueError("must be a list of texts, none of them empty")
+    return tuple(value)
+
+
 def _truncation(value: Any) -> int | None:
     if value is None or (type(value) is int and (value == -1 or 1 <= value <= MAX_TOKEN_IDS)):
         return value
@@ -170,6 +190,8 @@ Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | l
 NotServed = Annotated[None, PlainValidator(_not_served, json_schema_input_type=None)]
 Truncation = Annotated[int | None, PlainValidator(_truncation, json_schema_input_type=int)]
 Schema = Annotated[str | None, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | str)]
+Pattern = Annotated[str | None, PlainValidator(_pattern, json_schema_input_type=str)]
+Choice = Annotated[Sequence[str], PlainValidator(_choice, json_schema_input_type=list[str])]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -219,17 +241,23 @@ class StructuredOutputs(Strict):
     disable_any_whitespace: Literal[False] | None = None
     disable_additional_properties: Literal[False] | None = None
     disable_fallback: bool | None = None
-    regex: NotServed = None
-    choice: NotServed = None
-    grammar: NotServed = None
+    regex: Pattern = None
+    choice: Choice = ()
+    grammar: Pattern = None
     structural_tag: NotServed = None
     whitespace_pattern: NotServed = None
 
-    def as_schema(self) -> str:
-        """The schema as JSON; raises InvalidRequest unless there is exactly one."""
-        if (self.json_ is None) == (not self.json_object):
-            raise InvalidRequest("structured_outputs", "must have either json or json_object: true")
-        return ANY_OBJECT if self.json_ is None else self.json_
+    def as_constraint(self) -> Constrained:
+        """The one that is given; raises InvalidRequest unless there is exactly one."""
+        given: list[Constrained] = [
+            (kind, value) for kind in ("regex", "choice", "grammar") if (value := getattr(self, kind))
+        ]
+        given += [("json_schema", self.json_)] if self.json_ is not None else []
+        given += [("json_schema", ANY_OBJECT)] if self.json_object else []
+        if len(given) != 1:
+            message = "must have exactly one of json, json_object: true, regex, choice and grammar"
+            raise InvalidRequest("structured_outputs", message)
+        return given[0]
 
 
 class RepetitionBody(Strict):
@@ -282,6 +310,9 @@ class Body(Strict):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema = None
+    guided_regex: Pattern = None
+    guided_choice: Choice = ()
+    guided_grammar: Pattern = None
     truncate_prompt_tokens: Truncation = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -300,9 +331,6 @@ class Body(Strict):
     # Known, but not served.
     allowed_token_ids: NotServed = None
     bad_words: NotServed = None
-    guided_choice: NotServed = None
-    guided_grammar: NotServed = None
-    guided_regex: NotServed = None
     kv_transfer_params: NotServed = None
     logits_processors: NotServed = None
     prompt_logprobs: NotServed = None
@@ -323,19 +351,27 @@ class Body(Strict):
         """Number of sequences that are generated for each prompt; not checked."""
         return max(1 if self.n is None else self.n, self.best_of or 0)
 
-    def _json_schema(self) -> str | None:
-        """The schema of the answer, None for any text; raises InvalidRequest for several."""
-        found = {
-            "response_format": self.response_format.as_schema() if self.response_format is not None else None,
-            "structured_outputs": self.structured_outputs.as_schema() if self.structured_outputs is not None else None,
-            "guided_json": self.guided_json,
+    def _constraint(self) -> dict[str, Any]:
+        """What the answer must be, as a field of the core; empty: any text. Raises InvalidRequest for several."""
+        schema = self.response_format.as_schema() if self.response_format is not None else None
+        found: dict[str, Constrained] = {
+            "response_format": ("json_schema", schema),
+            "structured_outputs": (
+                self.structured_outputs.as_constraint()
+                if self.structured_outputs is not None
+                else ("json_schema", None)
+            ),
+            "guided_json": ("json_schema", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choice", self.guided_choice),
+            "guided_grammar": ("grammar", self.guided_grammar),
         }
-        given = {name: schema for name, schema in found.items() if schema is not None}
+        given = {name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())}
         if len(given) > 1:
             raise InvalidRequest(
                 list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"
             )
-        return next(iter(given.values()), None)
+        return dict(given.values())
 
     def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
         """The request to the core, for one prompt; raises InvalidRequest for an invalid response format."""
@@ -352,7 +388,7 @@ class Body(Strict):
             best_of=best_of,
             beam_width=beam_width,
             repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
-            json_schema=self._json_schema(),
+            **self._constraint(),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             **{name: getattr(self, name) for name in _AS_THEY_CAME},

@@ -235,6 +235,9 @@ class Completions(_OpenAiEndpoint):
         "request_id": ("request_id", "x-request-id"),
         "next_token_index": ("last-event-id",),
         "json_schema": ("structured_outputs", "guided_json", "response_format"),
+        "regex": ("structured_outputs", "guided_regex"),
+        "choice": ("structured_outputs", "guided_choice"),
+        "grammar": ("structured_outputs", "guided_grammar"),
         "beam_width": ("beam_width", "use_beam_search"),
     }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
+import baton
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Leg, Outcome, RequestDelta, StepReport, Submit
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -84,10 +86,15 @@ class Output:
 @pytest.fixture(params=["float32", "bfloat16"])
 async def legs(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Legs]:
     write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=9, dtype=request.param)
+    async with legs_of(tmp_path, request.param) as legs:
+        yield legs
 
+
+@asynccontextmanager
+async def legs_of(model: Path, dtype: str) -> AsyncIterator[Legs]:
     async with mini_cluster(
-        lambda node_id: load_runner(tmp_path, dtype=request.param, block_size=BLOCK_SIZE, num_blocks=96),
-        tmp_path,
+        lambda node_id: load_runner(model, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=96),
+        model,
         max_num_batched_tokens=32,
     ) as cluster:
         clients = [NodeClient(cluster.nodes[name].description.address) for name in ("prefill-0", "decode-0")]
@@ -118,3 +125,26 @@ async def test_an_attempt_with_given_output_continues_with_the_same_tokens(legs:
             for output in (last, first, rest):
                 assert output.timings is not None
                 assert output.timings.cached_tokens <= length, "of the prompt"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        SamplingParams(regex="[a-z]{20}-[0-9]{10}x"),
+        SamplingParams(choice=("perhaps tomorrow", "perhaps today", "perhaps not")),
+        SamplingParams(grammar='start: start "," item | item\nitem: /[a-z]{3,9}/'),
+        SamplingParams(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 4}'),
+    ],
+    ids=["regex", "choice", "grammar", "json_schema"],
+)
+async def test_an_attempt_continues_a_constrained_output_with_the_same_tokens(how: SamplingParams) -> None:
+    params, prompt = replace(how, seed=7, max_tokens=NEW_TOKENS), [5, 6, 7, 8]
+    async with legs_of(Path(baton.__file__).parent / "demo_model", "float32") as legs:
+        expected = await legs.whole(prompt, params)
+        for split in range(1, len(expected.tokens) - 1):
+            given = expected.tokens[:split]
+            last = await legs.whole(prompt, params, given)
+            first, rest = await legs.pair(prompt, params, given)
+            assert last.tokens == rest.tokens == expected.tokens[split:]
+            assert first.tokens == expected.tokens[split : split + 1]
+            assert last.outcome is rest.outcome is expected.outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,30 @@ async def test_answers_fit_their_schemas_and_unconstrained_ones_do_not_change() 
     assert len({whole.sequence(index).text for index in range(3)}) == 3
     assert again.token_ids == whole.token_ids
     assert beside.token_ids == undisturbed.token_ids
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": r"[a-z]{3,6}-\d{2}"}, r"[a-z]{3,6}-\d{2}"),
+        ({"choice": ["yes", "no", "perhaps", "Größe"]}, "yes|no|perhaps|Größe"),
+        ({"grammar": 'start: item ("," item)~1..3\nitem: /[0-9]{1,2}/'}, r"\d{1,2}(,\d{1,2}){1,3}"),
+    ],
+)
+async def test_answers_match_their_pattern_choice_or_grammar(constraint: dict[str, object], pattern: str) -> None:
+    ask = {**constraint, "max_tokens": 60, "temperature": 1.0, "top_k": -1}
+    async with mini_cluster(make_runner, DEMO_MODEL) as cluster:
+        whole = await cluster.generate(GenerateRequest(PROMPT, seed=3, n=8, **ask))  # type: ignore[arg-type]
+        alone = await cluster.generate(GenerateRequest(PROMPT, seed=3, **ask))  # type: ignore[arg-type]
+        for wrong in ({"regex": "("}, {"grammar": "start: start"}):
+            with pytest.raises(InvalidRequest) as caught:
+                await cluster.generate(GenerateRequest(PROMPT, **wrong))  # type: ignore[arg-type]
+            assert caught.value.field in wrong
+        await cluster.wait_until_idle()
+    texts = [whole.sequence(index).text for index in range(8)]
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+    assert len(set(texts)) > 1
+    assert alone.token_ids == whole.token_ids
 
 
 async def test_any_json_object_may_be_asked_for() -> None:

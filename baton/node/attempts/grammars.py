@@ -14,6 +14,7 @@ from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.fair_executor import FairExecutor
 from baton.messages.ids import tenant_of
 from baton.messages.node import Leg
+from baton.messages.sampling import ConstraintKind
 from baton.text.grammar import JsonGrammars
 from baton.text.schema_sandbox import SchemaSandbox
 
@@ -31,11 +32,11 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        matcher: Callable[[str], TokenMatcher] | None,
+        matcher: Callable[[str, ConstraintKind], TokenMatcher] | None,
         why_none: str = "",
         sandbox: SchemaSandbox | None = None,
     ) -> None:
-        """`matcher` compiles a JSON schema, or raises BatonError; None: requests with one fail because of `why_none`.
+        """`matcher` compiles a constraint, or raises BatonError; None: requests with one fail because of `why_none`.
 
         `sandbox` checks each schema before `matcher` gets it, and is closed with this compiler.
         """
@@ -54,8 +55,10 @@ class GrammarCompiler:
         Nothing of the request that the engine may change is read after this call.
         """
         make, params, sandbox = self._matcher, request.sampling_params, self._sandbox
+        constraint = params.constraint
+        assert constraint is not None
         if make is None:
-            failed(InvalidRequest("json_schema", self._why_none))
+            failed(InvalidRequest(constraint.kind, self._why_none))
             return
         num_sequences = 1 if request.leg is Leg.PREFILL else params.n
         output = tuple(request.output_token_ids)
@@ -63,8 +66,8 @@ class GrammarCompiler:
         def run() -> None:
             try:
                 if sandbox is not None:
-                    sandbox.check(params.json_schema)
-                matchers = [make(params.json_schema) for _ in range(num_sequences)]
+                    sandbox.check(*constraint)
+                matchers = [make(*constraint) for _ in range(num_sequences)]
                 # This is done here and not in the engine, because the output of an earlier attempt may be long.
                 for matcher in matchers:
                     matcher.advance(output)
@@ -72,8 +75,8 @@ class GrammarCompiler:
             except BatonError as error:
                 failed(error)
             except Exception as error:
-                _log.exception("could not compile the JSON schema of a request: the request fails")
-                failed(EngineFault(f"json_schema: {error!r}"))
+                _log.exception("could not compile the constraint of a request: the request fails")
+                failed(EngineFault(f"{constraint.kind}: {error!r}"))
 
         if self._is_closed:
             return

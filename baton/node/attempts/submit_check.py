@@ -7,12 +7,13 @@ makes the runner raise fails the whole step.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.node import Leg, NodeDescription, Role, Submit
-from baton.messages.request_limits import MAX_GRAMMAR_SEQUENCES, MAX_SEQUENCES
-from baton.messages.sampling import NUMBER_RANGES, SamplingParams
+from baton.messages.request_limits import MAX_CHOICES, MAX_GRAMMAR_SEQUENCES, MAX_SEQUENCES
+from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
 
@@ -64,7 +65,7 @@ def _output_objection(submit: Submit, node: NodeDescription) -> str | None:
 
 
 def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
-    sound = {
+    sound: dict[str, bool] = {
         **{name: getattr(params, name) in allowed for name, allowed in NUMBER_RANGES.items()},
         "max_tokens": params.max_tokens >= 1,
         "min_tokens": params.min_tokens >= 0,
@@ -75,7 +76,18 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
         "repetition_detection": params.repetition_detection is None
         or (params.repetition_detection.is_sound and not params.beam_width),
-        "json_schema": len(params.json_schema) <= (0 if params.beam_width else MAX_SCHEMA_BYTES),
+        **{kind: _is_sound_constraint(params, kind) for kind in CONSTRAINT_KINDS},
     }
     bad = [name for name, is_sound in sound.items() if not is_sound]
     return f"{bad[0]}: {getattr(params, bad[0])!r} is out of bounds"[:200] if bad else None
+
+
+def _is_sound_constraint(params: SamplingParams, kind: ConstraintKind) -> bool:
+    """Whether a constraint is missing, or is the only one, not too large, and not of a beam search."""
+    value: str | Sequence[str] = getattr(params, kind)
+    if not value:
+        return True
+    constraint = params.constraint
+    is_only = constraint is not None and constraint.kind == kind and not params.beam_width
+    num_chars = len(value) if isinstance(value, str) else sum(map(len, value))
+    return is_only and num_chars <= MAX_SCHEMA_BYTES and (isinstance(value, str) or len(value) <= MAX_CHOICES)

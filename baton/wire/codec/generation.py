@@ -58,6 +58,8 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
         params.logit_bias.update(request.logit_bias)
     with _field_errors("stop"):
         params.stop.extend(request.stop)
+    with _field_errors("choice"):
+        params.choice.extend(request.choice)
     with _field_errors("stop_token_ids"):
         params.stop_token_ids.extend(request.stop_token_ids)
     with _field_errors("prompt"):
@@ -98,6 +100,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         logit_bias=dict(params.logit_bias),
         stop=tuple(params.stop),
         stop_token_ids=tuple(params.stop_token_ids),
+        choice=tuple(params.choice),
         priority=pb.priority,
         cache_salt=pb.cache_salt,
         repetition_detection=(

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.request_limits import (
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_REQUEST_BYTES,
     MAX_SEQUENCES,
@@ -215,6 +216,7 @@ def _check_counts(request: generation.GenerateRequest) -> None:
     check_count("prompt", request.token_ids.ids, MAX_TOKEN_IDS)
     check_count("stop", params.stop, MAX_STOP_STRINGS)
     check_count("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    check_count("choice", params.choice, MAX_CHOICES)
     check_count("logit_bias", params.logit_bias, MAX_LOGIT_BIAS)
 
 

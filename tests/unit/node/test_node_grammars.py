@@ -38,7 +38,7 @@ class Compiler:
         self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.made: list[FakeMatcher] = []
 
-    def __call__(self, json_schema: str) -> TokenMatcher:
+    def __call__(self, json_schema: str, kind: str = "json_schema") -> TokenMatcher:
         self.begun.put(json_schema)
         assert self.gate.wait(LONG_S)
         if json_schema == "bad":
@@ -125,7 +125,7 @@ def test_a_request_that_is_aborted_meanwhile_ends_at_once(rig: Rig) -> None:
 def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
     made: list[str] = []
 
-    def matcher(json_schema: str) -> TokenMatcher:
+    def matcher(json_schema: str, kind: str) -> TokenMatcher:
         made.append(json_schema)
         return FakeMatcher([ANY], ANY)
 
@@ -147,7 +147,7 @@ def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
 def test_one_tenants_schemas_keep_no_other_tenant_waiting() -> None:
     gated, told = Compiler(), queue.SimpleQueue[Sequence[TokenMatcher] | BatonError]()
 
-    def matcher(json_schema: str) -> TokenMatcher:
+    def matcher(json_schema: str, kind: str) -> TokenMatcher:
         return FakeMatcher([ANY], ANY) if json_schema == "quick" else gated(json_schema)
 
     compiler = GrammarCompiler(matcher)

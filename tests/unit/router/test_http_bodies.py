@@ -60,6 +60,9 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "request_id": "id",
         "logprobs": 5,
         "json_schema": None,
+        "regex": None,
+        "choice": (),
+        "grammar": None,
         "repetition_detection": RepetitionDetection(8, 1, 5),
         # Who asks is known from the key, and its trace from a header.
         "tenant": "",

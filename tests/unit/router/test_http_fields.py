@@ -119,6 +119,16 @@ async def test_vllms_names_constrain_an_answer_to_a_schema(fields: dict[str, obj
     assert json.loads((await asked(COMPLETIONS, {"prompt": "a", **fields})).json_schema or "") == SCHEMA
 
 
+@pytest.mark.parametrize(("kind", "value"), [("regex", "a+"), ("choice", ("a", "b", "a")), ("grammar", 'start: "a"')])
+async def test_vllms_names_constrain_an_answer_in_other_ways(kind: str, value: object) -> None:
+    sent = list(value) if isinstance(value, tuple) else value
+    for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHATS, HELLO)):
+        for fields in ({"structured_outputs": {kind: sent}}, {f"guided_{kind}": sent}):
+            request = await asked(path, {**prompt, **fields})
+            assert getattr(request, kind) == value
+            assert request.json_schema is None
+
+
 async def test_any_json_object_may_be_wanted_in_vllms_words() -> None:
     request = await asked(CHATS, {**HELLO, "structured_outputs": {"json_object": True}})
     assert json.loads(request.json_schema or "") == {"type": "object"}
@@ -130,9 +140,16 @@ async def test_any_json_object_may_be_wanted_in_vllms_words() -> None:
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json": SCHEMA, "json_object": True}}, "structured_outputs"),
         ({"structured_outputs": {"json": 1}}, "structured_outputs.json"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "grammar": 'start: "a"'}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a"] * 10_001}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": 1}}, "structured_outputs.grammar"),
+        ({"guided_regex": 1}, "guided_regex"),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"guided_grammar": ""}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_json": 1}, "guided_json"),
         ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA}}, "guided_json"),

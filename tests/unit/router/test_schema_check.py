@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import InvalidRequest, QueueFull
+from baton.messages.sampling import Constraint
 from router.admission.schemas import MAX_WAITING, NUM_COMPILING, SchemaCheck
 
 LONG_S = 30.0
@@ -26,12 +27,12 @@ class FakeSandbox:
         self.threads: set[str] = set()
         self.is_closed = False
 
-    def check_known(self, json_schema: str) -> bool:
+    def check_known(self, json_schema: str, kind: str = "json_schema") -> bool:
         if json_schema in self.seen and json_schema == "bad":
             raise InvalidRequest("json_schema", "is bad")
         return json_schema in self.seen
 
-    def check(self, json_schema: str) -> None:
+    def check(self, json_schema: str, kind: str = "json_schema") -> None:
         self.threads.add(threading.current_thread().name)
         self.begun.put(json_schema)
         if not json_schema.startswith("quick"):
@@ -60,20 +61,20 @@ def schemas(sandbox: FakeSandbox) -> Iterator[SchemaCheck]:
 
 async def test_a_schema_is_checked_once_and_in_a_thread(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
     for _ in range(2):
-        await schemas.check("good", "")
+        await schemas.check(Constraint("good"), "")
         with pytest.raises(InvalidRequest, match="is bad"):
-            await schemas.check("bad", "")
+            await schemas.check(Constraint("bad"), "")
     assert sandbox.seen == ["good", "bad"]
     assert threading.current_thread().name not in sandbox.threads
 
 
 async def test_the_schemas_of_one_tenant_do_not_delay_another(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
     sandbox.gate.clear()
-    flood = [asyncio.create_task(schemas.check(f"s{number}", "a")) for number in range(2 * NUM_COMPILING)]
+    flood = [asyncio.create_task(schemas.check(Constraint(f"s{number}"), "a")) for number in range(2 * NUM_COMPILING)]
     for _ in range(NUM_COMPILING // 2):
         await asyncio.to_thread(sandbox.begun.get, timeout=LONG_S)
     async with asyncio.timeout(LONG_S):
-        await schemas.check("quick", "b")
+        await schemas.check(Constraint("quick"), "b")
     assert sandbox.seen == ["quick"]
     sandbox.gate.set()
     await asyncio.gather(*flood)
@@ -82,20 +83,20 @@ async def test_the_schemas_of_one_tenant_do_not_delay_another(schemas: SchemaChe
 async def test_known_schemas_pass_waiting_ones_and_too_many_are_refused(
     schemas: SchemaCheck, sandbox: FakeSandbox
 ) -> None:
-    await schemas.check("known", "")
+    await schemas.check(Constraint("known"), "")
     assert sandbox.begun.get_nowait() == "known"
     sandbox.gate.clear()
-    running = [asyncio.create_task(schemas.check(f"r{number}", "")) for number in range(NUM_COMPILING)]
+    running = [asyncio.create_task(schemas.check(Constraint(f"r{number}"), "")) for number in range(NUM_COMPILING)]
     for _ in running:
         await asyncio.to_thread(sandbox.begun.get, timeout=LONG_S)
-    waiting = [asyncio.create_task(schemas.check(f"w{number}", "")) for number in range(MAX_WAITING)]
+    waiting = [asyncio.create_task(schemas.check(Constraint(f"w{number}"), "")) for number in range(MAX_WAITING)]
     await asyncio.sleep(0)
-    await schemas.check("known", "")
+    await schemas.check(Constraint("known"), "")
     with pytest.raises(QueueFull):
-        await schemas.check("one more", "")
+        await schemas.check(Constraint("one more"), "")
     waiting[-1].cancel()
     await asyncio.wait(waiting[-1:])
-    last = asyncio.create_task(schemas.check("one more", ""))
+    last = asyncio.create_task(schemas.check(Constraint("one more"), ""))
     await asyncio.sleep(0)
     sandbox.gate.set()
     await asyncio.gather(*running, *waiting[:-1], last)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
-from baton.messages.sampling import RepetitionDetection, SamplingDefaults, SamplingParams
+from baton.messages.sampling import Constraint, RepetitionDetection, SamplingDefaults, SamplingParams
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
 
@@ -139,6 +139,34 @@ def test_fewer_sequences_may_be_constrained() -> None:
     for several in ({"n": 9}, {"best_of": 9}):
         with pytest.raises(InvalidRequest, match="n: must be at most 8 with json_schema, not 9"):
             check(json_schema="{}", **several)
+
+
+def test_other_constraints_are_validated() -> None:
+    assert check(regex="a+").sampling_params.constraint == Constraint("a+", "regex")
+    assert check(grammar='start: "a"').sampling_params.constraint == Constraint('start: "a"', "grammar")
+    choice = check(choice=["é", "b", "é"]).sampling_params
+    assert (choice.choice, choice.constraint) == (("é", "b"), Constraint('["é", "b"]', "choice"))
+    assert check(regex="", choice=(), grammar="").sampling_params.constraint is None
+    for kind, value in (("regex", "a+"), ("choice", ["a"]), ("grammar", 'start: "a"')):
+        for wrong in ({"ignore_eos": True}, {"min_tokens": 1, "max_tokens": 2}, {"n": 9}):
+            with pytest.raises(InvalidRequest, match=f"^({next(iter(wrong))}): .* {kind}"):
+                check(**{kind: value}, **wrong)
+        with pytest.raises(InvalidRequest, match=f"{kind}: does not go with beam_width"):
+            check(**{kind: value}, beam_width=2)
+        with pytest.raises(InvalidRequest, match=f"{kind}: does not go with json_schema"):
+            check(**{kind: value}, json_schema="{}")
+    for kind, bad in (
+        ("regex", "a" * 65_537),
+        ("regex", "a\0"),
+        ("regex", "\ud800"),
+        ("grammar", "a" * 65_537),
+        ("choice", ["a" * 65_537]),
+        ("choice", ["a", ""]),
+        ("choice", ["a\0"]),
+        ("choice", ["a"] * 10_001),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{kind}: "):
+            check(**{kind: bad})
 
 
 def test_the_output_of_a_model_can_be_sent_as_a_prompt() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.text.closed_objects import without_extra_keys
-from baton.text.schema_compiling import check_json_schema
+from baton.text.schema_compiling import check_constraint
 from tests.support.json_fit import SCHEMAS
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -95,7 +95,7 @@ def test_closed_schemas_are_closed_already(name: str) -> None:
 def test_what_is_closed_can_be_compiled_and_keeps_the_order_of_its_keys() -> None:
     text = without_extra_keys(json.dumps({"properties": {"z": A, "a": {"type": "string", "const": "é"}}}))
     assert text.index('"z"') < text.index('"a":{"type":"string"')
-    check_json_schema(text)
+    check_constraint(text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1, "a": 2}', '{"properties": {"a": {"items": NaN}}}'])

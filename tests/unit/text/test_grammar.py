@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -11,8 +13,9 @@ import pytest
 
 import baton
 from baton.errors import ConfigError, EngineFault, InvalidRequest
+from baton.messages.sampling import ConstraintKind
 from baton.text.grammar import JsonGrammars, JsonMatcher, num_mask_words
-from baton.text.schema_compiling import JSON_OBJECT, check_json_schema
+from baton.text.schema_compiling import JSON_OBJECT, check_constraint
 from baton.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 
@@ -50,7 +53,7 @@ def walk(matcher: JsonMatcher, rng: Random, tokens: list[int] | None = None) -> 
 
 @pytest.mark.parametrize("text", [JSON_OBJECT, "{}", '{"minLength": 3}', *map(schema_text, SCHEMAS)])
 def test_supported_schemas_are_compiled(text: str) -> None:
-    check_json_schema(text)
+    check_constraint(text)
 
 
 def nested(levels: int) -> str:
@@ -90,7 +93,7 @@ BAD = {
 def test_unsupported_schemas_are_refused_with_the_reason(name: str) -> None:
     text, reason = BAD[name]
     with pytest.raises(InvalidRequest) as caught:
-        check_json_schema(text)
+        check_constraint(text)
     assert caught.value.field == "json_schema"
     assert reason in caught.value.reason
     assert len(str(caught.value)) < 300
@@ -98,7 +101,7 @@ def test_unsupported_schemas_are_refused_with_the_reason(name: str) -> None:
 
 
 def test_a_schema_of_the_maximum_depth_is_compiled() -> None:
-    check_json_schema(nested(32))
+    check_constraint(nested(32))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -110,6 +113,95 @@ def test_any_allowed_output_fits_the_schema(name: str, grammars: JsonGrammars, t
         texts.add(tokenizer.decode(tokens))
         check_fits(tokenizer.decode(tokens), name)
     assert len(texts) > 1 or name == "constant"
+
+
+CHOICES = [
+    "ja",
+    "jawohl",
+    "jawohl!",
+    "Größe \u2028 \U0001f389",
+    "a|b",
+    "[x](y)*{2}",
+    "back\\slash",
+    "\"'/\n\t",
+    " blank ",
+]
+ASCII = "".join(map(chr, range(1, 127)))
+SUM = 'start: sum\nsum: sum "+" term | term\nterm: "(" sum ")" | /[0-9]{1,3}/'
+"""Left-recursive."""
+CONSTRAINTS: dict[str, tuple[ConstraintKind, str, Callable[[str], object]]] = {
+    "date": ("regex", r"(19|20)[0-9]{2}-[01][0-9]", lambda text: re.fullmatch(r"(19|20)[0-9]{2}-[01][0-9]", text)),
+    "anchored": ("regex", r"^[a-c]{2,4}$", lambda text: re.fullmatch("[a-c]{2,4}", text)),
+    "letters": ("regex", r"\p{L}{1,3}é?", lambda text: 1 <= len(text) <= 4),
+    "choice": ("choice", json.dumps(CHOICES), CHOICES.__contains__),
+    "duplicates": ("choice", json.dumps(["x", "y", "x"]), ["x", "y"].__contains__),
+    "every sign": ("choice", json.dumps([ASCII, ASCII[::-1]]), [ASCII, ASCII[::-1]].__contains__),
+    "many": ("choice", json.dumps([f"#{n}" for n in range(10_000)]), lambda text: int(text[1:]) < 10_000),
+    "list": (
+        "grammar",
+        'start: item ("," item)~0..2\nitem: "a" | "b"',
+        lambda text: re.fullmatch("[ab](,[ab]){0,2}", text),
+    ),
+    "json": ("grammar", 'start: "<" %json {"type": "boolean"} ">"', ["<true>", "<false>"].__contains__),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_any_allowed_output_matches_its_constraint(name: str, grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+    kind, text, fits = CONSTRAINTS[name]
+    check_constraint(text, kind)
+    rng, texts = Random(7), set()
+    for _ in range(20):
+        tokens = walk(grammars.matcher(text, kind), rng)
+        found = tokenizer.decode(tokens)
+        assert fits(found), found
+        texts.add(found)
+        # An attempt that begins behind some of the output goes on with the same masks.
+        replayed = grammars.matcher(text, kind)
+        replayed.advance(tokens[: len(tokens) // 2])
+        walked = grammars.matcher(text, kind)
+        for token in tokens[: len(tokens) // 2]:
+            allowed(walked)
+            walked.advance([token])
+        assert allowed(replayed) == allowed(walked)
+    assert len(texts) > 1
+
+
+def test_a_left_recursive_grammar_is_followed(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+    check_constraint(SUM, "grammar")
+    grammars.matcher(SUM, "grammar").advance(body(tokenizer, "1+(22+333)+4"))
+    with pytest.raises(EngineFault, match=r"grammar: .*doesn't satisfy"):
+        grammars.matcher(SUM, "grammar").advance(body(tokenizer, "1+)"))
+
+
+REFUSED: dict[str, tuple[ConstraintKind, str, str]] = {
+    "unclosed": ("regex", "(a", "unclosed group"),
+    "look-around": ("regex", "(?=a)b", "look-ahead"),
+    "reference": ("regex", r"(a)\1", "backreferences are not supported"),
+    "nothing": ("regex", r"a[^\s\S]", "no text that the model can write fits"),
+    "deep": ("regex", "(" * 5000 + "a" + ")" * 5000, ""),
+    "large": ("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}b", "too many expressions"),
+    "no start": ("grammar", 'foo: "a"', "no start rule"),
+    "no Lark": ("grammar", 'root ::= "a"', "Expected token"),
+    "unknown": ("grammar", "start: nope", "nope"),
+    "itself": ("grammar", "start: start", "no text that the model can write fits"),
+    "circle": ("grammar", "start: x\nx: y\ny: x", "no text that the model can write fits"),
+    "endless": ("grammar", 'start: "a" start', "Too many items"),
+    "nested": ("grammar", "start: " + "(" * 500 + '"a"' + ")" * 500, "too deeply nested"),
+    "wide": ("grammar", "start: " + " | ".join(f'"n{n}"' for n in range(6000)), "items"),
+    "other tokens": ("grammar", "start: <|im_end|>", "unknown special token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_constraints_that_can_not_be_served_are_refused_by_name(name: str) -> None:
+    kind, text, reason = REFUSED[name]
+    with pytest.raises(InvalidRequest) as caught:
+        check_constraint(text, kind)
+    assert caught.value.field == kind
+    assert reason in caught.value.reason
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
 
 
 def test_any_fitting_output_is_allowed(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:

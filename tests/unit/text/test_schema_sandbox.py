@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
+from baton.messages.sampling import ConstraintKind
 from baton.text.schema_sandbox import CompileLimits, SchemaSandbox
 from tests.support.schema_bombs import schema_bomb
 
@@ -34,6 +35,59 @@ def refusal(sandbox: SchemaSandbox, schema: str) -> str:
         sandbox.check(schema)
     assert caught.value.field == "json_schema"
     return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        ("regex", "a+", "(a"),
+        ("choice", '["a", "b"]', ""),
+        ("grammar", 'start: "a"', "start: start"),
+    ],
+)
+def test_other_constraints_are_checked_by_their_kind(
+    sandbox: SchemaSandbox, kind: ConstraintKind, good: str, bad: str
+) -> None:
+    sandbox.check(good, kind)
+    assert sandbox.check_known(good, kind)
+    assert not sandbox.check_known(good, "json_schema"), "a verdict is of one kind"
+    if kind != "choice":
+        with pytest.raises(InvalidRequest) as caught:
+            sandbox.check(bad, kind)
+        assert caught.value.field == kind
+    assert len(sandbox.pids) == 1, "the same child checks all kinds"
+
+
+BOMBS: dict[str, tuple[ConstraintKind, str]] = {
+    "long pattern": ("regex", "(a|b)*" * 4000),
+    "repetitions": ("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}b"),
+    "intersection": ("grammar", "start: X\nX: " + " & ".join(f"/.*a.{{{size}}}/" for size in range(22))),
+    "long terminal": ("grammar", 'start: X\nX: ("ab"~1000)~1000'),
+    "deep rules": ("grammar", "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(4000)) + '\nr4000: "a"'),
+    "doubling rules": (
+        "grammar",
+        "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(60)) + '\nr60: "a"',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_of_every_kind_are_refused_by_name_and_end_at_most_their_child(name: str) -> None:
+    kind, text = BOMBS[name]
+    sandbox = SchemaSandbox()
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            sandbox.check(text, kind)
+        assert caught.value.field == kind
+        assert len(str(caught.value)) < 300
+        sandbox.check("a+", "regex")
+    finally:
+        sandbox.close()
+
+
+@pytest.mark.parametrize("texts", [["x" * 65_536], [f"{number:06d}" for number in range(10_000)], ["a", "ab"] * 5000])
+def test_the_largest_choices_are_served(sandbox: SchemaSandbox, texts: list[str]) -> None:
+    sandbox.check(json.dumps(texts), "choice")
 
 
 def is_running(pid: int) -> bool:

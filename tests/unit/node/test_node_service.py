@@ -420,7 +420,7 @@ BAD = [
     ("logit_bias", {"sampling_params": replace(PARAMS, logit_bias={VOCAB: 1.0})}),
     ("logit_bias", {"sampling_params": replace(PARAMS, logit_bias={1: math.inf})}),
     ("logprobs", {"sampling_params": replace(PARAMS, logprobs=VOCAB + 1)}),
-    ("n", {"sampling_params": replace(PARAMS, n=9)}),
+    ("n", {"sampling_params": replace(PARAMS, n=129)}),
     ("n", {"sampling_params": replace(PARAMS, n=0)}),
     ("n", {"sampling_params": replace(PARAMS, n=4, beam_width=3)}),
     ("beam_width", {"sampling_params": replace(PARAMS, beam_width=9)}),

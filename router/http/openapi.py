@@ -405,7 +405,7 @@ def _readable(schema: dict[str, Any]) -> dict[str, Any]:
         if "anyOf" in found:
             kinds = [kind for kind in found["anyOf"] if kind.get("type") != "null"]
             known |= kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
-        if name in NUMBER_RANGES:
+        if name in NUMBER_RANGES and "maximum" not in known:
             allowed = NUMBER_RANGES[name]
             known |= {"exclusiveMinimum" if allowed.above_low else "minimum": allowed.low, "maximum": allowed.high}
         properties[name] = known | {"description": FIELDS.get(name, "")}

@@ -78,7 +78,8 @@ def _not_found(store: ResponseStore, response_id: str) -> BatonError:
 def _check_query(request: Request, served: Mapping[str, str | None]) -> None:
     """Raises InvalidRequest for a parameter of the URL that is not in `served`, or has another value than there."""
     for name, value in request.query_params.multi_items():
-        plain = name.removesuffix("[]")
+        # Only `include` is a list, which clients write with brackets.
+        plain = "include" if name == "include[]" else name
         if plain not in served:
             raise InvalidRequest(name[:80], "is unknown, or not served here")
         if served[plain] not in (None, value):

@@ -66,6 +66,15 @@ def references(value: Any) -> Iterator[str]:
             yield from references(inner)
 
 
+def test_the_range_of_a_body_goes_before_the_range_of_the_core() -> None:
+    schemas = description()["components"]["schemas"]
+    found = {name: schemas[name]["properties"]["temperature"] for name in ("MessagesBody", "ChatBody")}
+    assert {name: (one["minimum"], one["maximum"]) for name, one in found.items()} == {
+        "MessagesBody": (0, 1),
+        "ChatBody": (0, 2),
+    }
+
+
 def test_references_lead_somewhere_and_names_of_operations_differ() -> None:
     for reference in references(API):
         assert reference.removeprefix("#/components/schemas/") in API["components"]["schemas"]

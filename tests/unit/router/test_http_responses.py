@@ -340,6 +340,8 @@ async def test_the_input_of_a_stored_response_is_listed_in_pages() -> None:
         ("/input_items?order=up", "order"),
         ("/input_items?after=x", "after"),
         ("/input_items?before=x", "before"),
+        ("/input_items?after[]=x", "after[]"),
+        ("/input_items?limit[]=1", "limit[]"),
         ("?stream=true", "stream"),
         ("?starting_after=3", "starting_after"),
     ],

@@ -15,6 +15,7 @@ from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_qu
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
+CHECKPOINTS = {**PACKED_FORMATS, **FP8_FORMATS}
 FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 
 

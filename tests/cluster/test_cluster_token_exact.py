@@ -14,6 +14,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
 from tests.support.mini_cluster import mini_cluster
+from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -71,6 +72,48 @@ async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, c
         assert answer.token_ids == expected[key], key
         assert answer.end.path.prefill_node == "prefill-0"
         assert answer.end.kv_bytes % alone.layout.block_bytes == 0 < answer.end.kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [("ct-int4", "auto"), ("awq-int4", "int8"), ("ct-int8-rows", "auto"), ("fp8-block", "fp8")],
+)
+async def test_quantised_weights_give_the_tokens_of_one_node_alone(tmp_path: Path, name: str, cache_dtype: str) -> None:
+    """One format of each layout of weights in memory: 4 bits with one zero or many, 8 bits, and fp8."""
+    write_quantized_model(tmp_path / "model", "llama", {**PACKED_FORMATS, **FP8_FORMATS}[name])
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        return load_runner(tmp_path / "model", block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype)
+
+    prompts = make_prompts(256)
+    temperatures = {key: 0.7 * (number % 2) for number, key in enumerate(prompts)}
+    own = [
+        Request(
+            key,
+            prompt,
+            SamplingParams(temperature=temperatures[key], seed=3, max_tokens=NEW_TOKENS, ignore_eos=True),
+        )
+        for key, prompt in prompts.items()
+    ]
+    expected = run_all(make_engine(make_runner("alone")), own)
+    async with mini_cluster(make_runner, tmp_path / "model", max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
+        requests = [
+            GenerateRequest(
+                prompt,
+                request_id=key,
+                temperature=temperatures[key],
+                seed=3,
+                max_tokens=NEW_TOKENS,
+                ignore_eos=True,
+            )
+            for key, prompt in prompts.items()
+        ]
+        answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+        await cluster.wait_until_idle()
+    for key, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[key], key
+        assert answer.end.path.prefill_node == "prefill-0"
+        assert answer.end.kv_bytes > 0
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])

@@ -5,16 +5,19 @@ Only what they do not say is written here: what a path does, what a field means,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import baton
+from baton.errors import InvalidRequest
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.security.matrix import CallerRole, callers_of_page
 from router.http.api_fields import FIELDS
 from router.http.bodies import ChatBody, CompletionBody, EmbeddingBody, Strict, read_as
 from router.http.messages.bodies import CountBody, MessagesBody
+from router.http.messages.errors import error_object
 from router.http.responses.bodies import ResponsesBody
 from router.http.tokens import DetokenizeBody, TokenizeChat, TokenizeText
 
@@ -279,7 +282,10 @@ _ERRORS = {
 
 def description() -> dict[str, Any]:
     """The OpenAPI document, as an object of JSON."""
-    schemas: dict[str, Any] = {"Error": _schema_of(_error("temperature: must be in [0, 2], not 9.0"))}
+    schemas: dict[str, Any] = {
+        "Error": _schema_of(_error("temperature: must be in [0, 2], not 9.0")),
+        "AnthropicError": _schema_of(json.loads(error_object(InvalidRequest("temperature", "must be in [0, 1]"), _ID))),
+    }
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, schemas)
@@ -359,9 +365,11 @@ def _responses(operation: Operation) -> dict[str, Any]:
             "example": operation.event,
         }
     responses: dict[str, Any] = {str(operation.status): {"description": "The answer", "content": content}}
-    error = {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}
+    is_anthropic = operation.path.startswith("/v1/messages")
+    error = {"application/json": {"schema": {"$ref": f"{_REF}{'AnthropicError' if is_anthropic else 'Error'}"}}}
     for status, about in _ERRORS.items() if operation.bodies else ():
-        responses[status] = {"description": about, "content": error}
+        shown = "529" if is_anthropic and status == "503" else status
+        responses[shown] = {"description": about, "content": error}
     return responses
 
 

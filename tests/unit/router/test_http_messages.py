@@ -11,6 +11,7 @@ import pytest
 from baton.errors import (
     AttemptsExhausted,
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
@@ -18,6 +19,7 @@ from baton.errors import (
     InvalidRequest,
     PermissionDenied,
     QuotaExceeded,
+    SlowReader,
     Unauthenticated,
     UnknownModel,
 )
@@ -206,6 +208,8 @@ async def test_pings_are_sent_while_there_are_no_events() -> None:
         (AttemptsExhausted("gone"), 500, "api_error"),
         (DeadlineExceeded("late"), 504, "timeout_error"),
         (Draining("bye"), 529, "overloaded_error"),
+        (SlowReader("too slow"), 408, "timeout_error"),
+        (Cancelled("by another call"), 499, "api_error"),
     ],
 )
 async def test_each_error_has_anthropics_type_and_status(error: BatonError, status: int, kind: str) -> None:

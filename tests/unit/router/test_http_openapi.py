@@ -39,7 +39,8 @@ def test_every_served_path_is_described_and_no_other() -> None:
 
 
 def test_every_field_of_a_body_is_described_and_no_other() -> None:
-    named = {name: schema for name, schema in API["components"]["schemas"].items() if name != "Error"}
+    schemas = API["components"]["schemas"].items()
+    named = {name: schema for name, schema in schemas if name not in ("Error", "AnthropicError")}
     fields = {field for schema in named.values() for field in schema["properties"]}
     assert fields == set(FIELDS)
     for schema in named.values():
@@ -73,6 +74,16 @@ def test_the_range_of_a_body_goes_before_the_range_of_the_core() -> None:
         "MessagesBody": (0, 1),
         "ChatBody": (0, 2),
     }
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_errors_of_anthropics_api_are_described_as_they_are(path: str) -> None:
+    document = description()
+    responses = document["paths"][path]["post"]["responses"]
+    assert "529" in responses
+    assert "503" not in responses
+    assert responses["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/AnthropicError")
+    assert set(document["components"]["schemas"]["AnthropicError"]["properties"]) == {"type", "error", "request_id"}
 
 
 def test_references_lead_somewhere_and_names_of_operations_differ() -> None:

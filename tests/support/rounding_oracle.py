@@ -129,12 +129,13 @@ class DisturbedModel:
 
     def _rounded(self, x: torch.Tensor, seen: torch.Tensor | None, block: int) -> torch.Tensor:
         """x in 8 bits: with the errors of the runner's input, or free to move by half a step."""
-        given = x.detach() if seen is None else seen
+        # Steps and codes are float32 by definition: in float64 a code at the middle of two could be the other one.
+        given = x.detach() if seen is None else seen.float()
         step = (given.reshape(len(given), -1, block).abs().amax(dim=2) / 127).repeat_interleave(block, dim=1)
         if seen is None:
             return self._moved(x, step / 2)
-        codes = torch.where(step > 0, (seen / step).round(), torch.zeros_like(step))
-        return x + (codes * step - seen)
+        codes = torch.where(step > 0, (given / step).round(), torch.zeros_like(step))
+        return x + (codes.double() * step.double() - seen)
 
     def _cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in 8 bits: those of the runner, which must be near enough, or free to move as far."""

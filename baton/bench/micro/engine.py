@@ -253,12 +253,10 @@ def _prefill_split(drive: EngineDrive, timed: TimedRunner, config: EngineBenchCo
     timed.timing = True
     vocabulary = timed.model.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(config.context_tokens)] for _ in range(_ROUNDS)]
-    # `splits[0]`: the step after it only drops the ended request.
     steps, splits = [], []
     for prompt in prompts:
         steps.append(drive.prefill(prompt))
-        splits.append(timed.splits[0])
-        timed.timing = True
+        splits.append(timed.split())
     timed.timing = False
     return _split("prefill", steps, splits)
 
@@ -268,7 +266,7 @@ def _decode_split(
 ) -> TimeSplit:
     timed.timing = True
     splits: list[StepSplit] = []
-    steps = drive.decode(prompts[:batch], config.steps // _ROUNDS, lambda: splits.append(timed.splits[-1]))
+    steps = drive.decode(prompts[:batch], config.steps // _ROUNDS, lambda: splits.append(timed.split()))
     timed.timing = False
     return _split(f"decode {batch}", steps, splits)
 

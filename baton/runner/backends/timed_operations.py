@@ -90,12 +90,18 @@ class TimedOperations:
 
         return call
 
-    def pop_split(self, step_end: float) -> StepSplit:
-        """The times since the last call, for a step from which the runner returned at `step_end` (perf_counter)."""
-        seconds, self._seconds = self._seconds, defaultdict(float)
+    def forget(self) -> None:
+        """Forget what was measured so far, as a step begins."""
+        self._seconds.clear()
+        for program in self._programs:
+            program.forget_times()
+
+    def split(self, step_end: float) -> StepSplit:
+        """The times since `forget`, for a step from which the runner returned at `step_end` (perf_counter)."""
+        seconds = self._seconds.copy()
         for program in self._programs:
             self._last_end = max(self._last_end, program.timed_until)
-            for name, taken in program.take_seconds().items():
+            for name, taken in program.seconds().items():
                 seconds[name] += taken
         attention = sum(seconds[name] for name in _ATTENTION)
         products = sum(seconds[name] for name in _PRODUCTS)

@@ -13,13 +13,12 @@ from baton.runner.spec import TorchSpec
 
 
 class TimedRunner:
-    """A runner that records, while `timing` is set, how the time of each step divides."""
+    """A runner that measures, while `timing` is set, how the time of each step divides."""
 
     def __init__(self, runner: ModelRunner, stopwatch: TimedOperations) -> None:
         self._runner = runner
         self._stopwatch = stopwatch
-        self.splits: list[StepSplit] = []
-        """The times of every step since the timing was switched on."""
+        self._step_end = 0.0
 
     @property
     def model(self) -> ModelInfo:
@@ -44,14 +43,19 @@ class TimedRunner:
     @timing.setter
     def timing(self, value: bool) -> None:
         self._stopwatch.timing = value
-        self.splits = []
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, as the runner does."""
+        if scheduler_output.is_empty or not self.timing:
+            return self._runner.execute_model(scheduler_output)
+        self._stopwatch.forget()
         output = self._runner.execute_model(scheduler_output)
-        if self._stopwatch.timing:
-            self.splits.append(self._stopwatch.pop_split(time.perf_counter()))
+        self._step_end = time.perf_counter()
         return output
+
+    def split(self) -> StepSplit:
+        """How the time of the last step divides that computed something. Called after the step has been timed."""
+        return self._stopwatch.split(self._step_end)
 
 
 def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:

@@ -16,7 +16,7 @@ from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
 from baton.runner.backends import reference
 from baton.runner.backends.operations import Activation
-from baton.runner.backends.timed_operations import TimedOperations
+from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
 from baton.runner.measuring.profile import load_timed
 from baton.runner.model.random_model import write_random_model
@@ -100,10 +100,12 @@ def test_timed_operations_change_no_result_and_split_the_time(tmp_path: Path) ->
     assert (timed.model, timed.layout) == (plain.model, plain.layout)
     drive = EngineDrive(timed, prompt_tokens=32, max_batch=3)
     drive.prefill(PROMPTS[0])
-    assert timed.splits == [], "nothing is timed before timing is turned on"
+    assert timed.split().products == 0, "nothing is timed before timing is turned on"
     timed.timing = True
-    steps = drive.decode(PROMPTS[:1], 4)
-    for step, split in zip(steps, timed.splits[-4:], strict=True):
+    splits: list[StepSplit] = []
+    steps = drive.decode(PROMPTS[:1], 4, lambda: splits.append(timed.split()))
+    assert timed.split() == splits[-1], "the step that drops the ended request measures nothing"
+    for step, split in zip(steps, splits, strict=True):
         parts = (split.attention, split.products, split.elementwise, split.sampling)
         assert min(split.attention, split.products, split.sampling) > 0
         assert sum(parts) < step

@@ -92,7 +92,7 @@ class Program:
         if dtype not in DTYPES:
             raise KernelArgumentError("dtype", f"must be float32 or bfloat16, is {dtype}")
         self.timing = False
-        """Whether `run` measures how long the operations take, for `take_seconds`."""
+        """Whether `run` measures how long the operations take, for `seconds`."""
         self.timed_until = 0.0
         """When the last timed run ended (perf_counter)."""
         self._dtype = dtype
@@ -261,13 +261,16 @@ class Program:
             self.timed_until = time.perf_counter()
             self._times.append(times)
 
-    def take_seconds(self) -> dict[str, float]:
-        """The seconds that all operations of each name took in the timed runs since the last call."""
+    def forget_times(self) -> None:
+        """Forget the timed runs so far."""
+        self._times = []
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds that all operations of each name took in the timed runs since `forget_times`."""
         taken: defaultdict[str, float] = defaultdict(float)
         for times in self._times:
             for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
                 taken[_NAMES[operation.kind]] += (after - before) / 1e9
-        self._times = []
         return taken
 
     def _multiply(

@@ -1,8 +1,11 @@
 """Compares Baton with other engines: the same random weights, prompts and number of threads, all measured in one run.
 
-Engines are measured in turn, in several rounds, each in a process of its own. An engine that can't be installed or
-fails is listed with the reason, and the others are measured. Baton does not depend on them: they are installed into
-build/compare-engines.
+Engines are measured in turn, in several rounds, each in a process of its own. With several formats of the weights,
+every engine has a turn with each of them. An engine that can't be installed or fails is listed with the reason, and
+the others are measured. Baton does not depend on them: they are installed into build/compare-engines.
+
+FLOOR is the time in which this machine's memory reads Baton's weights in their format and the keys and values of all
+contexts once; it is measured in the same process, before and after each batch size.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,44 +32,65 @@ from baton.bench.results.spread import Spread  # noqa: E402
 BUILD = ROOT / "build" / "compare-engines"
 THEIR_PYTHON = BUILD / "venv" / "bin" / "python"
 BATCHES = (1, 8, 16)
+FORMATS = ("bf16", "int8", "int4")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and its packages; each list is installed by one call of pip, in this order."""
+    """An engine, its own names of each format of weights, and its packages.
+
+    Each list of packages is installed by one call of pip, in this order.
+    """
 
     name: str
     script: str
     title: str
+    weights: Mapping[str, Sequence[str]]
     packages: Sequence[Sequence[str]] = ()
 
 
 # optimum-intel requires a torchvision that would install another torch with CUDA, which is not needed here.
 ENGINES = (
-    Engine("baton", "compare_engines_baton.py", "Baton"),
+    Engine("baton", "compare_engines_baton.py", "Baton", {"bf16": ["bf16"], "int8": ["int8"], "int4": ["int4"]}),
     Engine(
         "openvino",
         "compare_engines_openvino.py",
         "OpenVINO GenAI",
+        {"bf16": ["fp16"], "int8": ["int8"], "int4": ["int4"]},
         (
             ("openvino-genai", "nncf", "optimum>=2.3", "requests", "transformers>=5.5,<5.6", "safetensors"),
             ("--no-deps", "optimum-intel>=2.2"),
         ),
     ),
-    Engine("llama_cpp", "compare_engines_llama_cpp.py", "llama.cpp", (("llama-cpp-python", "gguf", "safetensors"),)),
+    Engine(
+        "llama_cpp",
+        "compare_engines_llama_cpp.py",
+        "llama.cpp",
+        {"bf16": ["BF16"], "int8": ["Q8_0"], "int4": ["Q4_K_M", "Q4_0"]},
+        (("llama-cpp-python", "gguf", "safetensors"),),
+    ),
 )
 
 
 @dataclass
 class Figures:
-    """The measurements of one engine, or why there are none."""
+    """The measurements of one engine with weights of one format, or why there are none."""
 
     engine: Engine
+    format: str = "bf16"
+    weights: str = ""
+    """The engine's own name of the weights' format."""
     failed: str = ""
     version: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     prefill_s: list[float] = field(default_factory=list)
     decode_s: dict[str, list[float]] = field(default_factory=dict)
+    floor_s: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The engine's name and that of its weights."""
+        return f"{self.engine.title} {self.weights}".strip()
 
     def add_round(self, one: Mapping[str, Any]) -> None:
         """Adds the measurements of one round."""
@@ -73,26 +98,33 @@ class Figures:
         self.prefill_s += one["prefill_s"]
         for batch, seconds in one["decode_s"].items():
             self.decode_s.setdefault(batch, []).extend(seconds)
+        for batch, floor in one.get("floor_s", {}).items():
+            self.floor_s.setdefault(batch, []).append(floor)
 
 
 def main() -> int:
     """Installs the engines, measures them, and prints the figures."""
     options = _options()
     BUILD.mkdir(parents=True, exist_ok=True)
-    results = [Figures(engine) for engine in ENGINES if engine.name in options.engines]
-    for result in results:
-        result.failed = "" if options.no_install else _install(result.engine)
+    engines = [engine for engine in ENGINES if engine.name in options.engines]
+    failed = {engine.name: "" if options.no_install else _install(engine) for engine in engines}
+    results = [
+        Figures(engine, form, weights, failed[engine.name])
+        for form in options.formats
+        for engine in engines
+        for weights in engine.weights[form]
+    ]
     plan = _plan(options)
     for result in results:
         if not result.failed:
-            note(f"preparing the model for {result.engine.title}")
+            note(f"preparing the model for {result.title}")
             _call(result, {**plan, "prepare_only": True})
     if options.prepare_only:
         return int(any(result.failed for result in results))
     for number in range(options.rounds):
         for result in results:
             if not result.failed:
-                note(f"round {number + 1} of {options.rounds}: {result.engine.title}")
+                note(f"round {number + 1} of {options.rounds}: {result.title}")
                 answer = _call(result, plan)
                 if answer is not None:
                     result.add_round(answer)
@@ -107,6 +139,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/compare_engines", description=__doc__)
     names = [engine.name for engine in ENGINES]
     parser.add_argument("--engines", nargs="+", choices=names, default=names, help="engines to measure; default: all")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16"], help="formats of the weights")
     parser.add_argument("--shape", default="0.5b", help="random weights of a known shape")
     parser.add_argument(
         "--threads", type=int, default=usable_cores(), help="threads of each engine; default: all cores"
@@ -188,7 +221,7 @@ def _call(result: Figures, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     }
     done = subprocess.run(
         [str(interpreter), str(ROOT / "scripts" / engine.script)],
-        input=json.dumps(plan),
+        input=json.dumps({**plan, "weights": result.weights}),
         capture_output=True,
         text=True,
         env=environment,
@@ -215,19 +248,25 @@ def _report(options: argparse.Namespace, results: Sequence[Figures]) -> dict[str
 
 
 def _figures(options: argparse.Namespace, result: Figures) -> dict[str, Any]:
+    named = {"engine": result.engine.title, "format": result.format, "weights": result.weights}
     if result.failed or not result.prefill_s:
-        return {"engine": result.engine.title, "failed": result.failed or "gave no figures"}
-    prefill = Spread.of(result.prefill_s)
+        return {**named, "failed": result.failed or "gave no figures"}
     return {
-        "engine": result.engine.title,
+        **named,
         "version": result.version,
         "settings": result.settings,
-        "prefill": _rates(options.context, prefill),
-        "decode": [
-            {"batch": int(batch), **_rates(int(batch), Spread.of(seconds))}
-            for batch, seconds in result.decode_s.items()
-        ],
+        "prefill": _rates(options.context, Spread.of(result.prefill_s)),
+        "decode": [_decode(result, batch) for batch in result.decode_s],
     }
+
+
+def _decode(result: Figures, batch: str) -> dict[str, Any]:
+    step = Spread.of(result.decode_s[batch])
+    figures = {"batch": int(batch), **_rates(int(batch), step)}
+    if result.floor_s:
+        floor = median(result.floor_s[batch])
+        figures |= {"floor_ms": floor * 1e3, "step_per_floor": step.median / floor}
+    return figures
 
 
 def _rates(tokens: int, seconds: Spread) -> dict[str, float]:
@@ -246,16 +285,38 @@ def _print_table(report: Mapping[str, Any]) -> None:
         f"{report['threads']} threads of {report['processor']}; tokens/s, medians of {report['rounds']} rounds "
         "[tenth, ninetieth percentile]\n"
     )
-    rows = [["ENGINE", "VERSION", "PREFILL", *(f"DECODE x {batch}" for batch in BATCHES)]]
-    for one in report["engines"]:
-        if "failed" in one:
-            rows.append([one["engine"], one["failed"], "", "", "", ""])
-        else:
-            cells = [one["prefill"], *one["decode"]]
-            rows.append([one["engine"], one["version"][:12], *(_cell(cell) for cell in cells)])
-    widths = [max(len(row[column]) for row in rows if row[2]) for column in range(len(rows[0]))]
-    for row in rows:
+    rows = [["ENGINE", "WEIGHTS", "VERSION", "PREFILL", *(f"DECODE x {batch}" for batch in BATCHES)]]
+    for form in dict.fromkeys(one["format"] for one in report["engines"]):
+        engines = [one for one in report["engines"] if one["format"] == form]
+        for one in engines:
+            if "failed" in one:
+                rows.append([one["engine"], one["weights"], one["failed"], "", "", "", ""])
+            else:
+                cells = [_cell(cell) for cell in (one["prefill"], *one["decode"])]
+                rows.append([one["engine"], one["weights"], one["version"][:12], *cells])
+        rows += _comparisons([one for one in engines if "failed" not in one])
+        rows.append([""] * len(rows[0]))
+    widths = [max(len(row[column]) for row in rows if row[3] or column < 2) for column in range(len(rows[0]))]
+    for row in rows[:-1]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _comparisons(engines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Baton's steps against the floor, and its rates against the best of the others with the same format."""
+    rows = []
+    ours = next((one for one in engines if one["engine"] == ENGINES[0].title), None)
+    if ours is None:
+        return []
+    if all("step_per_floor" in one for one in ours["decode"]):
+        rows.append(["", "", "step / floor", "-", *(f"{one['step_per_floor']:.2f}" for one in ours["decode"])])
+    others = [one for one in engines if one is not ours]
+    if others:
+        cells = []
+        for index, own in enumerate((ours["prefill"], *ours["decode"])):
+            best = max([one["prefill"], *one["decode"]][index]["tokens_per_s"] for one in others)
+            cells.append(f"{own['tokens_per_s'] / best:.2f}")
+        rows.append(["", "", "Baton / best", *cells])
+    return rows
 
 
 def _cell(rates: Mapping[str, float]) -> str:

@@ -22,13 +22,27 @@ _LAYER_NAMES = {
 }
 
 
-def prepare(model: Path, made: Path) -> Path:
-    """Converts the weights to a GGUF file, once; matrices are in bfloat16. Returns the file."""
-    target = made / "model.gguf"
-    if not target.is_file():
+def prepare(model: Path, made: Path, weights: str, threads: int) -> Path:
+    """Converts the weights to a GGUF file, once, with matrices in a format of llama.cpp. Returns the file."""
+    plain, target = made / "model-BF16.gguf", made / f"model-{weights}.gguf"
+    if not plain.is_file():
         made.mkdir(parents=True, exist_ok=True)
-        _write(model, target)
+        _write(model, plain)
+    if not target.is_file():
+        _quantize(plain, target, weights, threads)
     return target
+
+
+def _quantize(plain: Path, target: Path, weights: str, threads: int) -> None:
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{weights}")
+    settings.nthread = threads
+    unfinished = target.with_suffix(".part")
+    if llama_cpp.llama_model_quantize(str(plain).encode(), str(unfinished).encode(), settings):
+        raise SystemExit(f"llama.cpp could not convert the weights to {weights}")
+    unfinished.rename(target)
 
 
 def _write(model: Path, target: Path) -> None:
@@ -165,6 +179,6 @@ class _Run:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    file = prepare(Path(request["model"]), Path(request["made"]))
+    file = prepare(Path(request["model"]), Path(request["made"]), request["weights"], request["threads"])
     if not request.get("prepare_only"):
         print(json.dumps(measure(file, request)))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 
-def prepare(model: Path, made: Path) -> Path:
-    """Converts the weights to OpenVINO's format, once; returns the directory."""
-    target = made / "openvino"
+def prepare(model: Path, made: Path, weights: str) -> Path:
+    """Converts the weights to OpenVINO's format (fp16, int8, int4), once; returns the directory."""
+    target = made / f"openvino-{weights}"
     if not (target / "openvino_model.xml").is_file():
         source = made / "openvino-source"
         source.mkdir(parents=True, exist_ok=True)
@@ -25,10 +25,10 @@ def prepare(model: Path, made: Path) -> Path:
         words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "Ġw1000", "pad_token": "Ġw1000"}
         (source / "tokenizer_config.json").write_text(json.dumps(words))
         exporter = Path(sys.executable).with_name("optimum-cli")
-        # 16-bit weights: without this flag large models are quantised to 8 bits without a message.
+        # Without a format of the weights large models are quantised to 8 bits without a message.
         subprocess.run(
             [
-                *(str(exporter), "export", "openvino", "--model", str(source), "--weight-format", "fp16"),
+                *(str(exporter), "export", "openvino", "--model", str(source), "--weight-format", weights),
                 *("--task", "text-generation-with-past", str(target)),
             ],
             check=True,
@@ -104,6 +104,6 @@ class _Run:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
-    directory = prepare(Path(request["model"]), Path(request["made"]))
+    directory = prepare(Path(request["model"]), Path(request["made"]), request["weights"])
     if not request.get("prepare_only"):
         print(json.dumps(measure(directory, request)))

@@ -32,6 +32,8 @@ class ModelInfo:
     embedding_size: int = 0
     """Numbers in an embedding; 0: the model gives none."""
     compute_paths: tuple[ComputePath, ...] = ()
+    weight_bytes: int = 0
+    """Bytes of the weights in memory, quantised ones as they are packed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,7 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         bit_exact_reason=reason or "",
         embedding_size=transformer.hidden_size,
         compute_paths=compute_paths(operations, transformer, loaded.weights, loaded.dtype),
+        weight_bytes=loaded.weights.num_bytes,
     )
 
 

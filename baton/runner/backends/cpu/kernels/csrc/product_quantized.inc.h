@@ -75,33 +75,45 @@ INLINE const struct quantized_block *row_block(const char *x, size_t ldx, int m)
     return (const struct quantized_block *)(x + (size_t)m * ldx);
 }
 
-/* The sums of the block's products of codes: sums[MM][NU] */
-INLINE void multiply_codes(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t steps,
-                           i16 sums[12][4]) {
-    const size_t step_bytes = GROUP_COLUMNS * 4 * BITS / 8;
-    for (size_t step = 0; step < steps; step++, codes += step_bytes) {
-        i16 w[4];
+/* Adds the products of four elements of k to sums[MM][NU]; `place` is that of their codes in a block of x. */
+INLINE void multiply_four(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t place,
+                          i16 sums[12][4]) {
+    i16 w[4];
 #pragma GCC unroll 4
-        for (int u = 0; u < NU; u++) {
-            if (BITS == 8) {
-                w[u] = i_load(codes + u * 64);
-                __builtin_prefetch(codes + u * 64 + CODES_AHEAD);
-            } else if (u % 2 == 0) {
-                i16 both = i_load(codes + u * 32);
-                __builtin_prefetch(codes + u * 32 + CODES_AHEAD);
-                w[u] = i_low(both);
-                w[u + 1] = i_high(both);
-            }
-        }
-#pragma GCC unroll 12
-        for (int m = 0; m < MM; m++) {
-            int32_t four;
-            memcpy(&four, row_block(x, ldx, m)->codes + 4 * step, sizeof four);
-            i16 elements = i_set1(four);
-#pragma GCC unroll 4
-            for (int u = 0; u < NU; u++) sums[m][u] = i_dot(BITS, sums[m][u], w[u], elements);
+    for (int u = 0; u < NU; u++) {
+        if (BITS == 8) {
+            w[u] = i_load(codes + u * 64);
+            __builtin_prefetch(codes + u * 64 + CODES_AHEAD);
+        } else if (u % 2 == 0) {
+            i16 both = i_load(codes + u * 32);
+            __builtin_prefetch(codes + u * 32 + CODES_AHEAD);
+            w[u] = i_low(both);
+            w[u + 1] = i_high(both);
         }
     }
+#pragma GCC unroll 12
+    for (int m = 0; m < MM; m++) {
+        int32_t four;
+        memcpy(&four, row_block(x, ldx, m)->codes + place, sizeof four);
+        i16 elements = i_set1(four);
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++) sums[m][u] = i_dot(BITS, sums[m][u], w[u], elements);
+    }
+}
+
+/* Adds the products of a block's codes to sums[MM][NU]. Nearly all formats have blocks of MAX_BLOCK elements. */
+INLINE void multiply_codes(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t block,
+                           i16 sums[12][4]) {
+    const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8;
+    if (block == MAX_BLOCK) {
+#pragma GCC unroll 8
+        for (size_t place = 0; place < MAX_BLOCK; place += 4, codes += four_bytes)
+            multiply_four(BITS, MM, NU, x, ldx, codes, place, sums);
+        return;
+    }
+#pragma GCC unroll 1
+    for (size_t place = 0; place < block; place += 4, codes += four_bytes)
+        multiply_four(BITS, MM, NU, x, ldx, codes, place, sums);
 }
 
 INLINE void subtract_zeros(const int MM, const int NU, const char *x, size_t ldx, const i16 zero[4], i16 sums[12][4]) {
@@ -124,6 +136,8 @@ INLINE void add_block(const int OFFSETS, const int MM, const int NU, const char 
             if (OFFSETS) total = v_fma(offset[u], v_set1(row->weighted_sum), total);
             v_store(sum, total);
         }
+        /* This keeps the compiler from loading c of all rows first: there are registers for the integer sums, and not for c too. */
+        __asm__ volatile("" : : : "memory");
     }
 }
 
@@ -131,14 +145,18 @@ INLINE void add_block(const int OFFSETS, const int MM, const int NU, const char 
  * of ldx bytes; `columns` are the records of the 64 columns. */
 INLINE void tile_quantized(const int BITS, const int MM, const int NU, const struct quantized_format *f, const char *x, size_t ldx,
                            const uint8_t *columns, size_t panel, size_t from, size_t to, float *c) {
-    const size_t blocks = f->group / f->block, block_codes = codes_bytes(f, f->block), first = panel * LANES, steps = f->block / 4;
+    const size_t blocks = f->group / f->block, block_codes = codes_bytes(f, f->block), first = panel * LANES;
     c += first;
     if (from == 0)
         for (int m = 0; m < MM; m++)
             for (int u = 0; u < NU; u++) v_store(c + m * GROUP_COLUMNS + u * LANES, v_zero());
+    /* Divisions take long beside the products of a block, so places are counted up from here on. */
+    const size_t groups = f->groups_per_record, whole_record = record_bytes(f);
+    size_t block = from % blocks, in_record = from / blocks % groups;
+    const uint8_t *record = columns + from / blocks / groups * whole_record;
     while (from < to) {
-        const struct quantized_group group = quantized_group(f, columns, from / blocks);
-        const size_t block = from % blocks, left = blocks - block, end = to - from < left ? to : from + left;
+        const struct quantized_group group = group_of_record(f, record, in_record);
+        const size_t left = blocks - block, end = to - from < left ? to : from + left;
         const uint8_t *codes = group.codes + block * block_codes + panel * 64 * BITS / 8;
         v16 scale[4], offset[4];
         i16 zero[4];
@@ -154,14 +172,17 @@ INLINE void tile_quantized(const int BITS, const int MM, const int NU, const str
             for (int m = 0; m < MM; m++)
 #pragma GCC unroll 4
                 for (int u = 0; u < NU; u++) sums[m][u] = i_set1(row_block(x, ldx, m)->start);
-            multiply_codes(BITS, MM, NU, x, ldx, codes, steps, sums);
+            multiply_codes(BITS, MM, NU, x, ldx, codes, f->block, sums);
             if (f->has_zeros) subtract_zeros(MM, NU, x, ldx, zero, sums);
             if (f->offsets != NUMBER_NONE)
                 add_block(1, MM, NU, x, ldx, scale, offset, sums, c);
             else
                 add_block(0, MM, NU, x, ldx, scale, offset, sums, c);
-            /* There are registers for the integer sums, and not for c too: this keeps the compiler from having c in others' places. */
-            __asm__ volatile("" : : : "memory");
+        }
+        block = 0;
+        if (++in_record == groups) {
+            in_record = 0;
+            record += whole_record;
         }
     }
 }

@@ -67,9 +67,9 @@ struct quantized_group {
     uint8_t *scale_factors, *offset_factors, *scales, *offsets, *zeros, *codes;
 };
 
-static inline struct quantized_group quantized_group(const struct quantized_format *f, const uint8_t *columns, size_t group) {
-    uint8_t *record = (uint8_t *)(uintptr_t)columns + group / f->groups_per_record * record_bytes(f), *factors = record;
-    uint8_t *at = record + factors_bytes(f) + group % f->groups_per_record * (scales_bytes(f) + codes_bytes(f, f->group));
+static inline struct quantized_group group_of_record(const struct quantized_format *f, const uint8_t *record, size_t group) {
+    uint8_t *factors = (uint8_t *)(uintptr_t)record;
+    uint8_t *at = factors + factors_bytes(f) + group * (scales_bytes(f) + codes_bytes(f, f->group));
     struct quantized_group places = {0};
     if (has_factors(f->scales)) {
         places.scale_factors = factors;
@@ -83,6 +83,10 @@ static inline struct quantized_group quantized_group(const struct quantized_form
     if (f->has_zeros) places.zeros = at;
     places.codes = at + (f->has_zeros ? GROUP_COLUMNS : 0);
     return places;
+}
+
+static inline struct quantized_group quantized_group(const struct quantized_format *f, const uint8_t *columns, size_t group) {
+    return group_of_record(f, columns + group / f->groups_per_record * record_bytes(f), group % f->groups_per_record);
 }
 
 /* The parts of a weight [n, k] before it is packed; NULL: the format has none. */

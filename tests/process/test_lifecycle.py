@@ -140,7 +140,8 @@ def test_an_interrupted_start_leaves_no_process(shell: Shell, model: Path, tmp_p
         while not (place.exists() and (state := place.read_state()) and any(p.pid for p in state.processes)):
             assert starting.poll() is None
         starting.send_signal(signal.SIGINT)
-        assert starting.communicate() == (b"", b"")
+        said = b"baton: interrupted: the cluster is not started, and no process of it is left\n"
+        assert starting.communicate() == (b"", said)
     assert starting.returncode == 130
     shell.assert_nothing_left()
     assert place.read_state() is None

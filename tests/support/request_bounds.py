@@ -125,7 +125,7 @@ def _wrong_lengths(pb: GenerateRequest, present: dict[str, Any], served: Served)
         wrong.add("max_tokens")
     if present.get("min_tokens", 0) > present.get("max_tokens", min(16, left)):
         wrong.add("min_tokens")
-    if present.get("best_of", 8) < present.get("n", 1):
+    if present.get("best_of", 128) < present.get("n", 1):
         wrong.add("best_of")
     return wrong
 

@@ -52,8 +52,10 @@ def _with_closing_line(command: Callable[..., None]) -> Callable[..., None]:
             try:
                 command(**values)
             except KeyboardInterrupt:
-                # gRPC's server warns at the interpreter's end that it was not shut down: that is no news then.
+                # gRPC's server and event loop, which were not shut down, say so at the interpreter's end, in a warning
+                # or by an exception in __del__: that is no news then.
                 warnings.simplefilter("ignore", RuntimeWarning)
+                sys.unraisablehook = lambda _: None
                 raise
 
     return run

@@ -32,6 +32,7 @@ const struct isa isa_avx2 = {
 
 #undef TARGET
 #define TARGET __attribute__((target("f16c,avx2,fma")))
+#define QUANTIZED_UNROLLED 0
 #define QUANTIZED_WIDE_ROWS 1
 #define QUANTIZED_WIDE_CASES(F) F(1)
 #define QUANTIZED_TALL_ROWS 2

@@ -37,6 +37,7 @@ const struct isa isa_avx512 = {
  * machine that has them. A processor without VNNI computes the same on AVX2. */
 #undef TARGET
 #define TARGET __attribute__((target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define QUANTIZED_UNROLLED 1
 #define QUANTIZED_WIDE_ROWS 6
 #define QUANTIZED_WIDE_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
 #define QUANTIZED_TALL_ROWS 8

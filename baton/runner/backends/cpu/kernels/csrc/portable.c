@@ -25,6 +25,7 @@ const struct isa isa_portable = {
     {attention_float32, attention_bfloat16},
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0, &quantized_portable};
 
+#define QUANTIZED_UNROLLED 0
 #define QUANTIZED_WIDE_ROWS 1
 #define QUANTIZED_WIDE_CASES(F) F(1)
 #define QUANTIZED_TALL_ROWS 2

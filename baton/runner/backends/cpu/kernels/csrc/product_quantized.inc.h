@@ -1,6 +1,7 @@
 /* Products with quantized weights (quantized.h). Included once for each instruction set, after linear_float32.inc.h and the
  * vectors of integers; the includer defines the register tiles:
- * QUANTIZED_WIDE_ROWS rows by 4 panels, and QUANTIZED_TALL_ROWS rows by 2 panels, with their CASES. */
+ * QUANTIZED_WIDE_ROWS rows by 4 panels, and QUANTIZED_TALL_ROWS rows by 2 panels, with their CASES; and QUANTIZED_UNROLLED, whether
+ * there is code without a loop for a block of MAX_BLOCK elements, which takes long to compile. */
 #include "quantized.h"
 
 /* The length of a piece of k, whose weights stay in a cache while block after block of rows is multiplied with them: the
@@ -105,7 +106,7 @@ INLINE void multiply_four(const int BITS, const int MM, const int NU, const char
 INLINE void multiply_codes(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t block,
                            i16 sums[12][4]) {
     const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8;
-    if (block == MAX_BLOCK) {
+    if (QUANTIZED_UNROLLED && block == MAX_BLOCK) {
 #pragma GCC unroll 8
         for (size_t place = 0; place < MAX_BLOCK; place += 4, codes += four_bytes)
             multiply_four(BITS, MM, NU, x, ldx, codes, place, sums);

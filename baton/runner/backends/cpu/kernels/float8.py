@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -15,10 +16,9 @@ from torch.nn import functional
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import require_bias, require_rows
+from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
+from baton.runner.backends.cpu.kernels.product import multiply_packed, require_bias, require_input
 from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
-
-_PANEL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,7 @@ def pack_float8(*weights: Float8Weight) -> PackedFloat8Weight:
     """
     n = sum(weight.shape[0] for weight in weights)
     packed = _empty_packed(weights, n, n, gated=False)
-    first = 0
-    for weight in weights:
-        _place(weight, packed, first, spread=1)
-        first += weight.shape[0]
+    place_stacked(weights, partial(_place, packed))
     return packed
 
 
@@ -89,9 +86,8 @@ def pack_gated_float8(gate: Float8Weight, up: Float8Weight) -> PackedFloat8Weigh
         group = min(groups) if whole in groups else math.gcd(*groups)
         gate, up = gate.in_groups(group), up.in_groups(group)
     n = gate.shape[0]
-    packed = _empty_packed((gate, up), n, -(-n // _PANEL) * 2 * _PANEL, gated=True)
-    _place(gate, packed, 0, spread=2)
-    _place(up, packed, _PANEL, spread=2)
+    packed = _empty_packed((gate, up), n, gated_columns(n), gated=True)
+    place_gated(gate, up, partial(_place, packed))
     return packed
 
 
@@ -131,37 +127,11 @@ def multiply_float8(
 
     `activation`: a number of product.py. Raises KernelArgumentError for tensors that don't fit.
     """
-    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
-        raise KernelArgumentError(
-            "x", f"must be [m, {w.k}] of float32 or bfloat16 on the CPU, is {tuple(x.shape)} {x.dtype}"
-        )
-    require_rows(x, w.k)
+    require_input(x, w.k)
     if w.padded_k != w.k:
         x = functional.pad(x, (0, w.padded_k - w.k))
     bias_address = None if bias is None else require_bias(bias, w.n, x.dtype)
-    if out is None:
-        out = x.new_empty((x.shape[0], w.n))
-    lib = library()
-    status = lib.linear(
-        w.isa,
-        DTYPES[x.dtype],
-        x.data_ptr(),
-        w.address,
-        bias_address,
-        out.data_ptr(),
-        x.shape[0],
-        w.n,
-        w.padded_k,
-        w.group,
-        x.stride(0),
-        out.stride(0),
-        activation,
-        DTYPES[out.dtype],
-        threads,
-    )
-    if status:
-        check_status(status)
-    return out
+    return multiply_packed(x, w, w.group, bias_address, activation, threads, out)
 
 
 def _whole_row(k: int) -> int:
@@ -180,7 +150,7 @@ def _empty_packed(weights: tuple[Float8Weight, ...], n: int, columns: int, *, ga
     return PackedFloat8Weight(n, k, padded, group, gated, storage, storage.data_ptr(), lib.isa)
 
 
-def _place(weight: Float8Weight, packed: PackedFloat8Weight, first: int, *, spread: int) -> None:
+def _place(packed: PackedFloat8Weight, weight: Float8Weight, first: int, spread: int) -> None:
     n, k = weight.shape
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
     library().functions.baton_pack_float8(

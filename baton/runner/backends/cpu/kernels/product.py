@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch.nn import functional
@@ -11,12 +12,12 @@ from torch.nn import functional
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 NOT_GATED = 0
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
-_PANEL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,7 @@ def pack(*weights: torch.Tensor) -> PackedWeight:
     """
     n = sum(weight.shape[0] for weight in weights)
     packed = _empty_packed(weights, n, n, gated=False)
-    first = 0
-    for weight in weights:
-        _place(weight, packed, first, spread=1)
-        first += weight.shape[0]
+    place_stacked(weights, partial(_place, packed))
     return packed
 
 
@@ -59,9 +57,8 @@ def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
     if gate.shape != up.shape:
         raise KernelArgumentError("up", f"is {tuple(up.shape)}, the gate {tuple(gate.shape)}")
     n = gate.shape[0]
-    packed = _empty_packed((gate, up), n, -(-n // _PANEL) * 2 * _PANEL, gated=True)
-    _place(gate, packed, 0, spread=2)
-    _place(up, packed, _PANEL, spread=2)
+    packed = _empty_packed((gate, up), n, gated_columns(n), gated=True)
+    place_gated(gate, up, partial(_place, packed))
     return packed
 
 
@@ -119,6 +116,15 @@ def require_bias(bias: torch.Tensor, n: int, dtype: torch.dtype) -> int:
     return bias.data_ptr()
 
 
+def require_input(x: torch.Tensor, k: int) -> None:
+    """Raises KernelArgumentError unless x is [m, k] in float32 or bfloat16, as `require_rows` says, on the CPU."""
+    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
+        raise KernelArgumentError(
+            "x", f"must be [m, {k}] of float32 or bfloat16 on the CPU, is {tuple(x.shape)} {x.dtype}"
+        )
+    require_rows(x, k)
+
+
 def require_rows(x: torch.Tensor, k: int) -> None:
     """Raises KernelArgumentError unless x is [m, k], each of its rows contiguous and none in another's memory."""
     if x.shape[1] != k:
@@ -140,12 +146,41 @@ def _multiply(
         require_rows(x, w.padded_k)
     else:
         require_rows(x, w.k)
+    return multiply_packed(x, w, 0, bias, activation, threads, out)
+
+
+class _PackedWhole(Protocol):
+    """What a call needs to know of a packed weight."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def padded_k(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def isa(self) -> int: ...
+
+
+def multiply_packed(
+    x: torch.Tensor,
+    w: _PackedWhole,
+    scale_group: int,
+    bias: int | None,
+    activation: int,
+    threads: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Call the library for a product whose arguments were checked: x [m, padded_k] to [m, n].
+
+    `scale_group`: of a weight in float8, else 0; `bias`: its address; `activation`: a number of ACTIVATIONS.
+    """
     if out is None:
         out = x.new_empty((x.shape[0], w.n))
     lib = library()
     status = lib.linear(
         w.isa,
-        DTYPES[w.dtype],
+        DTYPES[x.dtype],
         x.data_ptr(),
         w.address,
         bias,
@@ -153,7 +188,7 @@ def _multiply(
         x.shape[0],
         w.n,
         w.padded_k,
-        0,
+        scale_group,
         x.stride(0),
         out.stride(0),
         activation,
@@ -185,7 +220,7 @@ def _empty_packed(weights: tuple[torch.Tensor, ...], n: int, columns: int, *, ga
     return PackedWeight(n, k, lib.functions.baton_padded_k(code, k), dtype, gated, storage, storage.data_ptr(), lib.isa)
 
 
-def _place(weight: torch.Tensor, packed: PackedWeight, first: int, *, spread: int) -> None:
+def _place(packed: PackedWeight, weight: torch.Tensor, first: int, spread: int) -> None:
     weight = weight.detach().contiguous()
     library().functions.baton_pack(
         packed.isa, DTYPES[packed.dtype], weight.data_ptr(), packed.address, weight.shape[0], packed.k, first, spread

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,10 +17,10 @@ from baton.runner.backends.cpu.kernels.call_structs import Number, QuantizedForm
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
-from baton.runner.backends.cpu.kernels.product import require_bias, require_rows
+from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
+from baton.runner.backends.cpu.kernels.product import require_bias, require_input
 from baton.runner.backends.quantized_weight import QuantizedWeight
 
-_PANEL = 16
 _NUMBERS = {
     torch.float32: Number.FLOAT32,
     torch.bfloat16: Number.BFLOAT16,
@@ -74,10 +75,7 @@ def pack_quantized(*weights: QuantizedWeight) -> PackedQuantizedWeight:
     """Pack weights [n_i, k] of one format, stacked over their outputs. Raises KernelArgumentError for others."""
     n = sum(weight.shape[0] for weight in weights)
     packed = _empty_packed(weights, n, n, gated=False)
-    first = 0
-    for weight in weights:
-        _place(weight, packed, first, spread=1)
-        first += weight.shape[0]
+    place_stacked(weights, partial(_place, packed))
     return packed
 
 
@@ -89,9 +87,8 @@ def pack_gated_quantized(gate: QuantizedWeight, up: QuantizedWeight) -> PackedQu
         group = math.gcd(gate.group, up.group)
         gate, up = _widened(gate, group), _widened(up, group)
     n = gate.shape[0]
-    packed = _empty_packed((gate, up), n, -(-n // _PANEL) * 2 * _PANEL, gated=True)
-    _place(gate, packed, 0, spread=2)
-    _place(up, packed, _PANEL, spread=2)
+    packed = _empty_packed((gate, up), n, gated_columns(n), gated=True)
+    place_gated(gate, up, partial(_place, packed))
     return packed
 
 
@@ -131,11 +128,7 @@ def multiply_quantized(
 
     `activation`: a number of product.py. Raises KernelArgumentError for tensors that don't fit.
     """
-    if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:
-        raise KernelArgumentError(
-            "x", f"must be [m, {w.k}] of float32 or bfloat16 on the CPU, is {tuple(x.shape)} {x.dtype}"
-        )
-    require_rows(x, w.k)
+    require_input(x, w.k)
     bias_address = None if bias is None else require_bias(bias, w.n, x.dtype)
     m = x.shape[0]
     if out is None:
@@ -252,7 +245,7 @@ def _empty_packed(weights: tuple[QuantizedWeight, ...], n: int, columns: int, *,
     return PackedQuantizedWeight(n, k, gated, first, row_bytes, storage, storage.data_ptr())
 
 
-def _place(weight: QuantizedWeight, packed: PackedQuantizedWeight, first: int, *, spread: int) -> None:
+def _place(packed: PackedQuantizedWeight, weight: QuantizedWeight, first: int, spread: int) -> None:
     zeros = None if isinstance(weight.zeros, int) else weight.zeros
     tensors = (weight.codes, weight.scales, weight.scale_factors, weight.offsets, weight.offset_factors, zeros)
     kept = [None if tensor is None else tensor.contiguous() for tensor in tensors]

@@ -155,9 +155,7 @@ def gated_linear(x: torch.Tensor, w: Packed, *, activation: Activation, threads:
     return _multiply_narrow(x, w, None, ACTIVATIONS[activation], threads)
 
 
-def columns_of(
-    parts: Sequence[PackedPart],
-) -> list[tuple[int, PackedPart]]:
+def columns_of(parts: Sequence[PackedPart]) -> list[tuple[int, PackedPart]]:
     """Each part with the first column of the result that it computes."""
     found, first = [], 0
     for part in parts:

@@ -19,6 +19,14 @@
 #include "kernels.h"
 
 enum { CODES_AT_A_TIME = 64, FLOAT8_SCALE_BYTES = GROUP_COLUMNS * sizeof(float) };
+
+/* How vectors widen a code s eeee mmm to bfloat16. Its number, unless that is subnormal, is s (120 + e) mmm 0000 there: the upper byte
+ * is a function of the code's upper half, and the lower byte is the code's lower half, shifted. A subnormal number of float8 is a
+ * normal one in bfloat16, so for codes of 0 to 7 the upper bytes are too large by an excess, and bits of the lower bytes differ. */
+static const int8_t E4M3_UPPER_BYTES[16] = {60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61};
+static const int8_t E4M3_UPPER_EXCESS[16] = {60, 1, 1, 1};
+static const int8_t E4M3_LOWER_DIFFERENCE[16] = {0, 0x10, -0x60, -0x10, 0x40, 0x70, 0x20, 0x10};
+
 /* The room for a piece of widened weights. With few rows it stays in the first-level cache, also beside the prefetched codes of the
  * next piece; with many rows it stays in the second-level cache. */
 enum { FEW_WIDENED_BYTES = 16 << 10, MANY_WIDENED_BYTES = 64 << 10 };

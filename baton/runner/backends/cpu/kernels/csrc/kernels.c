@@ -124,8 +124,8 @@ static int worthwhile_threads(size_t m, size_t n, size_t k, int n_threads) {
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
                  size_t k, size_t scale_group, size_t x_stride, size_t out_stride, int activation, int out_dtype, int n_threads) {
     struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
-                               .scale_group = scale_group, .x_stride = x_stride, .out_stride = out_stride, .activation = (enum activation)activation,
-                               .out_dtype = (enum dtype)out_dtype};
+                               .scale_group = scale_group, .x_stride = x_stride, .out_stride = out_stride,
+                               .activation = (enum activation)activation, .out_dtype = (enum dtype)out_dtype};
     n_threads = worthwhile_threads(m, n, k, n_threads);
     struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);
     return run_works(&work, 1, n_threads, NULL);

@@ -1,4 +1,6 @@
 /* Vectors of 16 floats on AVX2 with FMA, in two registers each. The includer defines TARGET, see vector_avx512.h. */
+#include "float8.h"
+
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -75,15 +77,15 @@ INLINE __m256 load_e4m3_8(const uint8_t *p) {
 }
 INLINE v16 v_load_e4m3(const uint8_t *p) { return EACH(load_e4m3_8(p), load_e4m3_8(p + 8)); }
 
+/* A table of 16 bytes in each half of a register, as _mm256_shuffle_epi8 takes it. */
+INLINE __m256i table_of(const int8_t bytes[16]) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes)); }
+
 /* Widens 32 float8 to bfloat16, 16 of the first half and 16 of the second, as in vector_avx512.h. */
 INLINE void widen_e4m3(__m256i codes, __m256i wide[2]) {
-    const __m256i upper_halves = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
-    const __m256i upper_excess = _mm256_broadcastsi128_si256(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    const __m256i lower_difference = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 0x10, (char)0xA0, (char)0xF0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m256i upper_bytes = table_of(E4M3_UPPER_BYTES), upper_excess = table_of(E4M3_UPPER_EXCESS);
+    const __m256i lower_difference = table_of(E4M3_LOWER_DIFFERENCE);
     const __m256i half = _mm256_set1_epi8(0x0F);
-    __m256i upper = _mm256_shuffle_epi8(upper_halves, _mm256_and_si256(_mm256_srli_epi16(codes, 4), half));
+    __m256i upper = _mm256_shuffle_epi8(upper_bytes, _mm256_and_si256(_mm256_srli_epi16(codes, 4), half));
     __m256i lower = _mm256_andnot_si256(half, _mm256_slli_epi16(codes, 4));
     __m256i index = _mm256_adds_epu8(_mm256_and_si256(codes, _mm256_set1_epi8(0x7F)), _mm256_set1_epi8(0x70));
     upper = _mm256_sub_epi8(upper, _mm256_shuffle_epi8(upper_excess, index));
@@ -118,11 +120,9 @@ INLINE void v_store_bf16(uint16_t *p, v16 x) {
 /* the odd and the even elements of 16 bfloat16 pairs */
 INLINE __m256i load_8(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 INLINE __m256 odd_8(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000u))); }
+INLINE __m256 even_8(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 INLINE v16 v_load_odd(const uint16_t *p) { return EACH(odd_8(load_8(p)), odd_8(load_8(p + 16))); }
-INLINE v16 v_load_even(const uint16_t *p) {
-    return EACH(_mm256_castsi256_ps(_mm256_slli_epi32(load_8(p), 16)),
-                _mm256_castsi256_ps(_mm256_slli_epi32(load_8(p + 16), 16)));
-}
+INLINE v16 v_load_even(const uint16_t *p) { return EACH(even_8(load_8(p)), even_8(load_8(p + 16))); }
 
 /* The odd and the even elements of the bfloat16 pairs that 64 float8 are, 32 in each of two panels. */
 INLINE void v_widen_e4m3_pairs(const uint8_t *from, v16 odd[2], v16 even[2]) {
@@ -131,7 +131,7 @@ INLINE void v_widen_e4m3_pairs(const uint8_t *from, v16 odd[2], v16 even[2]) {
     widen_e4m3(_mm256_loadu_si256((const __m256i *)(from + 32)), high);
     for (int i = 0; i < 2; i++) {
         odd[i] = EACH(odd_8(low[i]), odd_8(high[i]));
-        even[i] = EACH(_mm256_castsi256_ps(_mm256_slli_epi32(low[i], 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high[i], 16)));
+        even[i] = EACH(even_8(low[i]), even_8(high[i]));
     }
 }
 #undef EACH

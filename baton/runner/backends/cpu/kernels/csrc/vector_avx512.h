@@ -1,4 +1,6 @@
 /* Vectors of 16 floats on AVX-512. The includer defines TARGET, the target attribute of every function. */
+#include "float8.h"
+
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -49,18 +51,16 @@ INLINE v16 v_load_e4m3(const uint8_t *p) {
     return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f));
 }
 
-/* Widens 64 float8 (e4m3fn, none of them NaN), of which the first 32 and the last 32 take turns, 8 at a time (float8.h), to bfloat16.
- * The bits of a code are s eeee mmm, and those of its number, unless that is subnormal: s (120 + e) mmm 0000. So the upper byte is
- * a function of the code's upper half, and the lower byte is the code's lower half, shifted. A subnormal number of float8 is a
- * normal one in bfloat16; for codes of 0 to 7, upper and lower bytes are corrected by tables. */
+/* A table of 16 bytes in each quarter of a register, as _mm512_shuffle_epi8 takes it. */
+INLINE __m512i table_of(const int8_t bytes[16]) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)bytes)); }
+
+/* Widens 64 float8 (e4m3fn, none of them NaN), of which the first 32 and the last 32 take turns, 8 at a time (float8.h), to bfloat16
+ * by the tables that float8.h explains. */
 INLINE void widen_e4m3(__m512i codes, __m512i wide[2]) {
-    const __m512i upper_halves = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(60, 61, 62, 63, 64, 65, 66, 67, -68, -67, -66, -65, -64, -63, -62, -61));
-    const __m512i upper_excess = _mm512_broadcast_i32x4(_mm_setr_epi8(60, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    const __m512i lower_difference = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(0, 0x10, (char)0xA0, (char)0xF0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
+    const __m512i upper_bytes = table_of(E4M3_UPPER_BYTES), upper_excess = table_of(E4M3_UPPER_EXCESS);
+    const __m512i lower_difference = table_of(E4M3_LOWER_DIFFERENCE);
     const __m512i half = _mm512_set1_epi8(0x0F);
-    __m512i upper = _mm512_shuffle_epi8(upper_halves, _mm512_and_si512(_mm512_srli_epi16(codes, 4), half));
+    __m512i upper = _mm512_shuffle_epi8(upper_bytes, _mm512_and_si512(_mm512_srli_epi16(codes, 4), half));
     __m512i lower = _mm512_andnot_si512(half, _mm512_slli_epi16(codes, 4));
     /* Below 16 the code's lower half selects from a table; others saturate to a negative index, which selects zero. */
     __m512i index = _mm512_adds_epu8(_mm512_and_si512(codes, _mm512_set1_epi8(0x7F)), _mm512_set1_epi8(0x70));
@@ -98,20 +98,18 @@ INLINE void v_store_two_factors(uint16_t *p, v16 a, v16 b) { _mm512_storeu_si512
 #endif
 
 /* the odd and the even elements of 16 bfloat16 pairs */
-INLINE v16 v_load_odd(const uint16_t *p) {
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xFFFF0000u)));
-}
-INLINE v16 v_load_even(const uint16_t *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
-}
+INLINE v16 odd_16(__m512i pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000u))); }
+INLINE v16 even_16(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+INLINE v16 v_load_odd(const uint16_t *p) { return odd_16(_mm512_loadu_si512(p)); }
+INLINE v16 v_load_even(const uint16_t *p) { return even_16(_mm512_loadu_si512(p)); }
 
 /* The odd and the even elements of the bfloat16 pairs that 64 float8 are, 32 in each of two panels. */
 INLINE void v_widen_e4m3_pairs(const uint8_t *from, v16 odd[2], v16 even[2]) {
     __m512i wide[2];
     widen_e4m3(_mm512_loadu_si512(from), wide);
     for (int i = 0; i < 2; i++) {
-        odd[i] = _mm512_castsi512_ps(_mm512_and_si512(wide[i], _mm512_set1_epi32((int)0xFFFF0000u)));
-        even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(wide[i], 16));
+        odd[i] = odd_16(wide[i]);
+        even[i] = even_16(wide[i]);
     }
 }
 

@@ -24,8 +24,8 @@ def check_sequences(params: SamplingParams) -> None:
     most = width or (MAX_GRAMMAR_SEQUENCES if params.has_grammar else MAX_SEQUENCES)
     if not 1 <= params.n <= most:
         raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
-    if width and (constraint := params.constraint) is not None:
-        raise InvalidRequest(constraint.kind, "does not go with beam_width")
+    if width and (kind := params.constraint_kind) is not None:
+        raise InvalidRequest(kind, "does not go with beam_width")
     if params.repetition_detection is not None:
         if width:
             raise InvalidRequest("repetition_detection", "does not go with beam_width")

@@ -93,15 +93,21 @@ class SamplingParams:
     @property
     def has_grammar(self) -> bool:
         """Whether the output is constrained by a grammar."""
-        return bool(self.json_schema or self.regex or self.choice or self.grammar)
+        return self.constraint_kind is not None
+
+    @property
+    def constraint_kind(self) -> ConstraintKind | None:
+        """The field that constrains the output, if one does; requests with several are refused."""
+        return next((kind for kind in CONSTRAINT_KINDS if getattr(self, kind)), None)
 
     @property
     def constraint(self) -> Constraint | None:
-        """The first constraint of the output, if it has one; requests with several are refused."""
-        for kind in CONSTRAINT_KINDS:
-            if found := getattr(self, kind):
-                return Constraint(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False), kind)
-        return None
+        """The constraint of the output, if it has one."""
+        kind = self.constraint_kind
+        if kind is None:
+            return None
+        found: str | Sequence[str] = getattr(self, kind)
+        return Constraint(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False), kind)
 
 
 NUMBER_RANGES = {one.name: one.metadata[NumberRange] for one in fields(SamplingParams) if NumberRange in one.metadata}

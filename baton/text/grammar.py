@@ -23,7 +23,7 @@ _NOT_ALLOWED = "doesn't satisfy the grammar"
 """Part of llguidance's message for a token that is not allowed; its errors differ only in their text."""
 
 
-class JsonGrammars:
+class Grammars:
     """Compiles schemas for one model. Its methods may be called from any thread, and release the interpreter lock."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -45,7 +45,7 @@ class JsonGrammars:
         self._all_but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     @classmethod
-    def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> JsonGrammars:
+    def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> Grammars:
         """Prepare the tokenizer of a model directory; raises ConfigError when it can't be read or used."""
         path = model_dir / TOKENIZER_FILE
         try:
@@ -54,16 +54,16 @@ class JsonGrammars:
             raise ConfigError(f"{path} can't be read: {error}") from error
         return cls(text, vocab_size, eos_token_ids)
 
-    def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> JsonMatcher:
+    def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> GrammarMatcher:
         """A new matcher for one sequence; raises InvalidRequest.
 
         The schema must have passed `SchemaSandbox.check`: another one may use up this process's memory. Each matcher is
         compiled anew, since copies would share the automaton that they extend while they match, and its limits.
         """
-        return JsonMatcher(compile_constraint(text, self._tokenizer, kind), self._all_but_eos, kind)
+        return GrammarMatcher(compile_constraint(text, self._tokenizer, kind), self._all_but_eos, kind)
 
 
-class JsonMatcher:
+class GrammarMatcher:
     """A `TokenMatcher` for one sequence.
 
     The library's calls for a token are the same whether it was sampled here or by an earlier attempt, so that its

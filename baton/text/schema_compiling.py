@@ -1,6 +1,6 @@
-"""Compiles what an output must be (a JSON schema, a regular expression, a choice or a grammar) to llguidance's
-automaton, and checks its limits.
+"""Compiles what an output must be to llguidance's automaton, and checks its limits.
 
+That is a JSON schema, a regular expression, a choice or a grammar; below, "schema" stands for all of them.
 Compiling may take any time and any memory: intersections of patterns grow exponentially, and no limit of the library
 counts them (26 MB for 18 patterns `^.*a.{i}$` under `allOf`, 472 MB for 22). So a schema is compiled for the first time
 in a child process that may be killed: see `schema_sandbox`. This module imports little, since the child imports it.

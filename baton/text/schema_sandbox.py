@@ -1,5 +1,6 @@
-"""Compiles untrusted JSON schemas, and the other constraints of an output, in child processes, within limits of memory
-and time. Below, "schema" stands for all of them.
+"""Compiles untrusted constraints of an output in child processes, within limits of memory and time.
+
+Below, "schema" stands for all of them: JSON schemas, regular expressions, choices and grammars.
 
 The rules:
 

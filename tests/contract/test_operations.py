@@ -16,6 +16,7 @@ from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.torch_operations import TorchOperations, activate
 from baton.testing.fake_flash import fake_varlen_attn
+from tests.support.kernel_inputs import randn
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-3}
 LENGTHS, QUERIES, SIZE = (1, 40, 90), (1, 5, 33), 16
@@ -38,10 +39,6 @@ def operations(request: pytest.FixtureRequest) -> Any:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     chosen: torch.dtype = request.param
     return chosen
-
-
-def randn(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:

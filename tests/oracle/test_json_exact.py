@@ -23,7 +23,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_grammar import FakeMatcher
-from baton.text.grammar import JsonGrammars, num_mask_words
+from baton.text.grammar import Grammars, num_mask_words
 from baton.text.tokenizer import Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.tiny_models import TINY_MODELS
@@ -44,8 +44,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def grammars(model_dir: Path) -> JsonGrammars:
-    return JsonGrammars.load(model_dir, VOCAB, {EOS})
+def grammars(model_dir: Path) -> Grammars:
+    return Grammars.load(model_dir, VOCAB, {EOS})
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def runner(model_dir: Path) -> TorchModelRunner:
 class Engine:
     """One engine; requests get the matchers that a node would compile for them."""
 
-    def __init__(self, runner: TorchModelRunner, grammars: JsonGrammars, ahead: bool = False, **limits: Any) -> None:
+    def __init__(self, runner: TorchModelRunner, grammars: Grammars, ahead: bool = False, **limits: Any) -> None:
         values = {"max_num_batched_tokens": 24, "max_num_seqs": 12, "enable_prefix_caching": False} | limits
         config = SchedulerConfig(
             num_blocks=runner.memory.num_blocks,
@@ -97,7 +97,7 @@ def constrained(name: str, seed: int = 0, **fields: Any) -> SamplingParams:
     return SamplingParams(json_schema=schema_text(name), **values)
 
 
-def naive_mask(grammars: JsonGrammars, json_schema: str, output: list[int]) -> np.ndarray[Any, Any]:
+def naive_mask(grammars: Grammars, json_schema: str, output: list[int]) -> np.ndarray[Any, Any]:
     """The mask of a new matcher that has been given only this output."""
     matcher = grammars.matcher(json_schema)
     matcher.advance(output)
@@ -132,7 +132,7 @@ def greedy_with_transformers(
 
 
 def test_greedy_tokens_equal_generate_under_a_naive_mask(
-    model_dir: Path, runner: TorchModelRunner, grammars: JsonGrammars
+    model_dir: Path, runner: TorchModelRunner, grammars: Grammars
 ) -> None:
     names = ("object", "enum", "pattern", "nested")
     prompts = {name: prompt_of(index) for index, name in enumerate(names)}
@@ -165,7 +165,7 @@ Sampled = tuple[dict[str, list[int]], dict[str, SamplingParams]]
 
 
 @pytest.fixture(scope="module")
-def alone(runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled) -> dict[str, list[int]]:
+def alone(runner: TorchModelRunner, grammars: Grammars, sampled: Sampled) -> dict[str, list[int]]:
     """The tokens of all requests, computed one after the other."""
     prompts, params = sampled
     tokens: dict[str, list[int]] = {}
@@ -177,7 +177,7 @@ def alone(runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled) ->
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_batching_preemption_and_asynchronous_scheduling_change_no_token(
-    model_dir: Path, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]], mode: str, ahead: bool
+    model_dir: Path, grammars: Grammars, sampled: Sampled, alone: dict[str, list[int]], mode: str, ahead: bool
 ) -> None:
     block_bytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
     cramped = load_runner(
@@ -196,7 +196,7 @@ def test_generated_json_fits_the_schema(model_dir: Path, alone: dict[str, list[i
 
 
 def test_constrained_requests_change_no_tokens_of_others(
-    runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]
+    runner: TorchModelRunner, grammars: Grammars, sampled: Sampled, alone: dict[str, list[int]]
 ) -> None:
     prompts, params = sampled
     plain = {name: prompt for name, prompt in prompts.items() if name.startswith("plain")}
@@ -204,7 +204,7 @@ def test_constrained_requests_change_no_tokens_of_others(
 
 
 def test_each_of_several_constrained_sequences_is_what_it_would_be_alone(
-    runner: TorchModelRunner, grammars: JsonGrammars
+    runner: TorchModelRunner, grammars: Grammars
 ) -> None:
     params = constrained("object", seed=4, n=3)
     together = Engine(runner, grammars).run({"r": prompt_of(2)}, {"r": params})
@@ -217,7 +217,7 @@ def test_each_of_several_constrained_sequences_is_what_it_would_be_alone(
 
 @pytest.mark.parametrize("num_generated", [1, 7, 30])
 def test_an_attempt_continues_behind_the_tokens_of_an_earlier_one(
-    runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]], num_generated: int
+    runner: TorchModelRunner, grammars: Grammars, sampled: Sampled, alone: dict[str, list[int]], num_generated: int
 ) -> None:
     prompts, params = sampled
     core = Engine(runner, grammars).core
@@ -243,7 +243,7 @@ def test_an_attempt_continues_behind_the_tokens_of_an_earlier_one(
     }
 
 
-def test_no_token_is_outside_the_mask(grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]) -> None:
+def test_no_token_is_outside_the_mask(grammars: Grammars, sampled: Sampled, alone: dict[str, list[int]]) -> None:
     _, params = sampled
     for name in ("object", "pattern", "penalised"):
         output = alone[name]
@@ -252,7 +252,7 @@ def test_no_token_is_outside_the_mask(grammars: JsonGrammars, sampled: Sampled, 
         )
 
 
-def test_a_constrained_request_may_end_by_its_length(runner: TorchModelRunner, grammars: JsonGrammars) -> None:
+def test_a_constrained_request_may_end_by_its_length(runner: TorchModelRunner, grammars: Grammars) -> None:
     engine = Engine(runner, grammars)
     request = Request("r", prompt_of(1), constrained("object", max_tokens=3), eos_token_ids=frozenset({EOS}))
     engine.core.add_request(request)
@@ -263,7 +263,7 @@ def test_a_constrained_request_may_end_by_its_length(runner: TorchModelRunner, g
 
 
 def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
-    runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]
+    runner: TorchModelRunner, grammars: Grammars, sampled: Sampled, alone: dict[str, list[int]]
 ) -> None:
     prompts, params = sampled
     engine = Engine(runner, grammars)

@@ -117,7 +117,7 @@ class DisturbedModel:
             if block is None:
                 magnitude, additions = row.abs() @ weight.abs().T, weight.shape[1] + 1
             else:
-                # Of a weight with an offset, scale * code and offset are at most three times the largest of its group.
+                # The products scale * code and the offset of a weight are at most three times the largest of its group.
                 widest = weight.view(len(weight), -1, block).abs().amax(dim=2).repeat_interleave(block, dim=1)
                 magnitude, additions = 3 * row.abs() @ widest.T, 2 * weight.shape[1] // block + 1
             half = math.sqrt(additions) * UNIT * magnitude + self._unit(1, 1) * out.abs()

@@ -91,9 +91,7 @@ class Admission:
             self._waiting.add(request)
 
     def fork(self, request: Request) -> None:
-        """Put the other sequences of a request, whose prompt is computed, next in turn, or hold them back; nothing if
-        it has none.
-        """
+        """Queue or hold back the other sequences, if there are any, of a request whose prompt is computed."""
         group = request.group
         if group is None or group.is_forked:
             return

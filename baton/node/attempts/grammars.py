@@ -15,7 +15,7 @@ from baton.fair_executor import FairExecutor
 from baton.messages.ids import tenant_of
 from baton.messages.node import Leg
 from baton.messages.sampling import ConstraintKind
-from baton.text.grammar import JsonGrammars
+from baton.text.grammar import Grammars
 from baton.text.schema_sandbox import SchemaSandbox
 
 NO_GRAMMARS = "this node's model has no text"
@@ -98,7 +98,7 @@ def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
     if config.runner != "torch":
         return GrammarCompiler(None, NO_GRAMMARS)
     try:
-        grammars = JsonGrammars.load(config.model, model.vocab_size, model.eos_token_ids)
+        grammars = Grammars.load(config.model, model.vocab_size, model.eos_token_ids)
     except ConfigError as error:
         _log.warning("requests with a JSON schema will fail on this node", reason=str(error))
         return GrammarCompiler(None, str(error))

@@ -87,7 +87,6 @@ def _is_sound_constraint(params: SamplingParams, kind: ConstraintKind) -> bool:
     value: str | Sequence[str] = getattr(params, kind)
     if not value:
         return True
-    constraint = params.constraint
-    is_only = constraint is not None and constraint.kind == kind and not params.beam_width
+    is_only = params.constraint_kind == kind and not params.beam_width
     num_chars = len(value) if isinstance(value, str) else sum(map(len, value))
     return is_only and num_chars <= MAX_SCHEMA_BYTES and (isinstance(value, str) or len(value) <= MAX_CHOICES)

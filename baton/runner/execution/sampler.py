@@ -97,7 +97,7 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
         # The mask is applied last, so that no bias can bring back a token that it excludes.
         processed = _masked(processed, state.mask)
         if processed.max() == -np.inf:
-            kind = params.constraint.kind if params.constraint is not None else "json_schema"
+            kind = params.constraint_kind or "json_schema"
             return Sampled(-1, error=f"{kind}: nothing that may follow is left by min_tokens and logit_bias")
     if params.is_greedy:
         token_id = int(processed.argmax())

@@ -41,9 +41,7 @@ class TokenMasks:
 def _fill(state: RequestState, row: npt.NDArray[np.int32]) -> None:
     matcher = state.matcher
     if matcher is None:
-        constraint = state.sampling_params.constraint
-        kind = constraint.kind if constraint is not None else "json_schema"
-        raise EngineFault(f"{kind}: the request has no compiled grammar")
+        raise EngineFault(f"{state.sampling_params.constraint_kind}: the request has no compiled grammar")
     # Usually this is one token, the one that was sampled last.
     matcher.advance(state.token_ids[state.num_prompt_tokens + matcher.num_tokens :].tolist())
     matcher.fill(row)

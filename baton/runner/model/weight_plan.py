@@ -3,7 +3,7 @@
 Linear layers, experts and embeddings hold it as it is (quantized_layers.py). For any other part, and for a weight that
 has no packed form, transformers' loader gets it dequantised, one tensor after the other. The decision is made on a
 module without memory (on torch's meta device), so a checkpoint that does not fit its config.json is refused before
-anything is allocated. transformers' own quantizers play no part (docs/decisions/0026).
+anything is allocated. transformers' own quantizers play no part (docs/decisions/0027).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support.kernel_inputs import randn
 
 FORMATS = tuple(cache_rows.LARGEST_CODE)
 ROWS = (torch.float32, torch.bfloat16)
@@ -25,10 +26,6 @@ KEY_DIM, VALUE_DIM = 40, 24
 def _restore() -> Iterator[None]:
     yield
     kernels.use_isa(None)
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _cache(dtype: torch.dtype, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM) -> CacheView:
@@ -50,8 +47,8 @@ def _bytes(cache: CacheView) -> torch.Tensor:
 @pytest.mark.parametrize("cache_format", FORMATS)
 def test_the_kernels_write_the_bytes_that_torch_writes(cache_format: torch.dtype, dtype: torch.dtype) -> None:
     magnitudes = torch.logspace(-30, 30, 200)[:, None, None]
-    key = (_randn(200, KV_HEADS, KEY_DIM, seed=1) * magnitudes).to(dtype)
-    value = (_randn(200, KV_HEADS, VALUE_DIM, seed=2) * magnitudes.flip(0)).to(dtype)
+    key = (randn(200, KV_HEADS, KEY_DIM, seed=1) * magnitudes).to(dtype)
+    value = (randn(200, KV_HEADS, VALUE_DIM, seed=2) * magnitudes.flip(0)).to(dtype)
     key[3], value[5, 1] = 0, 0  # all zeros
     key[7, 0, 4], value[9, 1, 2], key[11, 1, 0] = float("nan"), float("inf"), float("-inf")
     slots = torch.randperm(BLOCKS * SIZE, generator=torch.Generator().manual_seed(3))[:200]
@@ -68,7 +65,7 @@ def test_the_kernels_write_the_bytes_that_torch_writes(cache_format: torch.dtype
 
 @pytest.mark.parametrize("cache_format", FORMATS)
 def test_a_number_is_read_within_the_rounding_of_its_format(cache_format: torch.dtype) -> None:
-    numbers = _randn(300, KEY_DIM, seed=4)
+    numbers = randn(300, KEY_DIM, seed=4)
     codes, scales = cache_rows.narrow(numbers, cache_format)
     error = (cache_rows.widen(codes, scales, torch.float32) - numbers).abs()
     step = scales.float()[:, None]
@@ -101,8 +98,8 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
     narrow, wide = _cache(cache_format, key_dim, value_dim), _cache(dtype, key_dim, value_dim)
     tables = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(5)).view(3, 8).to(torch.int32)
     for sequence, length in enumerate(lengths):
-        key = _randn(length, KV_HEADS, key_dim, seed=sequence, dtype=dtype)
-        value = _randn(length, KV_HEADS, value_dim, seed=10 + sequence, dtype=dtype)
+        key = randn(length, KV_HEADS, key_dim, seed=sequence, dtype=dtype)
+        value = randn(length, KV_HEADS, value_dim, seed=10 + sequence, dtype=dtype)
         positions = torch.arange(length)
         slots = tables[sequence, positions // SIZE].long() * SIZE + positions % SIZE
         kernels.store_kv(key, value, narrow, slots)
@@ -110,7 +107,7 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
             cache_rows.widen(*cache_rows.narrow(rows, cache_format), dtype) for rows in (key, value)
         )
         kernels.store_kv(wide_key, wide_value, wide, slots)
-    query = _randn(sum(query_lens), HEADS, key_dim, seed=20, dtype=dtype)
+    query = randn(sum(query_lens), HEADS, key_dim, seed=20, dtype=dtype)
     asked = (
         torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
@@ -157,7 +154,7 @@ def test_every_code_is_read_as_torch_reads_it(
 
 def test_a_cache_in_8_bits_without_room_for_scales_is_refused() -> None:
     cache = _cache(torch.int8)
-    key, value = _randn(1, KV_HEADS, KEY_DIM), _randn(1, KV_HEADS, VALUE_DIM)
+    key, value = randn(1, KV_HEADS, KEY_DIM), randn(1, KV_HEADS, VALUE_DIM)
     for wrong in (
         replace(cache, scale_offset=None),
         replace(cache, scale_offset=cache.block_stride - KV_HEADS * SIZE * 4 + 2),

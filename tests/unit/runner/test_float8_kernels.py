@@ -15,12 +15,12 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, PackedFloat8Weight, PackedWeight, Program
 from baton.runner.backends.cpu.kernels.library import library
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cpu.kernels.weights import Weight
 from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_product import float8_product
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support.kernel_inputs import activated, generator, one_request, randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -36,25 +36,17 @@ def _restore() -> Iterator[None]:
     kernels.use_isa(None)
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=_generator(seed)).to(dtype)
-
-
 def float8(n: int, k: int, group: int, seed: int = 1) -> Float8Weight:
     """A weight with numbers of all magnitudes, subnormal ones among them."""
-    codes = torch.randint(0, 256, (n, k), generator=_generator(seed), dtype=torch.uint8)
+    codes = torch.randint(0, 256, (n, k), generator=generator(seed), dtype=torch.uint8)
     codes[codes & 0x7F == 0x7F] = 5
-    scales = _randn(n, -(-k // group), seed=seed + 1)
+    scales = randn(n, -(-k // group), seed=seed + 1)
     return Float8Weight(codes.view(torch.float8_e4m3fn), scales, group)
 
 
 def integers(n: int, k: int) -> QuantizedWeight:
-    codes = torch.randint(0, 256, (n, k), generator=_generator(7), dtype=torch.uint8)
-    return QuantizedWeight(codes, 8, 32, _randn(n, k // 32, seed=8), zeros=128)
+    codes = torch.randint(0, 256, (n, k), generator=generator(7), dtype=torch.uint8)
+    return QuantizedWeight(codes, 8, 32, randn(n, k // 32, seed=8), zeros=128)
 
 
 def plainly(x: torch.Tensor, weight: Float8Weight) -> torch.Tensor:
@@ -76,7 +68,7 @@ def test_a_product_has_the_bits_of_plain_products_with_the_widened_weight(isa: s
         weight = float8(n, k, group)
         packed = kernels.pack(weight)
         for m in (1, 3, 7, 13, 60):
-            x = _randn(m, k, seed=m, dtype=dtype) * 5
+            x = randn(m, k, seed=m, dtype=dtype) * 5
             out = kernels.linear(x, packed, threads=2)
             assert out.dtype == dtype
             assert torch.equal(out, plainly(x, weight).to(dtype)), (n, k, group, m)
@@ -85,7 +77,7 @@ def test_a_product_has_the_bits_of_plain_products_with_the_widened_weight(isa: s
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
     alike = [isa for isa in ISAS if isa != "amx_bf16" or dtype == torch.float32]
-    x, weight = _randn(20, 300, dtype=dtype), float8(70, 300, 128)
+    x, weight = randn(20, 300, dtype=dtype), float8(70, 300, 128)
     results = []
     for isa in alike:
         kernels.use_isa(isa)
@@ -102,7 +94,7 @@ def test_a_product_differs_from_float64_by_the_rounding_of_its_sums_alone(isa: s
         weight = float8(n, k, group)
         wide = weight.dequantized(torch.float64)
         for m in (1, 13, 60):
-            x = _randn(m, k, dtype=dtype)
+            x = randn(m, k, dtype=dtype)
             exact = x.double() @ wide.T
             of_chain = x.double().abs() @ wide.abs().T * (k + 2) * 2.0**-24
             of_result = exact.abs() * (2.0**-8 if dtype == torch.bfloat16 else 2.0**-23)
@@ -132,12 +124,12 @@ def test_every_number_of_float8_is_multiplied_exactly(isa: str, dtype: torch.dty
 @pytest.mark.parametrize("group", [128, 640])
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torch.dtype, group: int) -> None:
     kernels.use_isa(isa)
-    x, bias = _randn(60, 640, dtype=dtype), _randn(200, seed=5, dtype=dtype)
+    x, bias = randn(60, 640, dtype=dtype), randn(200, seed=5, dtype=dtype)
     packed = kernels.pack(float8(200, 640, group))
     whole = kernels.linear(x, packed, bias, threads=1)
     for rows in range(1, 60):
         assert torch.equal(kernels.linear(x[60 - rows :], packed, bias, threads=2), whole[60 - rows :]), rows
-    large, packed = _randn(700, 1024, dtype=dtype), kernels.pack(float8(70, 1024, 1024 if group == 640 else group))
+    large, packed = randn(700, 1024, dtype=dtype), kernels.pack(float8(70, 1024, 1024 if group == 640 else group))
     results = [kernels.linear(large, packed, threads=threads) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -147,7 +139,7 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [96, 101])
 def test_rows_of_x_may_have_a_stride(dtype: torch.dtype, k: int) -> None:
-    part, packed = _randn(40, 300, dtype=dtype)[:, 30 : 30 + k], kernels.pack(float8(70, k, 64))
+    part, packed = randn(40, 300, dtype=dtype)[:, 30 : 30 + k], kernels.pack(float8(70, k, 64))
     assert torch.equal(kernels.linear(part, packed, threads=2), kernels.linear(part.contiguous(), packed, threads=1))
 
 
@@ -156,7 +148,7 @@ def test_rows_of_x_may_have_a_stride(dtype: torch.dtype, k: int) -> None:
 def test_numbers_that_are_not_finite_stay_in_their_row(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
     packed = kernels.pack(float8(70, 256, 128))
-    x = _randn(20, 256, dtype=dtype)
+    x = randn(20, 256, dtype=dtype)
     clean = kernels.linear(x, packed, threads=1)
     x[7, 3] = float("nan")
     out = kernels.linear(x, packed, threads=1)
@@ -167,11 +159,11 @@ def test_numbers_that_are_not_finite_stay_in_their_row(isa: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_empty_inputs_are_empty(dtype: torch.dtype) -> None:
     packed = kernels.pack(float8(70, 96, 96))
-    assert kernels.linear(_randn(0, 96, dtype=dtype), packed, threads=1).shape == (0, 70)
-    bias = _randn(5, dtype=dtype)
+    assert kernels.linear(randn(0, 96, dtype=dtype), packed, threads=1).shape == (0, 70)
+    bias = randn(5, dtype=dtype)
     nothing = Float8Weight(torch.empty(5, 0, dtype=torch.float8_e4m3fn), torch.empty(5, 0), 128)
     assert torch.equal(
-        kernels.linear(_randn(3, 0, dtype=dtype), kernels.pack(nothing), bias, threads=1), bias.expand(3, 5)
+        kernels.linear(randn(3, 0, dtype=dtype), kernels.pack(nothing), bias, threads=1), bias.expand(3, 5)
     )
 
 
@@ -201,13 +193,13 @@ def test_a_packed_weight_takes_eight_bits_and_its_scales(group: int, bits: float
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_several_kinds_are_their_products_side_by_side(dtype: torch.dtype) -> None:
-    x = _randn(9, 256, dtype=dtype)
-    blocks, plain = float8(70, 256, 128), _randn(11, 256, seed=8, dtype=dtype)
+    x = randn(9, 256, dtype=dtype)
+    blocks, plain = float8(70, 256, 128), randn(11, 256, seed=8, dtype=dtype)
     weights: list[Weight] = [blocks, float8(33, 256, 128, 5), float8(20, 256, 256), integers(16, 256), plain]
     together = kernels.pack(*weights)
     assert isinstance(together, kernels.StackedWeight)
     assert [part.n for part in together.parts] == [103, 20, 16, 11]
-    bias = _randn(150, seed=7, dtype=dtype)
+    bias = randn(150, seed=7, dtype=dtype)
     alone = [
         kernels.linear(x, kernels.pack(weight), part, threads=1)
         for weight, part in zip(weights, torch.split(bias, [70, 33, 20, 16, 11]), strict=True)
@@ -225,12 +217,6 @@ def test_taken_rows_are_those_of_the_dequantised_weight(isa: str, dtype: torch.d
         assert torch.equal(taken, weight.dequantized(dtype)), (n, k, group)
 
 
-def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if activation == "silu":
-        return torch.nn.functional.silu(gate)
-    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -239,13 +225,13 @@ def test_a_gated_product_is_the_activation_of_one_times_the_other(
     isa: str, dtype: torch.dtype, activation: Activation, groups: tuple[int, int]
 ) -> None:
     kernels.use_isa(isa)
-    x = _randn(60, 320, dtype=dtype) / 100
+    x = randn(60, 320, dtype=dtype) / 100
     gate, up = float8(33, 320, groups[0]), float8(33, 320, groups[1], 5)
     packed = kernels.pack_gated(gate, up)
     out = kernels.gated_linear(x, packed, activation=activation, threads=2)
     assert out.dtype == dtype
     sums = [x.double() @ weight.dequantized(torch.float64).T for weight in (gate, up)]
-    expected = _activated(sums[0], activation) * sums[1]
+    expected = activated(sums[0], activation) * sums[1]
     error = float((out.double() - expected).norm() / expected.norm())
     assert error < (2.2e-3 if dtype == torch.bfloat16 else 2e-6)
     for row in (0, 59):
@@ -269,18 +255,15 @@ def test_a_program_computes_what_single_calls_do(isa: str, dtype: torch.dtype) -
     program, stacked = Program(dtype, 2), kernels.pack(float8(70, 256, 128), integers(69, 256))
     gated = kernels.pack_gated(float8(64, 256, 128), float8(64, 256, 128, 5))
     down = kernels.pack(float8(256, 64, 64))
-    bias = _randn(139, seed=2, dtype=dtype)
+    bias = randn(139, seed=2, dtype=dtype)
     x, out, sampled_out = program.argument(256), program.argument(139), program.argument(256, sampled=True)
     program.linear(x, stacked, bias, into=out)
     inner = program.gated_linear(x, gated, "silu", into="inner")
     program.linear(program.take_sampled(inner, into="sampled"), down, None, into=sampled_out)
     for rows in (1, 3, 70, 2):
-        step, sampled = _randn(rows, 256, seed=rows, dtype=dtype), torch.arange(rows - 1, -1, -2)
+        step, sampled = randn(rows, 256, seed=rows, dtype=dtype), torch.arange(rows - 1, -1, -2)
         results = torch.empty(rows, 139, dtype=dtype), torch.empty(len(sampled), 256, dtype=dtype)
-        starts = torch.tensor([0, rows], dtype=torch.int32)
-        tables, slots = [torch.zeros(1, 4, dtype=torch.int32)], [torch.arange(rows)]
-        layout = StepLayout(starts, starts[1:].clone(), tables, slots, starts.clamp(max=1))
-        program.run([step, *results], layout, sampled)
+        program.run([step, *results], one_request(rows), sampled)
         assert torch.equal(results[0], kernels.linear(step, stacked, bias, threads=1))
         inner_rows = kernels.gated_linear(step, gated, activation="silu", threads=1)[sampled]
         assert torch.equal(results[1], kernels.linear(inner_rows, down, threads=1))
@@ -294,7 +277,7 @@ def test_a_program_computes_what_single_calls_do(isa: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("operations", [TorchOperations(1), reference])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_operations_compute_the_same(operations: TorchOperations | ModuleType, dtype: torch.dtype) -> None:
-    x, bias, index = _randn(21, 256, dtype=dtype), _randn(103, seed=2, dtype=dtype), torch.tensor([3, 102, 71])
+    x, bias, index = randn(21, 256, dtype=dtype), randn(103, seed=2, dtype=dtype), torch.tensor([3, 102, 71])
     weights = float8(70, 256, 128), float8(33, 256, 256)
     packed, ours = operations.pack(*weights), kernels.pack(*weights)
     relative, absolute = (1.6e-2 if dtype == torch.bfloat16 else 1e-4), 1e-2
@@ -319,7 +302,7 @@ def test_weights_that_can_not_be_packed_are_refused_by_name() -> None:
     for weight, message in (
         (replace(good, codes=good.codes.float()), "codes"),
         (replace(good, group=0), "--dequantize"),
-        (replace(good, group=100, scales=_randn(8, 3)), "--dequantize"),
+        (replace(good, group=100, scales=randn(8, 3)), "--dequantize"),
         (replace(good, scales=good.scales.bfloat16()), "scales"),
         (replace(good, scales=good.scales[:, :1]), "scales"),
         (replace(good, scales=good.scales[:7]), "scales"),
@@ -327,12 +310,12 @@ def test_weights_that_can_not_be_packed_are_refused_by_name() -> None:
         with pytest.raises(KernelArgumentError, match=message):
             kernels.pack(weight)
     with pytest.raises(BatonError, match="--dequantize"):
-        TorchOperations(1).pack(replace(good, group=100, scales=_randn(8, 3)))
+        TorchOperations(1).pack(replace(good, group=100, scales=randn(8, 3)))
     with pytest.raises(KernelArgumentError, match="unlike the first"):
         kernels.pack(good, float8(8, 96, 96))
     with pytest.raises(KernelArgumentError, match="up"):
         kernels.pack_gated(good, float8(9, 256, 128))
-    for other in (_randn(8, 256), integers(8, 256)):
+    for other in (randn(8, 256), integers(8, 256)):
         with pytest.raises(KernelArgumentError, match="up: must be of the gate's kind"):
             kernels.pack_gated(good, other)
 
@@ -341,21 +324,21 @@ def test_products_with_weights_in_float8_refuse_what_does_not_fit() -> None:
     packed = kernels.pack(float8(6, 64, 64))
     gated = kernels.pack_gated(float8(6, 64, 64), float8(6, 64, 64))
     wrong: list[tuple[torch.Tensor, Packed, torch.Tensor | None, str]] = [
-        (_randn(2, 60), packed, None, "x"),
-        (_randn(2, 64).double(), packed, None, "x"),
-        (_randn(64, 2).T, packed, None, "x"),
-        (_randn(64)[None].expand(2, 64), packed, None, "x"),
-        (_randn(64), packed, None, "x"),
-        (_randn(2, 64), packed, _randn(5), "bias"),
-        (_randn(2, 64), packed, _randn(6).bfloat16(), "bias"),
-        (_randn(2, 64), gated, None, "w"),
+        (randn(2, 60), packed, None, "x"),
+        (randn(2, 64).double(), packed, None, "x"),
+        (randn(64, 2).T, packed, None, "x"),
+        (randn(64)[None].expand(2, 64), packed, None, "x"),
+        (randn(64), packed, None, "x"),
+        (randn(2, 64), packed, randn(5), "bias"),
+        (randn(2, 64), packed, randn(6).bfloat16(), "bias"),
+        (randn(2, 64), gated, None, "w"),
     ]
     for x, weight, bias, argument in wrong:
         with pytest.raises(KernelArgumentError) as error:
             kernels.linear(x, weight, bias, threads=1)
         assert error.value.argument == argument
     with pytest.raises(KernelArgumentError, match="gated"):
-        kernels.gated_linear(_randn(2, 64), packed, activation="silu", threads=1)
+        kernels.gated_linear(randn(2, 64), packed, activation="silu", threads=1)
     for index in (-1, 6):
         with pytest.raises(KernelArgumentError, match="index"):
             kernels.take_rows(packed, torch.tensor([index]), torch.float32)

@@ -62,7 +62,8 @@ def test_every_architecture_computes_with_integers(tmp_path: Path, name: str) ->
     directory = written(tmp_path, "Q8_0", name, tie_word_embeddings=name.startswith("gemma"))
     twin, operations = load(tmp_path / "twin", operations=None), CountingOperations()
     assert 0 < error(logits(load(directory, operations=operations)), logits(twin)) < 0.15
-    # Of 3 layers: q, k, v and o; gate, up and down. phi3 has q, k and v in one weight, and gate and up. And the head.
+    # Each of 3 layers has q, k, v and o, and gate, up and down; phi3 has q, k and v in one weight, and gate and up. The
+    # head is one more.
     assert operations.num_packed >= (3 * 4 if name == "phi3" else 3 * 7) + 1
     assert load(directory, operations=None)._transformer.has_programs == twin._transformer.has_programs
 

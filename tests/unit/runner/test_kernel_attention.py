@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
+from tests.support.kernel_inputs import randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -25,10 +26,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
 def _restore() -> Iterator[None]:
     yield
     kernels.use_isa(None)
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -91,13 +88,13 @@ class Paged:
         cache = _cache(blocks, kv_heads, block_size, head_dim, value_dim, dtype)
         queries, keys, values = [], [], []
         for i, length in enumerate(lengths):
-            key = _randn(length, kv_heads, head_dim, seed=10 * (seed + i), dtype=dtype)
-            value = _randn(length, kv_heads, value_dim, seed=10 * (seed + i) + 1, dtype=dtype)
+            key = randn(length, kv_heads, head_dim, seed=10 * (seed + i), dtype=dtype)
+            value = randn(length, kv_heads, value_dim, seed=10 * (seed + i) + 1, dtype=dtype)
             position = torch.arange(length)
             slots = tables[i, position // block_size].long() * block_size + position % block_size
             kernels.store_kv(key, value, cache, slots)
             queries.append(
-                _randn(length, heads, head_dim, seed=10 * (seed + i) + 2, dtype=dtype)[length - query_lens[i] :]
+                randn(length, heads, head_dim, seed=10 * (seed + i) + 2, dtype=dtype)[length - query_lens[i] :]
             )
             keys.append(key)
             values.append(value)
@@ -316,7 +313,7 @@ def test_sinks_take_probability_and_add_no_value(isa: str, dtype: torch.dtype, w
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1])
     plain = paged.attend(window)
-    paged.sinks = (size * _randn(6, seed=9)).to(dtype)
+    paged.sinks = (size * randn(6, seed=9)).to(dtype)
     assert _relative_error(paged.attend(window), paged.expected(window)) < TOLERANCE[dtype]
     paged.sinks = torch.full((6,), float("-inf"))
     assert torch.equal(paged.attend(window), plain)
@@ -329,7 +326,7 @@ def test_queries_keys_values_and_tables_may_have_strides(dtype: torch.dtype) -> 
     paged.query = torch.cat([paged.query, torch.full_like(paged.query, float("nan"))], dim=1)[:, :6]
     paged.tables = torch.cat([paged.tables, torch.full_like(paged.tables, -1)], dim=1)[:, : paged.tables.shape[1]]
     assert torch.equal(paged.attend(), expected)
-    product = _randn(3, 7, 32, seed=5, dtype=dtype)
+    product = randn(3, 7, 32, seed=5, dtype=dtype)
     slots = torch.tensor([2, 40, 7])
     kernels.store_kv(product[:, 2:4], product[:, 4:6], paged.cache, slots)
     keys, values = _keys_and_values(paged.cache)
@@ -340,7 +337,7 @@ def test_queries_keys_values_and_tables_may_have_strides(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
     paged = Paged.make(dtype, head_dim=40, lengths=[75, 130], query_lens=[5, 70])
-    paged.sinks = _randn(6)
+    paged.sinks = randn(6)
     results = []
     for isa in SAME_BITS:
         kernels.use_isa(isa)
@@ -378,7 +375,7 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
     for dtype in DTYPES:
         cache = replace(_cache(4, 3, 5, 8, 16, dtype))
         cache.memory.zero_()
-        key, value = _randn(3, 3, 8, dtype=dtype), _randn(3, 3, 16, seed=1, dtype=dtype)
+        key, value = randn(3, 3, 8, dtype=dtype), randn(3, 3, 16, seed=1, dtype=dtype)
         kernels.store_kv(key, value, cache, torch.tensor([13, -1, 0]))
         written = cache.memory.clone()
         cache.memory.zero_()
@@ -435,7 +432,7 @@ def test_attention_refuses_invalid_numbers() -> None:
 
 def test_a_slot_outside_the_cache_is_refused_before_anything_is_written() -> None:
     cache = _cache(4, 3, 5, 8, 8, torch.float32)
-    key = _randn(2, 3, 8)
+    key = randn(2, 3, 8)
     with pytest.raises(KernelArgumentError) as error:
         kernels.store_kv(key, key, cache, torch.tensor([3, 20]))
     assert error.value.argument == "slots"

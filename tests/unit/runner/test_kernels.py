@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, Packed
 from baton.runner.backends.cpu.kernels.product import Activation
+from tests.support.kernel_inputs import activated, randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -26,10 +27,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
 def _restore() -> Iterator[None]:
     yield
     kernels.use_isa(None)
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -50,7 +47,7 @@ def linear(x: torch.Tensor, w: Packed, bias: torch.Tensor | None = None, threads
 )
 def test_linear_equals_the_product_in_float64(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     kernels.use_isa(isa)
-    x, weight, bias = _randn(m, k, dtype=dtype), _randn(n, k, seed=1, dtype=dtype), _randn(n, seed=2, dtype=dtype)
+    x, weight, bias = randn(m, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype), randn(n, seed=2, dtype=dtype)
     packed = kernels.pack(weight)
     expected = x.double() @ weight.double().T
     for added in (None, bias):
@@ -63,7 +60,7 @@ def test_linear_equals_the_product_in_float64(isa: str, dtype: torch.dtype, m: i
 @pytest.mark.parametrize("m", [1, 13, 70])
 def test_a_float32_result_of_bfloat16_operands_is_what_is_rounded_otherwise(isa: str, m: int) -> None:
     kernels.use_isa(isa)
-    x, weight, bias = (_randn(*shape, dtype=torch.bfloat16) for shape in ((m, 129), (70, 129), (70,)))
+    x, weight, bias = (randn(*shape, dtype=torch.bfloat16) for shape in ((m, 129), (70, 129), (70,)))
     packed = kernels.pack(weight)
     sums = kernels.linear(x, packed, bias, out_dtype=torch.float32, threads=2)
     assert sums.dtype == torch.float32
@@ -83,7 +80,7 @@ def test_a_row_of_linear_does_not_depend_on_its_batch(
     isa: str, dtype: torch.dtype, n: int, k: int, m: int, data: st.DataObject
 ) -> None:
     kernels.use_isa(isa)
-    x, weight, bias = _randn(m, k, dtype=dtype), _randn(n, k, seed=1, dtype=dtype), _randn(n, seed=2, dtype=dtype)
+    x, weight, bias = randn(m, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype), randn(n, seed=2, dtype=dtype)
     packed = kernels.pack(weight)
     whole = linear(x, packed, bias)
     start = data.draw(st.integers(0, m - 1))
@@ -97,7 +94,7 @@ def test_a_row_of_linear_does_not_depend_on_its_batch(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_row_count_gives_the_rows_of_the_largest(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
-    x, packed = _randn(70, 160, dtype=dtype), kernels.pack(_randn(70, 160, seed=1, dtype=dtype))
+    x, packed = randn(70, 160, dtype=dtype), kernels.pack(randn(70, 160, seed=1, dtype=dtype))
     whole = linear(x, packed)
     for rows in range(1, 40):
         assert torch.equal(linear(x[70 - rows :], packed), whole[70 - rows :]), rows
@@ -108,7 +105,7 @@ def test_every_row_count_gives_the_rows_of_the_largest(isa: str, dtype: torch.dt
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 900, 640), (300, 64, 640), (37, 333, 129), (900, 128, 2000)])
 def test_threads_do_not_change_a_product(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     kernels.use_isa(isa)
-    x, packed = _randn(m, k, dtype=dtype), kernels.pack(_randn(n, k, seed=1, dtype=dtype))
+    x, packed = randn(m, k, dtype=dtype), kernels.pack(randn(n, k, seed=1, dtype=dtype))
     results = [linear(x, packed, threads=threads) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -116,8 +113,8 @@ def test_threads_do_not_change_a_product(isa: str, dtype: torch.dtype, m: int, n
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
-    x, packed = _randn(20, 331, dtype=dtype), kernels.pack(_randn(70, 331, seed=1, dtype=dtype))
-    gated = kernels.pack_gated(_randn(70, 331, seed=2, dtype=dtype), _randn(70, 331, seed=3, dtype=dtype))
+    x, packed = randn(20, 331, dtype=dtype), kernels.pack(randn(70, 331, seed=1, dtype=dtype))
+    gated = kernels.pack_gated(randn(70, 331, seed=2, dtype=dtype), randn(70, 331, seed=3, dtype=dtype))
     results = []
     for isa in SAME_BITS:
         kernels.use_isa(isa)
@@ -143,8 +140,8 @@ def test_the_fingerprint_differs_between_orders_of_summation() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (3, 0, 7), (3, 5, 0), (0, 0, 0)])
 def test_products_of_empty_inputs_are_empty(dtype: torch.dtype, m: int, n: int, k: int) -> None:
-    bias = _randn(n, dtype=dtype)
-    out = linear(_randn(m, k, dtype=dtype), kernels.pack(_randn(n, k, dtype=dtype)), bias)
+    bias = randn(n, dtype=dtype)
+    out = linear(randn(m, k, dtype=dtype), kernels.pack(randn(n, k, dtype=dtype)), bias)
     assert torch.equal(out, bias.expand(m, n))
 
 
@@ -152,8 +149,8 @@ def test_products_of_empty_inputs_are_empty(dtype: torch.dtype, m: int, n: int, 
 def test_nan_stays_in_its_row(isa: str) -> None:
     kernels.use_isa(isa)
     for dtype in DTYPES:
-        x = _randn(20, 64, dtype=dtype)
-        packed = kernels.pack(_randn(70, 64, seed=1, dtype=dtype))
+        x = randn(20, 64, dtype=dtype)
+        packed = kernels.pack(randn(70, 64, seed=1, dtype=dtype))
         clean = linear(x, packed)
         x[7, 3] = float("nan")
         out = linear(x, packed)
@@ -173,7 +170,7 @@ def test_the_callers_handling_of_subnormals_is_unchanged() -> None:
 def test_blocks_of_k_do_not_change_a_sum(isa: str, dtype: torch.dtype) -> None:
     """With many rows k is cut into pieces that fit a cache, with few rows it is not cut."""
     kernels.use_isa(isa)
-    x, packed = _randn(1100, 901, dtype=dtype), kernels.pack(_randn(66, 901, seed=1, dtype=dtype))
+    x, packed = randn(1100, 901, dtype=dtype), kernels.pack(randn(66, 901, seed=1, dtype=dtype))
     whole = linear(x, packed)
     assert torch.equal(linear(x[777:778], packed), whole[777:778])
     assert torch.equal(linear(x[300:417], packed), whole[300:417])
@@ -183,9 +180,9 @@ def test_blocks_of_k_do_not_change_a_sum(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_x_may_have_a_stride(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
-    wide = _randn(40, 300, dtype=dtype)
+    wide = randn(40, 300, dtype=dtype)
     for k in (96, 101):
-        packed = kernels.pack(_randn(70, k, seed=1, dtype=dtype))
+        packed = kernels.pack(randn(70, k, seed=1, dtype=dtype))
         part = wide[:, 30 : 30 + k]
         assert torch.equal(linear(part, packed), linear(part.contiguous(), packed))
 
@@ -193,19 +190,13 @@ def test_rows_of_x_may_have_a_stride(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", [(70, 5, 33), (64, 64), (16, 1), (1, 1, 1)])
 def test_weights_packed_together_are_their_products_side_by_side(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
-    x = _randn(9, 45, dtype=dtype)
-    weights = [_randn(n, 45, seed=n + i, dtype=dtype) for i, n in enumerate(widths)]
+    x = randn(9, 45, dtype=dtype)
+    weights = [randn(n, 45, seed=n + i, dtype=dtype) for i, n in enumerate(widths)]
     alone = torch.cat([linear(x, kernels.pack(weight)) for weight in weights], dim=1)
     together = kernels.pack(*weights)
     assert torch.equal(linear(x, together), alone)
     index = torch.tensor([0, sum(widths) - 1, sum(widths) // 2, 0])
     assert torch.equal(kernels.take_rows(together, index), torch.cat(weights)[index])
-
-
-def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if activation == "silu":
-        return torch.nn.functional.silu(gate)
-    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -216,11 +207,11 @@ def test_gated_linear_is_activation_times_up(
     isa: str, dtype: torch.dtype, activation: Activation, m: int, n: int, k: int
 ) -> None:
     kernels.use_isa(isa)
-    x = _randn(m, k, dtype=dtype)
-    gate, up = _randn(n, k, seed=1, dtype=dtype), _randn(n, k, seed=2, dtype=dtype)
+    x = randn(m, k, dtype=dtype)
+    gate, up = randn(n, k, seed=1, dtype=dtype), randn(n, k, seed=2, dtype=dtype)
     packed = kernels.pack_gated(gate, up)
     out = kernels.gated_linear(x, packed, activation=activation, threads=2)
-    expected = _activated(x.double() @ gate.double().T, activation) * (x.double() @ up.double().T)
+    expected = activated(x.double() @ gate.double().T, activation) * (x.double() @ up.double().T)
     assert out.dtype == dtype
     assert out.shape == (m, n)
     assert _relative_error(out, expected) < 2 * TOLERANCE[dtype]  # a single number may round worse than many
@@ -235,7 +226,7 @@ def test_activations_of_numbers_of_any_size(activation: Activation) -> None:
     x = torch.linspace(-100, 100, 4001)[:, None]
     packed = kernels.pack_gated(torch.ones(1, 1), torch.ones(1, 1))
     out = kernels.gated_linear(x, packed, activation=activation, threads=1)
-    expected = _activated(x.double(), activation) * x.double()
+    expected = activated(x.double(), activation) * x.double()
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=3e-6)
     nan = kernels.gated_linear(torch.tensor([[float("nan")]]), packed, activation=activation, threads=1)
     assert nan.isnan().all()
@@ -250,7 +241,7 @@ def test_activations_of_numbers_of_any_size(activation: Activation) -> None:
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_rms_norm_is_the_norm(isa: str, dtype: torch.dtype, shape: tuple[int, ...], plus_one: bool) -> None:
     kernels.use_isa(isa)
-    x, weight = _randn(*shape, dtype=dtype), _randn(shape[-1], seed=1, dtype=dtype)
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], seed=1, dtype=dtype)
     wide = x.double()
     normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     expected = normal * (1 + weight.double()) if plus_one else normal.to(dtype).double() * weight.double()
@@ -270,8 +261,8 @@ def test_rms_norm_is_the_norm(isa: str, dtype: torch.dtype, shape: tuple[int, ..
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_and_rotation_take_parts_of_rows(isa: str, dtype: torch.dtype) -> None:
     kernels.use_isa(isa)
-    product = _randn(700, 9, 40, dtype=dtype)
-    part, weight = product[:, 2:6], _randn(40, seed=1, dtype=dtype)
+    product = randn(700, 9, 40, dtype=dtype)
+    part, weight = product[:, 2:6], randn(40, seed=1, dtype=dtype)
     normed = kernels.rms_norm(part, weight, 1e-6, threads=2)
     assert torch.equal(normed, kernels.rms_norm(part.contiguous(), weight, 1e-6, threads=1))
     for turned in (part[None].transpose(1, 2), product.view(70, 10, 9, 40)[:, 3:, 2:]):
@@ -279,7 +270,7 @@ def test_norm_and_rotation_take_parts_of_rows(isa: str, dtype: torch.dtype) -> N
             kernels.rms_norm(turned, weight, 1e-6, threads=2),
             kernels.rms_norm(turned.contiguous(), weight, 1e-6, threads=1),
         )
-    cos, sin = _randn(700, 40, seed=2, dtype=dtype), _randn(700, 40, seed=3, dtype=dtype)
+    cos, sin = randn(700, 40, seed=2, dtype=dtype), randn(700, 40, seed=3, dtype=dtype)
     turned, before = part.contiguous(), product.clone()
     kernels.rotate(turned, cos, sin, threads=1)
     kernels.rotate(part, cos, sin, threads=2)
@@ -293,7 +284,7 @@ def test_norm_and_rotation_take_parts_of_rows(isa: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize(("d", "r"), [(64, 64), (40, 24), (16, 2), (80, 80), (8, 0)])
 def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r: int) -> None:
     kernels.use_isa(isa)
-    x, angles = _randn(21, 3, d, dtype=dtype), _randn(21, r // 2, seed=1)
+    x, angles = randn(21, 3, d, dtype=dtype), randn(21, r // 2, seed=1)
     cos, sin = (torch.cat([part, part], dim=1).to(dtype) for part in (angles.cos(), angles.sin()))
     first, second, rest = torch.split(x.double(), [r // 2, r // 2, d - r], dim=2)
     c, s = cos.double()[:, None, : r // 2], sin.double()[:, None, : r // 2]
@@ -312,46 +303,46 @@ def test_rotation_turns_pairs_of_halves(isa: str, dtype: torch.dtype, d: int, r:
 
 
 def test_products_refuse_what_does_not_fit() -> None:
-    packed = kernels.pack(_randn(6, 4))
+    packed = kernels.pack(randn(6, 4))
     for x, bias, argument in (
-        (_randn(2, 5), None, "x"),
-        (_randn(2, 4, dtype=torch.bfloat16), None, "x"),
-        (_randn(4, 2).T, None, "x"),
-        (_randn(4)[None].expand(2, 4), None, "x"),
-        (_randn(4), None, "x"),
-        (_randn(2, 4), _randn(5), "bias"),
-        (_randn(2, 4), _randn(6, dtype=torch.bfloat16), "bias"),
+        (randn(2, 5), None, "x"),
+        (randn(2, 4, dtype=torch.bfloat16), None, "x"),
+        (randn(4, 2).T, None, "x"),
+        (randn(4)[None].expand(2, 4), None, "x"),
+        (randn(4), None, "x"),
+        (randn(2, 4), randn(5), "bias"),
+        (randn(2, 4), randn(6, dtype=torch.bfloat16), "bias"),
     ):
         with pytest.raises(KernelArgumentError) as error:
             linear(x, packed, bias)
         assert error.value.argument == argument
     with pytest.raises(KernelArgumentError):
-        kernels.pack(_randn(2, 2).double())
+        kernels.pack(randn(2, 2).double())
     with pytest.raises(KernelArgumentError):
-        kernels.pack(_randn(2, 2), _randn(2, 3))
+        kernels.pack(randn(2, 2), randn(2, 3))
     with pytest.raises(KernelArgumentError):
-        kernels.pack_gated(_randn(2, 2), _randn(3, 2))
+        kernels.pack_gated(randn(2, 2), randn(3, 2))
     for index in (-1, 6):
         with pytest.raises(KernelArgumentError):
             kernels.take_rows(packed, torch.tensor([0, index]))
-    gated = kernels.pack_gated(_randn(6, 4), _randn(6, 4))
+    gated = kernels.pack_gated(randn(6, 4), randn(6, 4))
     with pytest.raises(KernelArgumentError):
-        linear(_randn(2, 4), gated)
+        linear(randn(2, 4), gated)
     with pytest.raises(KernelArgumentError):
         kernels.take_rows(gated, torch.tensor([0]))
     with pytest.raises(KernelArgumentError):
-        kernels.gated_linear(_randn(2, 4), packed, activation="silu", threads=1)
+        kernels.gated_linear(randn(2, 4), packed, activation="silu", threads=1)
 
 
 def test_norms_and_rotations_refuse_what_does_not_fit() -> None:
-    x, weight = _randn(3, 2, 8), _randn(8)
+    x, weight = randn(3, 2, 8), randn(8)
     for bad in (x.double(), x.transpose(1, 2)):
         with pytest.raises(KernelArgumentError):
             kernels.rms_norm(bad, weight, 1e-6, threads=1)
-    for bad in (weight[:7], weight.bfloat16(), _randn(16)[::2]):
+    for bad in (weight[:7], weight.bfloat16(), randn(16)[::2]):
         with pytest.raises(KernelArgumentError):
             kernels.rms_norm(x, bad, 1e-6, threads=1)
-    for angles in (_randn(2, 8), _randn(3, 7), _randn(3, 10), _randn(3, 16)[:, ::2], _randn(3, 8).bfloat16()):
+    for angles in (randn(2, 8), randn(3, 7), randn(3, 10), randn(3, 16)[:, ::2], randn(3, 8).bfloat16()):
         with pytest.raises(KernelArgumentError):
             kernels.rotate(x, angles, angles, threads=1)
 

@@ -13,10 +13,10 @@ from baton.runner.backends import reference
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed, Program
 from baton.runner.backends.cpu.kernels.product import Activation
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.quantized_product import quantize_rows, quantized_product
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
+from tests.support.kernel_inputs import activated, generator, one_request, randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -30,22 +30,14 @@ def _restore() -> Iterator[None]:
     kernels.use_isa(None)
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=_generator(seed)).to(dtype)
-
-
 def _bytes(*shape: int, below: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, below, shape, generator=_generator(seed), dtype=torch.uint8)
+    return torch.randint(0, below, shape, generator=generator(seed), dtype=torch.uint8)
 
 
 def constant_zero(n: int, k: int, bits: int, group: int, seed: int = 1) -> QuantizedWeight:
     """As GGUF's Q4_0 and Q8_0: one float16 scale for each group."""
     codes, zero = _bytes(n, k, below=1 << bits, seed=seed), 1 << bits - 1
-    return QuantizedWeight(codes, bits, group, _randn(n, k // group, seed=seed + 1).half(), zeros=zero)
+    return QuantizedWeight(codes, bits, group, randn(n, k // group, seed=seed + 1).half(), zeros=zero)
 
 
 def own_zeros(n: int, k: int, bits: int, group: int, seed: int = 1) -> QuantizedWeight:
@@ -58,7 +50,7 @@ def own_zeros(n: int, k: int, bits: int, group: int, seed: int = 1) -> Quantized
 def with_offsets(n: int, k: int, bits: int, group: int, seed: int = 1) -> QuantizedWeight:
     """As GGUF's Q4_1, with float32 numbers."""
     weight = constant_zero(n, k, bits, group, seed)
-    return replace(weight, scales=weight.scales.float(), zeros=0, offsets=_randn(n, k // group, seed=seed + 3))
+    return replace(weight, scales=weight.scales.float(), zeros=0, offsets=randn(n, k // group, seed=seed + 3))
 
 
 def nested(n: int, k: int, bits: int, group: int, seed: int = 1) -> QuantizedWeight:
@@ -68,9 +60,9 @@ def nested(n: int, k: int, bits: int, group: int, seed: int = 1) -> QuantizedWei
     return replace(
         weight,
         scales=(_bytes(n, groups, below=255, seed=seed + 4).int() - 127).to(torch.int8),
-        scale_factors=_randn(n, groups // together, seed=seed + 5).half(),
+        scale_factors=randn(n, groups // together, seed=seed + 5).half(),
         offsets=_bytes(n, groups, below=64, seed=seed + 6),
-        offset_factors=_randn(n, groups // together, seed=seed + 7).half(),
+        offset_factors=randn(n, groups // together, seed=seed + 7).half(),
     )
 
 
@@ -132,7 +124,7 @@ def test_a_product_differs_from_float64_by_the_rounding_of_x_alone(
     for n, k, group in SHAPES:
         weight: QuantizedWeight = kind(n, k, bits, group)  # type: ignore[operator]
         for m in (1, 3, 13):
-            x = _randn(m, k, dtype=dtype) * torch.linspace(0.1, 10, k).to(dtype)
+            x = randn(m, k, dtype=dtype) * torch.linspace(0.1, 10, k).to(dtype)
             out = kernels.linear(x, kernels.pack(weight), threads=2)
             assert out.dtype == dtype
             expected = x.double() @ weight.dequantized(torch.float64).T
@@ -145,7 +137,7 @@ def test_a_product_differs_from_float64_by_the_rounding_of_x_alone(
 def test_every_instruction_set_gives_the_bits_of_the_plain_product(dtype: torch.dtype, bits: int, kind: object) -> None:
     for n, k, group in SHAPES:
         weight: QuantizedWeight = kind(n, k, bits, group)  # type: ignore[operator]
-        x = _randn(20, k, seed=3, dtype=dtype) * 5
+        x = randn(20, k, seed=3, dtype=dtype) * 5
         expected = quantized_product(x, weight).to(dtype)
         for isa in ISAS:
             kernels.use_isa(isa)
@@ -168,7 +160,7 @@ def test_codes_of_the_largest_magnitude_do_not_overflow() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torch.dtype, bits: int) -> None:
     kernels.use_isa(isa)
-    x, bias = _randn(60, 640, dtype=dtype), _randn(200, seed=5, dtype=dtype)
+    x, bias = randn(60, 640, dtype=dtype), randn(200, seed=5, dtype=dtype)
     for kind in (own_zeros, nested):
         packed = kernels.pack(kind(200, 640, bits, 32))
         whole = kernels.linear(x, packed, bias, threads=1)
@@ -176,7 +168,7 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torc
             assert torch.equal(kernels.linear(x[60 - rows :], packed, bias, threads=2), whole[60 - rows :]), rows
         for row in (0, 7, 59):
             assert torch.equal(kernels.linear(x[row : row + 1].clone(), packed, bias, threads=1)[0], whole[row])
-    large, packed = _randn(700, 2048, dtype=dtype), kernels.pack(nested(70, 2048, bits, 32))
+    large, packed = randn(700, 2048, dtype=dtype), kernels.pack(nested(70, 2048, bits, 32))
     results = [kernels.linear(large, packed, threads=threads) for threads in (1, 2, 5)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -184,7 +176,7 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(isa: str, dtype: torc
 
 
 def test_rows_of_x_may_have_a_stride() -> None:
-    wide, packed = _randn(40, 300), kernels.pack(own_zeros(70, 96, 4, 32))
+    wide, packed = randn(40, 300), kernels.pack(own_zeros(70, 96, 4, 32))
     part = wide[:, 31:127]
     assert torch.equal(kernels.linear(part, packed, threads=2), kernels.linear(part.contiguous(), packed, threads=1))
 
@@ -193,7 +185,7 @@ def test_rows_of_x_may_have_a_stride() -> None:
 def test_numbers_that_are_not_finite_stay_in_their_row(isa: str) -> None:
     kernels.use_isa(isa)
     packed = kernels.pack(own_zeros(70, 96, 4, 32))
-    x = _randn(20, 96)
+    x = randn(20, 96)
     clean = kernels.linear(x, packed, threads=1)
     for bad in (float("nan"), float("inf"), float("-inf")):
         x[7, 3] = bad
@@ -224,12 +216,12 @@ def test_a_packed_weight_is_as_small_as_its_format() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_several_formats_are_their_products_side_by_side(dtype: torch.dtype) -> None:
-    x, plain = _randn(9, 96, dtype=dtype), _randn(11, 96, seed=8, dtype=dtype)
+    x, plain = randn(9, 96, dtype=dtype), randn(11, 96, seed=8, dtype=dtype)
     weights: list[torch.Tensor | QuantizedWeight] = [*_mixed(), plain]
     together = kernels.pack(*weights)
     assert isinstance(together, kernels.StackedWeight)
     assert [part.n for part in together.parts] == [70, 53, 16, 11]
-    bias = _randn(150, seed=7, dtype=dtype)
+    bias = randn(150, seed=7, dtype=dtype)
     alone = [
         kernels.linear(x, kernels.pack(weight), part, threads=1)
         for weight, part in zip(weights, torch.split(bias, [70, 33, 20, 16, 11]), strict=True)
@@ -244,7 +236,7 @@ def test_weights_of_several_formats_are_their_products_side_by_side(dtype: torch
 def test_taken_rows_are_those_of_the_dequantised_weight(dtype: torch.dtype) -> None:
     index = torch.tensor([0, 138, 69, 70, 122, 123, 0, 149])
     weights = _mixed()
-    plain = _randn(11, 96, seed=8, dtype=dtype)
+    plain = randn(11, 96, seed=8, dtype=dtype)
     rows = torch.cat([*(weight.dequantized(dtype) for weight in weights), plain])
     taken = kernels.take_rows(kernels.pack(*weights, plain), index, dtype, threads=2)
     assert torch.equal(taken, rows[index])
@@ -256,12 +248,6 @@ def test_taken_rows_are_those_of_the_dequantised_weight(dtype: torch.dtype) -> N
                 assert torch.equal(taken, weight.dequantized(dtype)), (n, k, group)
 
 
-def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if activation == "silu":
-        return torch.nn.functional.silu(gate)
-    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -269,7 +255,7 @@ def test_a_gated_product_is_the_activation_of_one_times_the_other(
     isa: str, dtype: torch.dtype, activation: Activation
 ) -> None:
     kernels.use_isa(isa)
-    x = _randn(13, 96, dtype=dtype)
+    x = randn(13, 96, dtype=dtype)
     alike = constant_zero(33, 96, 4, 32), constant_zero(33, 96, 4, 32, 5)
     different = nested(33, 96, 4, 32), own_zeros(33, 96, 8, 48)
     for (gate, up), group in ((alike, 32), (different, 16)):
@@ -278,7 +264,7 @@ def test_a_gated_product_is_the_activation_of_one_times_the_other(
         assert out.dtype == dtype
         # Formats that differ get the groups that fit into both, and x is rounded in those.
         sums = [kernels.linear(x.float(), kernels.pack(_in_groups(one, group)), threads=1) for one in (gate, up)]
-        expected = _activated(sums[0], activation) * sums[1]
+        expected = activated(sums[0], activation) * sums[1]
         error = float((out.float() - expected).norm() / expected.norm())
         assert error < (2.2e-3 if dtype == torch.bfloat16 else 2e-6)
         for row in (0, 12):
@@ -304,27 +290,20 @@ def _in_groups(weight: QuantizedWeight, group: int) -> QuantizedWeight:
 # Programs
 
 
-def _layout(rows: int) -> StepLayout:
-    starts = torch.tensor([0, rows], dtype=torch.int32)
-    return StepLayout(
-        starts, starts[1:].clone(), [torch.zeros(1, 4, dtype=torch.int32)], [torch.arange(rows)], starts.clamp(max=1)
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_program_computes_what_single_calls_do(dtype: torch.dtype) -> None:
     program, stacked = Program(dtype, 2), kernels.pack(*_mixed())
     gated = kernels.pack_gated(constant_zero(64, 96, 4, 32), constant_zero(64, 96, 4, 32, 5))
     down = kernels.pack(own_zeros(96, 64, 8, 64))
-    bias = _randn(139, seed=2, dtype=dtype)
+    bias = randn(139, seed=2, dtype=dtype)
     x, out, sampled_out = program.argument(96), program.argument(139), program.argument(96, sampled=True)
     program.linear(x, stacked, bias, into=out)
     inner = program.gated_linear(x, gated, "silu", into="inner")
     program.linear(program.take_sampled(inner, into="sampled"), down, None, into=sampled_out)
     for rows in (1, 3, 70, 2):
-        step, sampled = _randn(rows, 96, seed=rows, dtype=dtype), torch.arange(rows - 1, -1, -2)
+        step, sampled = randn(rows, 96, seed=rows, dtype=dtype), torch.arange(rows - 1, -1, -2)
         results = torch.empty(rows, 139, dtype=dtype), torch.empty(len(sampled), 96, dtype=dtype)
-        program.run([step, *results], _layout(rows), sampled)
+        program.run([step, *results], one_request(rows), sampled)
         assert torch.equal(results[0], kernels.linear(step, stacked, bias, threads=1))
         inner_rows = kernels.gated_linear(step, gated, activation="silu", threads=1)[sampled]
         assert torch.equal(results[1], kernels.linear(inner_rows, down, threads=1))
@@ -340,7 +319,7 @@ def test_a_program_computes_what_single_calls_do(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("operations", [TorchOperations(1), reference])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_operations_compute_the_same(operations: TorchOperations | ModuleType, dtype: torch.dtype) -> None:
-    x, bias = _randn(21, 96, dtype=dtype), _randn(139, seed=2, dtype=dtype)
+    x, bias = randn(21, 96, dtype=dtype), randn(139, seed=2, dtype=dtype)
     mixed, index = _mixed(), torch.tensor([3, 138, 71])
     packed = operations.pack(*mixed)
     assert torch.equal(operations.linear(x, packed, bias), kernels.linear(x, kernels.pack(*mixed), bias, threads=1))
@@ -352,7 +331,7 @@ def test_other_operations_compute_the_same(operations: TorchOperations | ModuleT
     out = operations.gated_linear(x, operations.pack_gated(gate, up), activation="silu")
     expected = kernels.gated_linear(x, kernels.pack_gated(gate, up), activation="silu", threads=1)
     torch.testing.assert_close(out, expected)
-    stacked = operations.pack(mixed[0], _randn(5, 96, seed=4, dtype=dtype))
+    stacked = operations.pack(mixed[0], randn(5, 96, seed=4, dtype=dtype))
     assert operations.linear(x, stacked).shape == (21, 75)
     assert operations.take_rows(stacked, torch.tensor([74, 0]), dtype).dtype == dtype
 
@@ -388,7 +367,7 @@ def test_weights_that_can_not_be_packed_are_refused_by_name() -> None:
     with pytest.raises(KernelArgumentError, match="up"):
         kernels.pack_gated(good, constant_zero(9, 64, 4, 32))
     with pytest.raises(KernelArgumentError, match="up"):
-        kernels.pack_gated(good, _randn(8, 64))
+        kernels.pack_gated(good, randn(8, 64))
 
 
 def test_products_with_quantised_weights_refuse_what_does_not_fit() -> None:
@@ -396,15 +375,15 @@ def test_products_with_quantised_weights_refuse_what_does_not_fit() -> None:
     packed, stacked = kernels.pack(weights[0]), kernels.pack(*weights)
     gated = kernels.pack_gated(weights[0], weights[0])
     wrong: list[tuple[torch.Tensor, Packed, torch.Tensor | None, str]] = [
-        (_randn(2, 60), packed, None, "x"),
-        (_randn(2, 64).double(), packed, None, "x"),
-        (_randn(64, 2).T, packed, None, "x"),
-        (_randn(64)[None].expand(2, 64), packed, None, "x"),
-        (_randn(64), packed, None, "x"),
-        (_randn(2, 64), packed, _randn(5), "bias"),
-        (_randn(2, 64), packed, _randn(6).bfloat16(), "bias"),
-        (_randn(2, 64), stacked, _randn(6), "bias"),
-        (_randn(2, 64), gated, None, "w"),
+        (randn(2, 60), packed, None, "x"),
+        (randn(2, 64).double(), packed, None, "x"),
+        (randn(64, 2).T, packed, None, "x"),
+        (randn(64)[None].expand(2, 64), packed, None, "x"),
+        (randn(64), packed, None, "x"),
+        (randn(2, 64), packed, randn(5), "bias"),
+        (randn(2, 64), packed, randn(6).bfloat16(), "bias"),
+        (randn(2, 64), stacked, randn(6), "bias"),
+        (randn(2, 64), gated, None, "w"),
     ]
     for x, weight, bias, argument in wrong:
         with pytest.raises(KernelArgumentError) as error:
@@ -412,7 +391,7 @@ def test_products_with_quantised_weights_refuse_what_does_not_fit() -> None:
         assert error.value.argument == argument
     for weight in (packed, stacked):
         with pytest.raises(KernelArgumentError, match="gated"):
-            kernels.gated_linear(_randn(2, 64), weight, activation="silu", threads=1)
+            kernels.gated_linear(randn(2, 64), weight, activation="silu", threads=1)
         for index in (-1, 11):
             with pytest.raises(KernelArgumentError, match="index"):
                 kernels.take_rows(weight, torch.tensor([index]), torch.float32)

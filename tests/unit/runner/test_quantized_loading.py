@@ -105,7 +105,7 @@ def test_a_model_computes_with_the_weights_that_its_file_means(tmp_path: Path, n
     assert np.array_equal(logits(load(tmp_path / "tiny", dequantize=True)), expected)
     operations = CountingOperations()
     found = logits(load(tmp_path / "tiny", operations=operations))
-    # Of 3 layers: q, k, v and o; gate, up and down.
+    # Each of 3 layers has q, k, v and o; gate, up and down.
     assert operations.num_packed == 3 * 7
     # Products with integers round their inputs, and those with float8 do not.
     assert error(found, expected) < (1e-5 if name in FP8_FORMATS else 0.15)
@@ -119,7 +119,7 @@ def test_a_mixture_computes_with_the_weights_that_its_file_means(tmp_path: Path,
     assert np.array_equal(logits(load(tmp_path / "tiny", operations=PlainOnly(1))), expected)
     operations = CountingOperations()
     load(tmp_path / "tiny", operations=operations)
-    # Of 3 layers: q, k, v and o; gate, up and down of four experts.
+    # Each of 3 layers has q, k, v and o; gate, up and down of four experts.
     assert operations.num_packed == 3 * (4 + 4 * 3)
 
 

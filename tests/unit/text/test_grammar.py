@@ -14,7 +14,7 @@ import pytest
 import baton
 from baton.errors import ConfigError, EngineFault, InvalidRequest
 from baton.messages.sampling import ConstraintKind
-from baton.text.grammar import JsonGrammars, JsonMatcher, num_mask_words
+from baton.text.grammar import GrammarMatcher, Grammars, num_mask_words
 from baton.text.schema_compiling import JSON_OBJECT, check_constraint
 from baton.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
@@ -25,8 +25,8 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def grammars() -> JsonGrammars:
-    return JsonGrammars.load(DEMO_MODEL, VOCAB, {EOS})
+def grammars() -> Grammars:
+    return Grammars.load(DEMO_MODEL, VOCAB, {EOS})
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(DEMO_MODEL)
 
 
-def allowed(matcher: JsonMatcher) -> list[int]:
+def allowed(matcher: GrammarMatcher) -> list[int]:
     mask = np.full(num_mask_words(VOCAB), -1, dtype=np.int32)
     matcher.fill(mask)
     found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     return found
 
 
-def walk(matcher: JsonMatcher, rng: Random, tokens: list[int] | None = None) -> list[int]:
+def walk(matcher: GrammarMatcher, rng: Random, tokens: list[int] | None = None) -> list[int]:
     """Append random allowed tokens to `tokens`, including the end token."""
     tokens = [] if tokens is None else tokens
     while EOS not in tokens:
@@ -105,7 +105,7 @@ def test_a_schema_of_the_maximum_depth_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_any_allowed_output_fits_the_schema(name: str, grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_any_allowed_output_fits_the_schema(name: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
     rng, texts = Random(7), set()
     for _ in range(10):
         tokens = walk(grammars.matcher(schema_text(name)), rng)
@@ -147,7 +147,7 @@ CONSTRAINTS: dict[str, tuple[ConstraintKind, str, Callable[[str], object]]] = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_any_allowed_output_matches_its_constraint(name: str, grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_any_allowed_output_matches_its_constraint(name: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
     kind, text, fits = CONSTRAINTS[name]
     check_constraint(text, kind)
     rng, texts = Random(7), set()
@@ -167,7 +167,7 @@ def test_any_allowed_output_matches_its_constraint(name: str, grammars: JsonGram
     assert len(texts) > 1
 
 
-def test_a_left_recursive_grammar_is_followed(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_a_left_recursive_grammar_is_followed(grammars: Grammars, tokenizer: Tokenizer) -> None:
     check_constraint(SUM, "grammar")
     grammars.matcher(SUM, "grammar").advance(body(tokenizer, "1+(22+333)+4"))
     with pytest.raises(EngineFault, match=r"grammar: .*doesn't satisfy"):
@@ -204,7 +204,7 @@ def test_constraints_that_can_not_be_served_are_refused_by_name(name: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_any_fitting_output_is_allowed(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_any_fitting_output_is_allowed(grammars: Grammars, tokenizer: Tokenizer) -> None:
     for text in ('{"a": [1, -2.5e3, "\u00fc\\n"], "b": {}}', '{\n  "a": null,\n  "b": [\n    true\n  ]\n}', "{}"):
         grammars.matcher(JSON_OBJECT).advance(body(tokenizer, text))
 
@@ -215,7 +215,7 @@ def body(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer.encode(text)[around:], EOS]
 
 
-def test_the_number_of_consecutive_blanks_is_limited(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_the_number_of_consecutive_blanks_is_limited(grammars: Grammars, tokenizer: Tokenizer) -> None:
     blank = body(tokenizer, " ")[0]
     matcher = grammars.matcher(JSON_OBJECT)
     matcher.advance(body(tokenizer, "{")[:1])
@@ -224,7 +224,7 @@ def test_the_number_of_consecutive_blanks_is_limited(grammars: JsonGrammars, tok
         matcher.advance([blank] * 40)
 
 
-def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars: JsonGrammars) -> None:
+def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars: Grammars) -> None:
     """Whether they came one at a time or all at once, with or without masks in between."""
     text = schema_text("object")
     tokens = walk(grammars.matcher(text), Random(3))
@@ -238,7 +238,7 @@ def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars:
         assert allowed(at_once) == allowed(one_by_one) == allowed(at_once)
 
 
-def test_the_budget_of_one_request_does_not_depend_on_another(grammars: JsonGrammars) -> None:
+def test_the_budget_of_one_request_does_not_depend_on_another(grammars: Grammars) -> None:
     """The library shares what it builds while matching between copies, and with it the limits."""
     costly = json.dumps({"type": "string", "pattern": "^(.*a){12}.{300}b$"})
     first, second, third = (grammars.matcher(costly) for _ in range(3))
@@ -252,7 +252,7 @@ def test_the_budget_of_one_request_does_not_depend_on_another(grammars: JsonGram
     assert allowed(third)
 
 
-def test_a_token_that_is_not_allowed_is_an_error(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+def test_a_token_that_is_not_allowed_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
     matcher = grammars.matcher(JSON_OBJECT)
     with pytest.raises(EngineFault, match="json_schema"):
         matcher.advance(body(tokenizer, "x"))
@@ -262,17 +262,17 @@ def test_a_token_that_is_not_allowed_is_an_error(grammars: JsonGrammars, tokeniz
 
 def test_all_end_tokens_are_allowed_at_the_end_even_one_with_text(tokenizer: Tokenizer) -> None:
     letter = body(tokenizer, "b")[0]
-    grammars = JsonGrammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter})
+    grammars = Grammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter})
     matcher = grammars.matcher('{"enum": ["abba"]}')
     matcher.advance(body(tokenizer, '"a')[:-1])
     assert letter not in allowed(matcher)
-    end = JsonGrammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter}).matcher('{"const": 1}')
+    end = Grammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter}).matcher('{"const": 1}')
     end.advance(body(tokenizer, "1")[:1])
     assert allowed(end) == sorted({EOS, letter})
 
 
 def test_a_model_may_have_more_logits_than_its_tokenizer_has_tokens(tokenizer: Tokenizer) -> None:
-    wide = JsonGrammars.load(DEMO_MODEL, VOCAB + 100, {EOS}).matcher(JSON_OBJECT)
+    wide = Grammars.load(DEMO_MODEL, VOCAB + 100, {EOS}).matcher(JSON_OBJECT)
     mask = np.full(num_mask_words(VOCAB + 100), -1, dtype=np.int32)
     wide.fill(mask)
     assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() < VOCAB
@@ -286,6 +286,6 @@ def test_models_with_an_unusable_vocabulary_have_no_grammars(
     vocab_size: int, eos: set[int], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        JsonGrammars.load(DEMO_MODEL, vocab_size, eos)
+        Grammars.load(DEMO_MODEL, vocab_size, eos)
     with pytest.raises(ConfigError, match="can't be read"):
-        JsonGrammars.load(tmp_path, vocab_size, eos)
+        Grammars.load(tmp_path, vocab_size, eos)

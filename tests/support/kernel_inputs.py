@@ -1,0 +1,32 @@
+"""Inputs of the kernels' tests, and the formulas that several of them compare with."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.runner.backends.cpu.kernels.product import Activation
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers of a normal distribution, the same for the same seed and shape."""
+    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of a gated product, computed by torch."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def one_request(rows: int) -> StepLayout:
+    """The layout of a step with so many rows of one request, for programs without attention."""
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    return StepLayout(
+        starts, starts[1:].clone(), [torch.zeros(1, 4, dtype=torch.int32)], [torch.arange(rows)], starts.clamp(max=1)
+    )

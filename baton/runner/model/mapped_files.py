@@ -108,7 +108,9 @@ class _Tensors:
         for path, file in zip(self._paths, self._files, strict=True):
             for name in sorted(file.keys()):
                 if name in found:
-                    raise DuplicateTensor(f"{name} is in {homes[name].name}, and in {path.name}, too")
+                    raise DuplicateTensor(
+                        f"{name} is in {homes[name].name}, and in {path.name}, too; copy all files again"
+                    )
                 found[name], homes[name] = TensorOnFile(self, file, name), path
         return found
 

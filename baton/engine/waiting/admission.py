@@ -364,7 +364,11 @@ class Admission:
         answer = allocation.answer
         if answer is not AllocationAnswer.OK and self._may_grow(request):
             computed = computed.without_host()
-            answer = self._manager.allocate_to_grow(request, computed, self._longest_chunk, self._spared_blocks())
+            answer = self._allocate_to_grow(request, computed)
+            if answer is AllocationAnswer.NEVER and computed.blocks:
+                # Hits are held beside the blocks that grow; without them the request may fit.
+                computed = NO_COMPUTED_BLOCKS
+                answer = self._allocate_to_grow(request, computed)
         if answer is AllocationAnswer.LATER:
             return _AdmissionResult.NO_BLOCKS
         if answer is AllocationAnswer.NEVER:
@@ -377,6 +381,9 @@ class Admission:
         if request.leg is Leg.PREFILL:
             self._report_begun(request)
         return _AdmissionResult.ADMITTED
+
+    def _allocate_to_grow(self, request: Request, computed: ComputedBlocks) -> AllocationAnswer:
+        return self._manager.allocate_to_grow(request, computed, self._longest_chunk, self._spared_blocks())
 
     def _may_grow(self, request: Request) -> bool:
         """Whether the request may be computed with fewer blocks than its tokens fill: its queries only see a window.

@@ -232,6 +232,18 @@ def test_preempted_requests_with_windows_are_resumed_completely(mode: str, windo
     assert all(rig.tokens[name] == rig.expected(name, 20) for name in names)
 
 
+def test_a_prompt_that_fits_only_without_its_cache_hits_is_computed_without_them() -> None:
+    rig = EngineRig(num_blocks=6, windows=(6,), max_num_batched_tokens=5, max_num_seqs=1)
+    prompt = list(range(100, 121))
+    rig.add("first", prompt[:5], max_tokens=1)
+    rig.run()
+    # Chunks of 5 tokens need all five blocks at a time, and the block found in the cache would be a sixth.
+    rig.add("long", prompt, max_tokens=3)
+    rig.run()
+    assert rig.requests["long"].num_cached_tokens == 0
+    assert rig.tokens["long"] == rig.expected("long", 3)
+
+
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_is_at_least_the_query_itself(window: int) -> None:
     with pytest.raises(ConfigError, match="windows must be at least 1 key"):

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from baton.bench.micro.engine_drive import EngineDrive
 from baton.bench.micro.engine_work import ModelWork, attention_operations, read_work
@@ -48,6 +48,8 @@ class EngineBenchConfig:
     name: str = ""
     dtype: str = "auto"
     cache_dtype: str = "auto"
+    quantization: Literal["int8", "int4"] | None = None
+    dequantize: bool = False
     context_tokens: int = 1024
     steps: int = 48
     """Decode steps at each batch size, in six rounds."""
@@ -104,6 +106,9 @@ class EngineReport:
     threads: int
     processor: str
     kernels: str
+    weight_bytes: int
+    """Size of all weights in memory."""
+    cache_dtype: str
     bit_exact: bool
     context_tokens: int
     read_gb_per_s: float
@@ -128,8 +133,10 @@ class EngineReport:
     attention_gathered_ms: float
     attention_speedup: float
     bit_exact_cost: float | None
-    """The largest of `bit_exact_cost_by`; None if there was not enough memory for the second engine."""
+    """The largest of `bit_exact_cost_by`."""
     bit_exact_cost_by: BitExactCost | None
+    bit_exact_cost_unknown_because: str
+    """Why there was no second engine to compare with; empty: there was one."""
     time_split: Sequence[TimeSplit]
 
 
@@ -187,13 +194,13 @@ def run(config: EngineBenchConfig) -> EngineReport:
         cache_dtype=config.cache_dtype,
         num_threads=config.threads,
         name=config.name,
+        quantization=config.quantization,
+        dequantize=config.dequantize,
     )
     ours = load_timed(spec)
     info = ours.model
-    width = _WIDTHS[info.dtype]
-    cache_bytes = ours.memory.num_bytes
-    needed = (work.dense + work.head + work.experts) * width * 2 + cache_bytes + _MEMORY_MARGIN
-    theirs = load_timed(spec, bit_exact=False) if available_memory() > needed else None
+    why_alone = _why_alone(work, info, ours.memory.num_bytes)
+    theirs = None if why_alone else load_timed(spec, bit_exact=False)
     operations = choose_operations(config.threads)
     attention = attention_times(info.dtype, config.threads, operations, last_level_cache())
     rng = Random(config.seed)
@@ -214,7 +221,17 @@ def run(config: EngineBenchConfig) -> EngineReport:
     splits = [_prefill_split(both[0].drive, ours, config, rng)]
     splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
     limits = _Limits(memory.way, products.way, attention)
-    return _report(config, work, info, limits, ours.layout, both, splits)
+    return _report(config, work, info, limits, ours.layout, both, splits, why_alone)
+
+
+def _why_alone(work: ModelWork, info: ModelInfo, cache_bytes: int) -> str:
+    """Why no second engine is measured beside this one; empty: one is."""
+    plain_bytes = (work.multiplied + work.looked_up) * _WIDTHS[info.dtype]
+    if info.weight_bytes < plain_bytes:
+        return "torch has no products with packed weights"
+    if available_memory() <= 2 * plain_bytes + cache_bytes + _MEMORY_MARGIN:
+        return "there is not enough memory for a second engine"
+    return ""
 
 
 def _blocks(config: EngineBenchConfig) -> int:
@@ -286,6 +303,7 @@ def _report(
     layout: KVLayout,
     both: Sequence[_Figures],
     splits: Sequence[TimeSplit],
+    why_alone: str,
 ) -> EngineReport:
     ours = both[0]
     prefill = Spread.of(ours.prefill_seconds, 1e3)
@@ -302,6 +320,8 @@ def _report(
         threads=config.threads,
         processor=processor(),
         kernels=info.numerics,
+        weight_bytes=info.weight_bytes,
+        cache_dtype=layout.dtype,
         bit_exact=info.bit_exact,
         context_tokens=config.context_tokens,
         read_gb_per_s=reads.median,
@@ -324,6 +344,7 @@ def _report(
         attention_speedup=limits.attention.gathered / limits.attention.paged,
         bit_exact_cost=max(cost.prefill, *cost.decode.values()) if cost else None,
         bit_exact_cost_by=cost,
+        bit_exact_cost_unknown_because=why_alone,
         time_split=splits,
     )
 
@@ -339,7 +360,8 @@ def _decode(
     step = Spread.of(figures.decode_seconds(batch), 1e3)
     # A round starts one token after the prompt, and the context grows by one token per step.
     context = config.context_tokens + 2 + (config.steps // _ROUNDS - 1) / 2
-    num_bytes = work.bytes_read(_WIDTHS[info.dtype], kv_bytes_per_token, context, batch)
+    width = (info.weight_bytes - work.looked_up * _WIDTHS[info.dtype]) / work.multiplied
+    num_bytes = work.bytes_read(width, kv_bytes_per_token, context, batch)
     floors = [num_bytes / turn.rate for turn in figures.decode[batch]]
     shares = [floor / median(turn.seconds) for floor, turn in zip(floors, figures.decode[batch], strict=True)]
     return DecodeFigures(

@@ -1,12 +1,11 @@
 """Counts a model's work: the bytes that a decode step has to read, and the operations that a prompt needs.
 
-The numbers come from names and shapes of the weights alone, independently of the code that is measured.
+The numbers come from names and shapes of the parameters alone, independently of the code that is measured.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +25,8 @@ class ModelWork:
     """Parameters that every step multiplies with, except for the head."""
     head: int
     """Parameters of the product that gives logits."""
+    looked_up: int
+    """Parameters of a table of which a step reads a few rows: the embeddings of a model with a head of its own."""
     experts: int
     """Parameters of all experts together."""
     num_experts: int
@@ -33,11 +34,16 @@ class ModelWork:
     shapes: frozenset[tuple[int, int]]
     """[n, k] of every product."""
 
-    def bytes_read(self, width: int, kv_bytes_per_token: int, context_tokens: float, batch: int) -> float:
+    @property
+    def multiplied(self) -> int:
+        """Parameters of all products together."""
+        return self.dense + self.head + self.experts
+
+    def bytes_read(self, width: float, kv_bytes_per_token: int, context_tokens: float, batch: int) -> float:
         """The fewest bytes that a decode step has to read: weights once, and every request's keys and values once.
 
         Of the experts, the share counts that `batch` random rows are expected to be routed to. `width`: bytes of a
-        parameter.
+        parameter, on average where some are packed.
         """
         weights = self.dense + self.head + self.experts * self._share_of_experts(batch)
         return weights * width + batch * context_tokens * kv_bytes_per_token
@@ -63,7 +69,7 @@ def attention_operations(tokens: int, width: float) -> float:
 
 
 def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelWork:
-    """Counts the work from a config.json and the shapes of all weights by name."""
+    """Counts the work from a config.json and the shapes of all parameters by name."""
     dense, head, table, experts = 0, 0, 0, 0
     products: set[tuple[int, int]] = set()
     for name, shape in shapes.items():
@@ -85,6 +91,7 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         dense=dense,
         # Without a head of its own a model multiplies with its embedding table.
         head=head or table,
+        looked_up=table if head else 0,
         experts=experts,
         num_experts=int(count) if experts else 0,
         experts_per_token=int(config.get("num_experts_per_tok") or 1),
@@ -93,16 +100,8 @@ def work_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def read_work(model_dir: Path) -> ModelWork:
-    """Counts the work of a model directory; raises ConfigError."""
+    """Counts the work of a model directory, whatever the format of its weights; raises ConfigError."""
+    from baton.runner.model.weights import parameter_shapes
+
     checkpoint = open_checkpoint(model_dir)
-    return work_of(checkpoint.config, dict(_shapes(checkpoint.weight_files)))
-
-
-def _shapes(files: Iterable[Path]) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors, from the headers alone; `open_checkpoint` has checked them."""
-    for path in files:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield name, tuple(entry["shape"])
+    return work_of(checkpoint.config, parameter_shapes(checkpoint))

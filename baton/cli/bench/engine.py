@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,6 +19,12 @@ def engine(
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8.")] = "auto",
+    quantization: Annotated[
+        Literal["off", "int8", "int4"], typer.Option(help="Quantise plain weights while they are loaded.")
+    ] = "off",
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Make quantised weights plain while they are loaded.")
+    ] = False,
     context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps at each batch size; medians are shown.", min=6)] = 48,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
@@ -39,7 +45,15 @@ def engine(
         from baton.bench.micro.engine import EngineBenchConfig, run
 
         config = EngineBenchConfig(
-            chosen.directory, chosen.name, dtype, kv_cache_dtype, context_tokens, steps, threads=count
+            chosen.directory,
+            chosen.name,
+            dtype,
+            kv_cache_dtype,
+            None if quantization == "off" else quantization,
+            dequantize or chosen.dequantize,
+            context_tokens,
+            steps,
+            threads=count,
         )
         report = run(config)
     if output is Format.JSON:
@@ -52,8 +66,10 @@ def engine(
 
 def _print(report: EngineReport) -> None:
     print_text(
-        f"{report.model}, {report.dtype}, {report.context_tokens} tokens of context, {report.threads} threads of "
-        f"{report.processor}; bit-exact: {'yes' if report.bit_exact else 'no'}\n"
+        f"{report.model}, {report.dtype}, {report.weight_bytes / 1e6:.0f} MB of weights, "
+        f"{report.context_tokens} tokens of context in {report.cache_dtype}, "
+        f"{report.threads} threads of {report.processor}; "
+        f"bit-exact: {'yes' if report.bit_exact else 'no'}\n"
     )
     print_text(
         f"memory    {report.read_gb_per_s:.1f} GB/s [{report.read_gb_per_s_p10:.1f}, {report.read_gb_per_s_p90:.1f}] "
@@ -105,7 +121,7 @@ def _print(report: EngineReport) -> None:
     )
     print_text()
     if report.bit_exact_cost_by is None:
-        print_text("bit-exact rule: not measured, because there is not enough memory for a second engine")
+        print_text(f"bit-exact rule: its cost is not measured, because {report.bit_exact_cost_unknown_because}")
     else:
         by = report.bit_exact_cost_by
         print_text(

@@ -90,20 +90,34 @@ def model_facts(found: FoundModel, dtype: str, threads: int) -> ModelFacts:
     """Load the model once, with a small KV cache, and say what became of it. Never raises a BatonError."""
     from baton.bench.micro.engine_work import read_work
     from baton.runner import TorchSpec, load
+    from baton.runner.model.checkpoint import open_checkpoint
     from baton.runner.model.weights import resolve_dtype
 
     directory, name = found.directory, found.name
     try:
-        work = read_work(directory)
-        weight_bytes = (work.dense + work.head + work.experts) * (2 if resolve_dtype(dtype) == "bfloat16" else 4)
+        weight_bytes = read_work(directory).multiplied * (2 if resolve_dtype(dtype) == "bfloat16" else 4)
+        if not found.dequantize:
+            # Packed weights are about as large as their files.
+            files = open_checkpoint(directory).weight_files
+            weight_bytes = min(weight_bytes, sum(file.stat().st_size for file in files))
         free = available_memory()
         if free and weight_bytes > free:
             return ModelFacts(name, f"{name} has {weight_bytes >> 20} MiB of weights, {free >> 20} MiB are available")
-        info = load(TorchSpec(directory, dtype, num_blocks=_CHECK_BLOCKS, num_threads=threads, name=name)).model
+        spec = TorchSpec(
+            directory,
+            dtype,
+            num_blocks=_CHECK_BLOCKS,
+            num_threads=threads,
+            name=name,
+            dequantize=found.dequantize,
+        )
+        info = load(spec).model
     except BatonError as error:
         return ModelFacts(name, " ".join(str(error).split()))
     paths = [(path.part, path.runs, path.why_not_faster) for path in info.compute_paths]
-    return ModelFacts(name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, weight_bytes, paths)
+    return ModelFacts(
+        name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, info.weight_bytes, paths
+    )
 
 
 def _registry(url: str) -> ServerMemory:

@@ -75,6 +75,7 @@ def load_timed(spec: TorchSpec, *, bit_exact: bool = True) -> TimedRunner:
         block_size=spec.block_size,
         num_blocks=spec.num_blocks,
         cache_bytes=spec.cache_bytes,
+        cache_dtype=spec.cache_dtype,
         num_threads=spec.num_threads,
         name=spec.name,
         operations=cast(Operations, stopwatch),

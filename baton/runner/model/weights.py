@@ -167,6 +167,24 @@ def load_model(
     return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device, weights)
 
 
+def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's parameters while they are plain, from config.json alone; tied ones once.
+
+    Raises ConfigError.
+    """
+    config = _config(checkpoint)
+    _check_numbers(checkpoint, config)
+    skeleton = _skeleton(_model_class(checkpoint, config), config)
+    return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+
+
+def _skeleton(model_class: Any, config: Any) -> nn.Module:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        skeleton: nn.Module = model_class(copy.deepcopy(config))
+    return skeleton
+
+
 def _plan(
     model_class: Any,
     config: Any,
@@ -176,8 +194,7 @@ def _plan(
     dequantize: bool,
 ) -> WeightPlan:
     """Decide where the weights of a checkpoint belong; raises UnusableWeight."""
-    with torch.device("meta"):
-        skeleton = model_class(copy.deepcopy(config))
+    skeleton = _skeleton(model_class, config)
     names = CheckpointNames(skeleton)
     if weight_format is None:
         check_size(skeleton, (tensor.shape for tensor in tensors.values()))

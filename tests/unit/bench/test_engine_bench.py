@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from baton.runner.backends.timed_operations import StepSplit, TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
 from baton.runner.measuring.profile import load_timed
 from baton.runner.model.random_model import write_random_model
+from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
 PROMPTS = [list(range(start, start + 32)) for start in (1, 50, 99)]
@@ -53,6 +55,20 @@ def test_the_work_of_a_model_directory_counts_all_its_weights(tmp_path: Path) ->
     layer = hidden * (hidden + 2 * hidden // 2 + hidden) + 3 * hidden * inner + 2 * hidden
     assert work.dense == 3 * layer + hidden
     assert work.head == hidden * vocab
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("form", ["gptq-int4", "ct-int8-rows", "fp8-block"])
+def test_the_work_of_a_quantised_model_is_that_of_the_plain_one(tmp_path: Path, architecture: str, form: str) -> None:
+    plain = write_quantized_model(tmp_path / "quantised", architecture, {**PACKED_FORMATS, **FP8_FORMATS}[form])
+    assert read_work(tmp_path / "quantised") == read_work(plain)
+    assert read_work(plain).multiplied > 0
+
+
+def test_a_table_that_is_only_looked_up_is_counted_apart() -> None:
+    shapes = {"model.embed_tokens.weight": (100, 8), "model.q.weight": (4, 8)}
+    assert work_of({"vocab_size": 100}, shapes).looked_up == 0
+    assert work_of({"vocab_size": 100}, {**shapes, "lm_head.weight": (100, 8)}).looked_up == 800
 
 
 def test_attention_is_counted_over_the_keys_that_a_query_attends_to() -> None:
@@ -109,6 +125,14 @@ def test_timed_operations_change_no_result_and_split_the_time(tmp_path: Path) ->
         parts = (split.attention, split.products, split.elementwise, split.sampling)
         assert min(split.attention, split.products, split.sampling) > 0
         assert sum(parts) < step
+
+
+def test_a_timed_runner_is_the_one_that_was_specified(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen2"], 0)
+    for changes in ({"cache_dtype": "int8"}, {"quantization": "int4"}):
+        spec = replace(TorchSpec(tmp_path, num_blocks=32), **changes)  # type: ignore[arg-type]
+        plain, timed = load(spec), load_timed(spec)
+        assert (timed.model, timed.layout) == (plain.model, plain.layout)
 
 
 def test_timed_operations_pass_other_calls_on() -> None:

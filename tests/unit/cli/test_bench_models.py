@@ -12,6 +12,7 @@ from baton.cli.views.doctor_facts import model_facts
 from baton.config import bundled_model_dir
 from baton.errors import UsageError
 from baton.models.resolve import FoundModel
+from tests.support.quantized_models import PACKED_FORMATS, write_quantized_model
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,12 @@ def test_the_model_of_a_benchmark_has_the_name_that_was_given() -> None:
 
 def test_the_doctor_shows_the_name_that_was_given() -> None:
     assert model_facts(FoundModel(bundled_model_dir(), "mine"), "float32", 1).name == "mine"
+
+
+def test_the_doctor_counts_packed_weights_as_packed(tmp_path: Path) -> None:
+    plain = write_quantized_model(tmp_path / "quantised", "llama", PACKED_FORMATS["gptq-int4"])
+    packed, dequantised = (
+        model_facts(FoundModel(tmp_path / "quantised", "it", dequantize=plainly), "bfloat16", 1).weight_bytes
+        for plainly in (False, True)
+    )
+    assert packed < dequantised == model_facts(FoundModel(plain, "plain"), "bfloat16", 1).weight_bytes

@@ -1,7 +1,10 @@
-/* Kernels for AVX-512 with vdpbf16ps, which multiplies a pair: odd element first, both sums rounded, subnormals as zero. */
+/* Kernels for AVX-512 with vdpbf16ps, which multiplies a pair: odd element first, both sums rounded, subnormals as zero. Float8 is
+ * widened with VBMI, which all processors have that have vdpbf16ps, except Intel's third generation of Xeon for four sockets;
+ * those compute on plain AVX-512, as baton_default_isa has every processor of Intel do. */
 #if defined(__x86_64__)
-#define TARGET __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define TARGET __attribute__((target("avx512vbmi,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define DPBF16
+#define VBMI
 #include "vector_avx512.h"
 #include "quantized.h"
 
@@ -26,7 +29,9 @@
 #define FEW_VALUES
 #include "attention.inc.h"
 
-static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supports("avx512bf16"); }
+static int supported(void) {
+    return isa_avx512.supported() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+}
 
 const struct isa isa_avx512_bf16 = {
     "avx512_bf16", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_bfloat16},

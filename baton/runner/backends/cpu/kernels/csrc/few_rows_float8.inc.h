@@ -2,7 +2,8 @@
  * through scratch memory. The chains are the same, so the bits are. The includer defines the shapes of its register tiles:
  * FLOAT8_WIDE_CASES for four panels, FLOAT8_TALL_CASES for two panels and more rows, up to FLOAT8_BLOCK_ROWS of them. */
 
-enum { FEW_CODES_BYTES = 16 << 10, FLOAT8_AHEAD_BYTES = 16 << 10 };
+/* How far ahead codes are prefetched; two panels go through a piece twice, so they prefetch the next piece. */
+enum { FEW_CODES_BYTES = 16 << 10, WIDE_AHEAD_BYTES = 8 << 10, TALL_AHEAD_BYTES = FEW_CODES_BYTES };
 
 /* Two panels of pairs of k, and the sum of a row's pair times one of them, added odd element first. */
 #ifdef DPBF16
@@ -45,6 +46,7 @@ struct float8_piece {
 /* sums[MM][NU * 16] (+)= x[MM][pairs] * the piece's columns from a panel on; the last piece adds the scaled sums to the totals. */
 INLINE void tile_float8(const int MM, const int NU, const struct float8_piece *piece, const bf16_row *x, size_t ldx, size_t panel,
                         float *sums, float *totals) {
+    const size_t ahead = NU == GROUP_PANELS ? WIDE_AHEAD_BYTES : TALL_AHEAD_BYTES;
     const uint8_t *codes = piece->codes + panel * 2 * LANES;
     v16 acc[FLOAT8_BLOCK_ROWS][GROUP_PANELS];
     sums += panel * LANES;
@@ -57,7 +59,7 @@ INLINE void tile_float8(const int MM, const int NU, const struct float8_piece *p
 #pragma GCC unroll 2
         for (int u = 0; u < NU; u += 2) {
             const struct two_panels wide = widen_panels(codes + u * 2 * LANES);
-            __builtin_prefetch(codes + u * 2 * LANES + FLOAT8_AHEAD_BYTES);
+            __builtin_prefetch(codes + u * 2 * LANES + ahead);
 #pragma GCC unroll 10
             for (int m = 0; m < MM; m++) {
                 const bf16_row *pair = x + (size_t)m * ldx + 2 * i;

@@ -27,6 +27,19 @@ static const int8_t E4M3_UPPER_BYTES[16] = {60, 61, 62, 63, 64, 65, 66, 67, -68,
 static const int8_t E4M3_UPPER_EXCESS[16] = {60, 1, 1, 1};
 static const int8_t E4M3_LOWER_DIFFERENCE[16] = {0, 0x10, -0x60, -0x10, 0x40, 0x70, 0x20, 0x10};
 
+/* VBMI instructions look up 128 bytes: both bytes of the bfloat16 of each code without its sign. */
+#define BFLOAT16_OF_E4M3(c) \
+    ((c) > 7 ? 0x3C00 + ((c) << 4) : (c) > 3 ? 0x3C00 + (((c) - 4) << 5) : (c) > 1 ? 0x3B80 + (((c) - 2) << 6) : (c) * 0x3B00)
+#define UPPER_BYTE(c) BFLOAT16_OF_E4M3(c) >> 8
+#define LOWER_BYTE(c) BFLOAT16_OF_E4M3(c) & 0xFF
+#define OF_EIGHT(F, c) F((c)), F((c) + 1), F((c) + 2), F((c) + 3), F((c) + 4), F((c) + 5), F((c) + 6), F((c) + 7)
+#define OF_32(F, c) OF_EIGHT(F, (c)), OF_EIGHT(F, (c) + 8), OF_EIGHT(F, (c) + 16), OF_EIGHT(F, (c) + 24)
+#define OF_ALL_CODES(F) OF_32(F, 0), OF_32(F, 32), OF_32(F, 64), OF_32(F, 96)
+static const uint8_t E4M3_ALL_UPPER_BYTES[128] = {OF_ALL_CODES(UPPER_BYTE)};
+static const uint8_t E4M3_ALL_LOWER_BYTES[128] = {OF_ALL_CODES(LOWER_BYTE)};
+#undef UPPER_BYTE
+#undef LOWER_BYTE
+
 /* The room for a piece of widened weights. With few rows it stays in the first-level cache, also beside the prefetched codes of the
  * next piece; with many rows it stays in the second-level cache. */
 enum { FEW_WIDENED_BYTES = 16 << 10, MANY_WIDENED_BYTES = 64 << 10 };

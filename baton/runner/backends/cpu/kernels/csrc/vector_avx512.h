@@ -51,11 +51,21 @@ INLINE v16 v_load_e4m3(const uint8_t *p) {
     return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(0x1p8f));
 }
 
-/* A table of 16 bytes in each quarter of a register, as _mm512_shuffle_epi8 takes it. */
-INLINE __m512i table_of(const int8_t bytes[16]) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)bytes)); }
-
 /* Widens 64 float8 (e4m3fn, none of them NaN), of which the first 32 and the last 32 take turns, 8 at a time (float8.h), to bfloat16
  * by the tables that float8.h explains. */
+#ifdef VBMI
+INLINE __m512i look_up_128(const uint8_t table[128], __m512i index) { /* the index's upper bit is ignored */
+    return _mm512_permutex2var_epi8(_mm512_loadu_si512(table), index, _mm512_loadu_si512(table + 64));
+}
+INLINE void widen_e4m3(__m512i codes, __m512i wide[2]) {
+    __m512i upper = look_up_128(E4M3_ALL_UPPER_BYTES, codes), lower = look_up_128(E4M3_ALL_LOWER_BYTES, codes);
+    upper = _mm512_or_si512(upper, _mm512_and_si512(codes, _mm512_set1_epi8(-0x80)));
+    wide[0] = _mm512_unpacklo_epi8(lower, upper);
+    wide[1] = _mm512_unpackhi_epi8(lower, upper);
+}
+#else
+/* A table of 16 bytes in each quarter of a register, as _mm512_shuffle_epi8 takes it. */
+INLINE __m512i table_of(const int8_t bytes[16]) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)bytes)); }
 INLINE void widen_e4m3(__m512i codes, __m512i wide[2]) {
     const __m512i upper_bytes = table_of(E4M3_UPPER_BYTES), upper_excess = table_of(E4M3_UPPER_EXCESS);
     const __m512i lower_difference = table_of(E4M3_LOWER_DIFFERENCE);
@@ -69,6 +79,7 @@ INLINE void widen_e4m3(__m512i codes, __m512i wide[2]) {
     wide[0] = _mm512_unpacklo_epi8(lower, upper);
     wide[1] = _mm512_unpackhi_epi8(lower, upper);
 }
+#endif
 INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
     __m512i wide[2];
     widen_e4m3(_mm512_loadu_si512(from), wide);

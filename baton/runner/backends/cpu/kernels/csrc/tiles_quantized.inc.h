@@ -1,0 +1,244 @@
+/* Tiles of products with quantized weights: a few rows of x times a piece of k, which stays in a cache while block after block of
+ * rows is multiplied with it. Included by product_quantized.inc.h. */
+
+/* The length of a piece of k in bytes of codes, and in blocks: of the first-level cache while there are few rows, else of the
+ * second-level cache. And how far ahead weights are prefetched. */
+enum { FEW_PIECE_BYTES = 16 << 10, MANY_PIECE_BYTES = 64 << 10, PIECE_BLOCKS = 64, CODES_AHEAD = FEW_PIECE_BYTES };
+
+/* How a tile reads scales: float16 as they are in the record, for formats without offsets; or float32, to which all other numbers
+ * are widened once for all tiles of a piece. */
+enum numbers { HALVES, WIDENED, WIDENED_OFFSETS };
+
+/* The scales and offsets of one group of k. */
+struct widened_numbers {
+    float scales[GROUP_COLUMNS], offsets[GROUP_COLUMNS];
+};
+
+/* A block of 64 columns; zeros: NULL, or those of the columns. */
+struct piece_block {
+    const uint8_t *codes, *halves, *zeros;
+    const struct widened_numbers *widened;
+};
+
+struct piece {
+    size_t blocks;
+    struct piece_block block[PIECE_BLOCKS];
+    struct widened_numbers widened[PIECE_BLOCKS];
+};
+
+/* 16 scales or offsets, from a column on; values and factors as struct quantized_group has them. */
+INLINE v16 load_numbers(const enum number NUMBER, const uint8_t *values, const uint8_t *factors, size_t column) {
+    switch (NUMBER) {
+    case NUMBER_FLOAT32: return v_load((const float *)values + column);
+    case NUMBER_BFLOAT16: return v_load_bf16((const uint16_t *)values + column);
+    case NUMBER_FLOAT16: return v_load_f16(values + 2 * column);
+    case NUMBER_INT8: return v_mul(v_from_i(i_load_signed_bytes(values + column)), v_load_f16(factors + 2 * column));
+    case NUMBER_UINT8: return v_mul(v_from_i(i_load_bytes(values + column)), v_load_f16(factors + 2 * column));
+    case NUMBER_NONE: break;
+    }
+    return v_zero();
+}
+
+/* Widens the scales or offsets of 64 columns. */
+INLINE void widen_numbers(int32_t number, const uint8_t *values, const uint8_t *factors, float *to) {
+#define CASE(NUMBER)                                                 \
+    case NUMBER:                                                     \
+        for (size_t column = 0; column < GROUP_COLUMNS; column += LANES) \
+            v_store(to + column, load_numbers(NUMBER, values, factors, column)); \
+        break;
+    switch ((enum number)number) {
+        CASE(NUMBER_FLOAT32)
+        CASE(NUMBER_BFLOAT16)
+        CASE(NUMBER_FLOAT16)
+        CASE(NUMBER_INT8)
+        CASE(NUMBER_UINT8)
+    case NUMBER_NONE: break;
+    }
+#undef CASE
+}
+
+/* Finds the blocks from `from` to `to` in the records of 64 columns. Places are counted up, since divisions take long beside the
+ * products of a block. */
+INLINE void open_piece(const struct quantized_format *f, enum numbers numbers, const uint8_t *columns, size_t from, size_t to,
+                       struct piece *piece) {
+    const size_t blocks = f->group / f->block, block_codes = codes_bytes(f, f->block);
+    const size_t groups = f->groups_per_record, whole_record = record_bytes(f);
+    size_t block = from % blocks, in_record = from / blocks % groups;
+    const uint8_t *record = columns + from / blocks / groups * whole_record;
+    struct widened_numbers *widened = piece->widened;
+    piece->blocks = 0;
+    for (; from < to; block = 0, widened++) {
+        const struct quantized_group group = group_of_record(f, record, in_record);
+        for (const uint8_t *line = group.scales; line < group.codes; line += 64) __builtin_prefetch(line + CODES_AHEAD);
+        if (numbers != HALVES) widen_numbers(f->scales, group.scales, group.scale_factors, widened->scales);
+        if (numbers == WIDENED_OFFSETS) widen_numbers(f->offsets, group.offsets, group.offset_factors, widened->offsets);
+        for (; block < blocks && from < to; block++, from++)
+            piece->block[piece->blocks++] =
+                (struct piece_block){group.codes + block * block_codes, group.scales, group.zeros, widened};
+        if (++in_record == groups) {
+            in_record = 0;
+            record += whole_record;
+        }
+    }
+}
+
+/* Keeps the compiler from moving memory accesses past this place: it would gather the prefetches of a block at its start, and load
+ * c of all rows at once, which leaves too few registers for the integer sums. */
+#define IN_ORDER() __asm__ volatile("" : : : "memory")
+
+/* The block of x in a row that begins m rows behind x. */
+INLINE const struct quantized_block *row_block(const char *x, size_t ldx, int m) {
+    return (const struct quantized_block *)(x + (size_t)m * ldx);
+}
+
+/* Loads the codes of four elements of k, of NU panels. */
+INLINE void load_four(const int BITS, const int NU, const uint8_t *codes, i16 w[4]) {
+#pragma GCC unroll 4
+    for (int u = 0; u < NU; u++) {
+        if (BITS == 8) {
+            w[u] = i_load(codes + u * 64);
+            __builtin_prefetch(codes + u * 64 + CODES_AHEAD);
+        } else if (u % 2 == 0) {
+            i16 both = i_load(codes + u * 32);
+            __builtin_prefetch(codes + u * 32 + CODES_AHEAD);
+            w[u] = i_low(both);
+            w[u + 1] = i_high(both);
+        }
+    }
+}
+
+/* Adds the products of four elements of a row to sums[NU]; `place` is that of their codes in a block of x. */
+INLINE void add_four(const int BITS, const int NU, const struct quantized_block *row, size_t place, const i16 w[4], i16 sums[4]) {
+    int32_t four;
+    memcpy(&four, row->codes + place, sizeof four);
+    i16 elements = i_set1(four);
+#pragma GCC unroll 4
+    for (int u = 0; u < NU; u++) sums[u] = i_dot(BITS, sums[u], w[u], elements);
+}
+
+/* Adds the products of four elements of k to sums[MM][NU]. */
+INLINE void add_step(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t place,
+                     i16 sums[12][4]) {
+    i16 w[4];
+    load_four(BITS, NU, codes, w);
+#pragma GCC unroll 12
+    for (int m = 0; m < MM; m++) add_four(BITS, NU, row_block(x, ldx, m), place, w, sums[m]);
+    IN_ORDER();
+}
+
+/* What the sums of a block's products begin with: minus the weights' zeros times the sum of x. */
+INLINE void begin_sums(const int MM, const int NU, const char *x, size_t ldx, const uint8_t *zeros, i16 sums[12][4]) {
+#pragma GCC unroll 12
+    for (int m = 0; m < MM; m++)
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++) sums[m][u] = i_set1(row_block(x, ldx, m)->start);
+    if (zeros == NULL) return;
+#pragma GCC unroll 12
+    for (int m = 0; m < MM; m++)
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++)
+            sums[m][u] = i_add_product(sums[m][u], i_load_bytes(zeros + u * LANES), i_set1(row_block(x, ldx, m)->minus_sum));
+}
+
+/* Adds a row's share of a block, which is in integers, to the float32 sums c[NU * 16]. */
+INLINE void add_block(const enum numbers NUMBERS, const int NU, const struct quantized_block *row, const v16 scale[4],
+                      const float *offsets, const i16 sums[4], float *c) {
+#pragma GCC unroll 4
+    for (int u = 0; u < NU; u++) {
+        v16 total = v_fma(v_mul(scale[u], v_set1(row->scale)), v_from_i(sums[u]), v_load(c + u * LANES));
+        if (NUMBERS == WIDENED_OFFSETS) total = v_fma(v_load(offsets + u * LANES), v_set1(row->weighted_sum), total);
+        v_store(c + u * LANES, total);
+    }
+}
+
+/* c[MM][NU * 16] += the piece times the columns from a panel on. x begins at the piece, and has rows of ldx bytes. BLOCK: the
+ * blocks' length where the compiler knows it, else 0.
+ *
+ * A row's sums are added to c as soon as they are complete, so that conversions and float32 arithmetic of one row are computed
+ * beside the integer products of the next. */
+INLINE void tile_quantized(const int BITS, const enum numbers NUMBERS, const size_t BLOCK, const int MM, const int NU, size_t length,
+                           const char *x, size_t ldx, const struct piece *piece, size_t panel, float *c) {
+    const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8, first = panel * LANES, last = (BLOCK > 0 ? BLOCK : length) - 4;
+    c += first;
+    for (const struct piece_block *block = piece->block, *end = block + piece->blocks; block < end; block++) {
+        const uint8_t *codes = block->codes + panel * 64 * BITS / 8, *zeros = block->zeros == NULL ? NULL : block->zeros + first;
+        const uint8_t *halves = block->halves + 2 * first;
+        const float *scales = block->widened->scales + first, *offsets = block->widened->offsets + first;
+        i16 sums[12][4], w[4];
+        v16 scale[4];
+        begin_sums(MM, NU, x, ldx, zeros, sums);
+        size_t place = 0;
+        if (BLOCK > 0)
+#pragma GCC unroll 8
+            for (; place < last; place += 4, codes += four_bytes) add_step(BITS, MM, NU, x, ldx, codes, place, sums);
+        else
+#pragma GCC unroll 1
+            for (; place < last; place += 4, codes += four_bytes) add_step(BITS, MM, NU, x, ldx, codes, place, sums);
+        load_four(BITS, NU, codes, w);
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++) scale[u] = NUMBERS == HALVES ? v_load_f16(halves + 2 * u * LANES) : v_load(scales + u * LANES);
+#pragma GCC unroll 12
+        for (int m = 0; m < MM; m++) {
+            const struct quantized_block *row = row_block(x, ldx, m);
+            add_four(BITS, NU, row, last, w, sums[m]);
+            add_block(NUMBERS, NU, row, scale, offsets, sums[m], c + m * GROUP_COLUMNS);
+            IN_ORDER();
+        }
+        x += sizeof(struct quantized_block) + last + 4;
+    }
+}
+
+/* c[rows][64] += a piece of k, for all 64 columns; length: of a block. */
+INLINE void multiply_piece(const int BITS, const enum numbers NUMBERS, const size_t BLOCK, size_t rows, size_t length, const char *x,
+                           size_t ldx, const struct piece *piece, float *c) {
+    for (size_t count; rows > 0; rows -= count, x += count * ldx, c += count * GROUP_COLUMNS) {
+        count = block_rows(rows, QUANTIZED_TALL_ROWS);
+#define WIDE_TILE(MM) case MM: tile_quantized(BITS, NUMBERS, BLOCK, MM, 4, length, x, ldx, piece, 0, c); break;
+#define TALL_TILE(MM) case MM: tile_quantized(BITS, NUMBERS, BLOCK, MM, 2, length, x, ldx, piece, panel, c); break;
+        if (count <= QUANTIZED_WIDE_ROWS) {
+            switch (count) { QUANTIZED_WIDE_CASES(WIDE_TILE) }
+        } else {
+            for (size_t panel = 0; panel < GROUP_PANELS; panel += 2)
+                switch (count) { QUANTIZED_TALL_CASES(TALL_TILE) }
+        }
+#undef WIDE_TILE
+#undef TALL_TILE
+    }
+}
+
+typedef void (*piece_function)(size_t rows, size_t length, const char *x, size_t ldx, const struct piece *piece, float *c);
+
+#define PIECE(BITS, NUMBERS, BLOCK)                                                                                              \
+    TARGET static void piece_##BITS##_##NUMBERS##_##BLOCK(size_t rows, size_t length, const char *x, size_t ldx,                 \
+                                                          const struct piece *piece, float *c) {                                \
+        multiply_piece(BITS, NUMBERS, BLOCK, rows, length, x, ldx, piece, c);                                                    \
+    }
+PIECE(4, WIDENED, 0)
+PIECE(8, WIDENED, 0)
+PIECE(4, WIDENED_OFFSETS, 0)
+PIECE(8, WIDENED_OFFSETS, 0)
+#if QUANTIZED_UNROLLED
+PIECE(4, HALVES, 32)
+PIECE(8, HALVES, 32)
+PIECE(4, WIDENED, 32)
+PIECE(8, WIDENED, 32)
+PIECE(4, WIDENED_OFFSETS, 32)
+PIECE(8, WIDENED_OFFSETS, 32)
+#endif
+#undef PIECE
+
+/* The function for pieces of a format's weights, and how it reads scales. Nearly all formats have blocks of MAX_BLOCK elements. */
+INLINE piece_function piece_function_of(const struct quantized_format *f, enum numbers *numbers) {
+    const int is_4 = f->bits == 4;
+    *numbers = f->offsets == NUMBER_NONE ? WIDENED : WIDENED_OFFSETS;
+#if QUANTIZED_UNROLLED
+    if (f->block == MAX_BLOCK) {
+        if (*numbers == WIDENED_OFFSETS) return is_4 ? piece_4_WIDENED_OFFSETS_32 : piece_8_WIDENED_OFFSETS_32;
+        if (f->scales != NUMBER_FLOAT16) return is_4 ? piece_4_WIDENED_32 : piece_8_WIDENED_32;
+        *numbers = HALVES;
+        return is_4 ? piece_4_HALVES_32 : piece_8_HALVES_32;
+    }
+#endif
+    if (*numbers == WIDENED_OFFSETS) return is_4 ? piece_4_WIDENED_OFFSETS_0 : piece_8_WIDENED_OFFSETS_0;
+    return is_4 ? piece_4_WIDENED_0 : piece_8_WIDENED_0;
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -121,6 +123,48 @@ def test_attention_has_the_bits_of_a_cache_that_holds_the_widened_numbers(
     for other in (TorchOperations(1), reference):
         theirs = other.paged_attention(query, narrow, *asked, scale=0.2, window=window)
         assert torch.allclose(theirs.float(), results[0].float(), atol=2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def _before_an_inaccessible_page(size: int) -> torch.Tensor:
+    """Memory of this many bytes; a load from an address behind it ends the process with a segmentation fault."""
+    room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, room + mmap.PAGESIZE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8, count=size, offset=room - size)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(memory.data_ptr() + size, mmap.PAGESIZE, 0) == 0
+    return memory
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("cache_format", [None, *FORMATS])
+@pytest.mark.parametrize("dim", [8, 24, 40, 64])
+@pytest.mark.parametrize("keys_last", [False, True])
+def test_attention_reads_nothing_behind_the_cache(
+    isa: str, dtype: torch.dtype, cache_format: torch.dtype | None, dim: int, keys_last: bool
+) -> None:
+    """With one head and blocks of one token, the last number of the cache is that of its last key or value."""
+    kernels.use_isa(isa)
+    tokens, scales = 130, None if cache_format is None else 0
+    first = 0 if cache_format is None else 4
+    key_offset, value_offset = (first + dim, first) if keys_last else (first, first + dim)
+    stored = dtype if cache_format is None else cache_format
+    memory = _before_an_inaccessible_page(tokens * (first + 2 * dim) * stored.itemsize).view(stored)
+    cache = CacheView(memory, tokens, first + 2 * dim, key_offset, value_offset, 1, 1, dim, dim, scales)
+    key, value = (randn(tokens, 1, dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    kernels.store_kv(key, value, cache, torch.arange(tokens))
+    elsewhere = replace(cache, memory=memory.clone())
+    tables = torch.arange(tokens, dtype=torch.int32)[None]
+    for length in (1, 16, 64, tokens):  # the last tokens of the cache
+        for rows in {1, min(length, 3)}:
+            asked = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+            query = randn(rows, 2, dim, seed=3, dtype=dtype)
+            ours, theirs = (
+                kernels.paged_attention(query, view, *asked, tables[:, tokens - length :], scale=0.2, threads=1)
+                for view in (cache, elsewhere)
+            )
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -1,4 +1,4 @@
-/* Keys and values in 8 bits: how they are written. attention.inc.h reads them. */
+/* Keys and values in 8 bits: how they are written. attention_tiles.inc.h reads them. */
 #include "kernels.h"
 
 #include <math.h>

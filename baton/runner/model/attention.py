@@ -14,8 +14,9 @@ from torch import nn
 
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
-from baton.runner.backends.cpu.kernels.program import Program, Rows
+from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
 

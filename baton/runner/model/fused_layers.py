@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.runner.backends.cpu.kernels.program import Program, Rows
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention
 from baton.runner.model.quantized_layers import Weight

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.runner.backends.cpu.kernels.program import Program, Rows
+from baton.runner.backends.cpu.kernels.buffers import Rows
+from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.quantized_weight import NarrowWeight
 from baton.runner.model.quantized_layers import (

@@ -10,7 +10,6 @@ import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -23,6 +22,7 @@ from baton.runner.backends.cpu.kernels.attention import (
     row_dtypes,
     store_call,
 )
+from baton.runner.backends.cpu.kernels.buffers import Buffers, Rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.call_structs import (
     AttentionCall,
@@ -55,29 +55,6 @@ _NAMES = {
     OperationKind.TAKE_ROWS: "take_rows",
     OperationKind.QUANTIZE: "linear",
 }
-_GROWTH = 64
-"""The number of rows for which scratch memory is allocated is a multiple of this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Some columns of a buffer that has one row for each token of a step, or for each token that samples."""
-
-    buffer: int
-    """The buffer's number."""
-    first: int
-    """The first column."""
-    width: int
-    """Number of columns."""
-    stride: int
-    """Number of elements from row to row."""
-    sampled: bool
-    """Whether the buffer has only the rows that sample."""
-    dtype: torch.dtype
-
-    def columns(self, first: int, end: int) -> Rows:
-        """The columns `first` to `end` of these."""
-        return replace(self, first=self.first + first, width=end - first)
 
 
 class Program:
@@ -101,11 +78,7 @@ class Program:
         self._recorded: list[Operation] = []
         self._operations = (Operation * 0)()
         self._kept: list[object] = []
-        self._arguments: list[Rows] = []
-        self._scratch: dict[str, int] = {}
-        self._scratch_widths: dict[int, int] = {}
-        self._memory = torch.empty(0, dtype=dtype)
-        self._capacity = 0
+        self._buffers = Buffers(dtype)
         self._num_groups = 0
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
 
@@ -116,9 +89,7 @@ class Program:
         """
         if dtype not in (None, self._dtype, torch.float32):
             raise KernelArgumentError("dtype", f"must be {self._dtype} or float32, is {dtype}")
-        rows = Rows(self._new_buffer(), 0, width, width, sampled, self._dtype if dtype is None else dtype)
-        self._arguments.append(rows)
-        return rows
+        return self._buffers.argument(width, sampled, self._dtype if dtype is None else dtype)
 
     def linear(self, x: Rows, w: Packed, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
         """Record the product of x and the weight transposed, plus bias; float32 rows `into` keep the sums unrounded."""
@@ -194,7 +165,7 @@ class Program:
         sinks = require_attention(heads, cache, scale, window, softcap, sinks)
         if query.width != heads * cache.key_dim:
             raise KernelArgumentError("query", f"of {query.width} columns has no heads of {cache.key_dim}")
-        out = self._scratch_rows(into, heads * cache.value_dim, query.sampled)
+        out = self._buffers.scratch(into, heads * cache.value_dim, query.sampled)
         call = AttentionCall(
             cache=cache.memory.data_ptr(),
             sinks=None if sinks is None else sinks.data_ptr(),
@@ -233,7 +204,7 @@ class Program:
         """
         num_rows, num_sampled = layout.slots[0].shape[0], sampled.shape[0]
         self._require_step(arguments, layout, sampled)
-        buffers = self._buffers(arguments, max(num_rows, num_sampled))
+        buffers = self._buffers.addresses(arguments, max(num_rows, num_sampled))
         groups = (StepGroup * len(layout.slots))()
         for group, slots, tables in zip(groups, layout.slots, layout.block_tables, strict=True):
             group.slots, group.block_tables = slots.data_ptr(), tables.data_ptr()
@@ -307,7 +278,7 @@ class Program:
 
     def _quantize(self, x: Rows, w: PackedQuantizedWeight) -> Rows:
         """Record that x is quantised for a weight, and return the rows of the scratch buffer with the result."""
-        out = self._scratch_rows("quantized x", -(-w.row_bytes // self._dtype.itemsize), x.sampled)
+        out = self._buffers.scratch("quantized x", -(-w.row_bytes // self._dtype.itemsize), x.sampled)
         call = QuantizeCall(format=ctypes.addressof(w.format), k=w.k, x_stride=x.stride)
         self._record(OperationKind.QUANTIZE, x, Call(quantize=call), out=out)
         return out
@@ -354,41 +325,12 @@ class Program:
     def _place(self, rows: Rows | None) -> Place:
         return Place(-1, 0) if rows is None else Place(rows.buffer, rows.first * rows.dtype.itemsize)
 
-    def _new_buffer(self) -> int:
-        return len(self._arguments) + len(self._scratch)
-
     def _out(self, into: str | Rows, width: int, sampled: bool) -> Rows:
         """The rows for a result: of the scratch buffer with the name `into`, or of an argument."""
-        out = self._scratch_rows(into, width, sampled) if isinstance(into, str) else into
+        out = self._buffers.scratch(into, width, sampled) if isinstance(into, str) else into
         if (out.width, out.stride, out.sampled) != (width, width, sampled):
             raise KernelArgumentError("into", f"must be whole rows of {width}")
         return out
-
-    def _scratch_rows(self, name: str, width: int, sampled: bool) -> Rows:
-        """Rows of the scratch buffer with this name, which is as wide as its widest use."""
-        if name not in self._scratch:
-            self._scratch[name] = self._new_buffer()
-        buffer = self._scratch[name]
-        self._scratch_widths[buffer] = max(width, self._scratch_widths.get(buffer, 0))
-        return Rows(buffer, 0, width, width, sampled, self._dtype)
-
-    def _buffers(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
-        """The address of each buffer, for a step of at most `rows` rows."""
-        total = sum(self._scratch_widths.values())
-        if rows > self._capacity:
-            # The old memory is freed first, since both together may be too much.
-            self._capacity, self._memory = 0, torch.empty(0, dtype=self._dtype)
-            capacity = -(-rows // _GROWTH) * _GROWTH
-            self._memory = torch.empty(capacity * total, dtype=self._dtype)
-            self._capacity = capacity
-        addresses = (ctypes.c_void_p * self._new_buffer())()
-        for argument, tensor in zip(self._arguments, arguments, strict=True):
-            addresses[argument.buffer] = tensor.data_ptr()
-        address = self._memory.data_ptr()
-        for buffer, width in self._scratch_widths.items():
-            addresses[buffer] = address
-            address += self._capacity * width * self._dtype.itemsize
-        return addresses
 
     def _require_step(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
         """Raises KernelArgumentError for tensors whose shapes differ from what the operations expect."""
@@ -403,8 +345,4 @@ class Program:
                 raise KernelArgumentError(name, "must be int64 of one dimension, contiguous, on the CPU")
             if size is not None and tensor.shape[0] != size:
                 raise KernelArgumentError(name, f"must be [{size}], is {tuple(tensor.shape)}")
-        for argument, tensor in zip(self._arguments, arguments, strict=True):
-            shape = (sampled.shape[0] if argument.sampled else num_rows, argument.width)
-            fits = tensor.shape == shape and tensor.dtype == argument.dtype
-            if not fits or not tensor.is_contiguous() or not tensor.is_cpu:
-                raise KernelArgumentError("arguments", f"{tuple(tensor.shape)} must be {shape} {argument.dtype}")
+        self._buffers.require_arguments(arguments, num_rows, sampled.shape[0])

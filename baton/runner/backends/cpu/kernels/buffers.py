@@ -1,0 +1,93 @@
+"""The buffers of a program: its arguments, which each step passes in, and scratch memory that grows with the steps."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+
+_GROWTH = 64
+"""The number of rows for which scratch memory is allocated is a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some columns of a buffer that has one row for each token of a step, or for each token that samples."""
+
+    buffer: int
+    """The buffer's number."""
+    first: int
+    """The first column."""
+    width: int
+    """Number of columns."""
+    stride: int
+    """Number of elements from row to row."""
+    sampled: bool
+    """Whether the buffer has only the rows that sample."""
+    dtype: torch.dtype
+
+    def columns(self, first: int, end: int) -> Rows:
+        """The columns `first` to `end` of these."""
+        return replace(self, first=self.first + first, width=end - first)
+
+
+class Buffers:
+    """Numbered buffers of a row for each token, or for each token that samples.
+
+    All buffers are declared while operations are recorded, before `addresses` is called for the first step.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._arguments: list[Rows] = []
+        self._scratch: dict[str, int] = {}
+        self._scratch_widths: dict[int, int] = {}
+        self._memory = torch.empty(0, dtype=dtype)
+        self._capacity = 0
+
+    def argument(self, width: int, sampled: bool, dtype: torch.dtype) -> Rows:
+        """Declare a buffer that each step passes in, after those that were declared before."""
+        rows = Rows(self._count(), 0, width, width, sampled, dtype)
+        self._arguments.append(rows)
+        return rows
+
+    def scratch(self, name: str, width: int, sampled: bool) -> Rows:
+        """Rows of the scratch buffer with this name, which is as wide as its widest use."""
+        if name not in self._scratch:
+            self._scratch[name] = self._count()
+        buffer = self._scratch[name]
+        self._scratch_widths[buffer] = max(width, self._scratch_widths.get(buffer, 0))
+        return Rows(buffer, 0, width, width, sampled, self._dtype)
+
+    def require_arguments(self, arguments: Sequence[torch.Tensor], num_rows: int, num_sampled: int) -> None:
+        """Raises KernelArgumentError for tensors that differ from what was declared."""
+        for argument, tensor in zip(self._arguments, arguments, strict=True):
+            shape = (num_sampled if argument.sampled else num_rows, argument.width)
+            fits = tensor.shape == shape and tensor.dtype == argument.dtype
+            if not fits or not tensor.is_contiguous() or not tensor.is_cpu:
+                raise KernelArgumentError("arguments", f"{tuple(tensor.shape)} must be {shape} {argument.dtype}")
+
+    def addresses(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
+        """The address of each buffer, for a step of at most `rows` rows; valid until the next call."""
+        total = sum(self._scratch_widths.values())
+        if rows > self._capacity:
+            # The old memory is freed first, since both together may be too much.
+            self._capacity, self._memory = 0, torch.empty(0, dtype=self._dtype)
+            capacity = -(-rows // _GROWTH) * _GROWTH
+            self._memory = torch.empty(capacity * total, dtype=self._dtype)
+            self._capacity = capacity
+        addresses = (ctypes.c_void_p * self._count())()
+        for argument, tensor in zip(self._arguments, arguments, strict=True):
+            addresses[argument.buffer] = tensor.data_ptr()
+        address = self._memory.data_ptr()
+        for buffer, width in self._scratch_widths.items():
+            addresses[buffer] = address
+            address += self._capacity * width * self._dtype.itemsize
+        return addresses
+
+    def _count(self) -> int:
+        return len(self._arguments) + len(self._scratch)

@@ -1,4 +1,5 @@
-/* Vectors of 16 integers of 32 bits on AVX2 with F16C, in two registers each; see integers_portable.h. */
+/* Vectors of 16 integers of 32 bits on AVX2 with F16C, in two registers each; see integers_portable.h. AVX_VNNI: whether products
+ * are computed by vpdpbusd of AVX-VNNI. */
 typedef struct {
     __m256i a, b;
 } i16;
@@ -19,6 +20,13 @@ INLINE i16 i_load_signed_bytes(const uint8_t *p) {
 }
 INLINE v16 v_from_i(i16 x) { return (v16){_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 
+#ifdef AVX_VNNI /* in assembly, as in integers_avx512_vnni.h; the prefix keeps the assembler from encoding it for AVX-512 */
+INLINE __m256i dot_8(const int BITS, __m256i sum, __m256i codes, __m256i x) {
+    (void)BITS;
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(x));
+    return sum;
+}
+#else
 /* Products of 4 bits fit into the 16-bit sums of vpmaddubsw. Those of 8 bits do not, so they are widened first. */
 INLINE __m256i dot_8(const int BITS, __m256i sum, __m256i codes, __m256i x) {
     if (BITS == 4) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
@@ -26,6 +34,7 @@ INLINE __m256i dot_8(const int BITS, __m256i sum, __m256i codes, __m256i x) {
     __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
+#endif
 INLINE i16 i_dot(const int BITS, i16 sum, i16 codes, i16 x) {
     return EACH(dot_8(BITS, sum.a, codes.a, x.a), dot_8(BITS, sum.b, codes.b, x.b));
 }

@@ -8,7 +8,7 @@ const struct isa *const isas[] = {
     &isa_amx_bf16,
 #endif
 #if defined(__x86_64__)
-    &isa_avx512_bf16, &isa_avx512, &isa_avx2,
+    &isa_avx512_bf16, &isa_avx512, &isa_avx2_vnni, &isa_avx2,
 #endif
     &isa_portable,
 };

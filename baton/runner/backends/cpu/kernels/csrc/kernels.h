@@ -169,7 +169,7 @@ struct isa {
     const struct quantized_kernels *quantized; /* quantized.h; others take their place where the processor lacks instructions */
 };
 
-extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;
+extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2_vnni, isa_avx2, isa_portable;
 extern const struct isa *const isas[];
 
 /* The number of floats in an output row of attention: the values' width, padded to whole groups of panels. */

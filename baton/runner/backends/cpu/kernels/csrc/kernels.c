@@ -89,7 +89,7 @@ const struct quantized_kernels *quantized_kernels(const struct isa *isa) {
 
 /* How many rows a task must have to be worth a fork of threads. */
 static size_t worthwhile(size_t elements) {
-    size_t rows = (16 << 10) / (elements + 1);
+    size_t rows = (4 << 10) / (elements + 1);
     return rows < 1 ? 1 : rows;
 }
 

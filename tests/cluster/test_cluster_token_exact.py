@@ -13,6 +13,7 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
+from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.mini_cluster import mini_cluster
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
@@ -76,11 +77,21 @@ async def test_kv_in_8_bits_gives_the_tokens_of_one_node_alone(tmp_path: Path, c
 
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
-    [("ct-int4", "auto"), ("awq-int4", "int8"), ("ct-int8-rows", "auto"), ("fp8-block", "fp8")],
+    [
+        ("ct-int4", "auto"),
+        ("awq-int4", "int8"),
+        ("ct-int8-rows", "auto"),
+        ("fp8-block", "fp8"),
+        ("gguf-mixed", "auto"),
+        ("gguf-q4_k", "int8"),
+    ],
 )
 async def test_quantised_weights_give_the_tokens_of_one_node_alone(tmp_path: Path, name: str, cache_dtype: str) -> None:
-    """One format of each layout of weights in memory: 4 bits with one zero or many, 8 bits, and fp8."""
-    write_quantized_model(tmp_path / "model", "llama", {**PACKED_FORMATS, **FP8_FORMATS}[name])
+    """One format of each layout of weights in memory: 4 bits with one zero or many, 8 bits, fp8, and nested scales."""
+    if name in GGUF_FILES:
+        write_gguf_model(tmp_path / "model", "llama", GGUF_FILES[name])
+    else:
+        write_quantized_model(tmp_path / "model", "llama", {**PACKED_FORMATS, **FP8_FORMATS}[name])
 
     def make_runner(node_id: str) -> TorchModelRunner:
         return load_runner(tmp_path / "model", block_size=BLOCK_SIZE, num_blocks=96, cache_dtype=cache_dtype)

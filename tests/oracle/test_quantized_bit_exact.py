@@ -11,11 +11,11 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from tests.oracle.test_bit_exact import CACHED, LENGTH, Bits, Run, same_bits
+from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
-CHECKPOINTS = {**PACKED_FORMATS, **FP8_FORMATS}
 FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 
 
@@ -44,6 +44,8 @@ def written(models: Path, architecture: str, how: str) -> Path:
     if not directory.exists():
         if how in FORMATS:
             write_quantized_model(directory, architecture, FORMATS[how])
+        elif how in GGUF_FILES:
+            write_gguf_model(directory, architecture, GGUF_FILES[how])
         else:
             write_random_model(directory, TINY_MODELS[architecture], seed=3)
     return directory
@@ -63,6 +65,7 @@ def written(models: Path, architecture: str, how: str) -> Path:
         ("qwen2", "int4"),
         ("qwen2", "int8"),
         ("qwen3_moe", "int4"),
+        *(("llama", name) for name in GGUF_FILES),
     ],
 )
 def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how: str, dtype: str) -> None:
@@ -73,6 +76,17 @@ def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how:
         assert run.compute(run.state("main"), [chunk]).equals(expected), f"in chunks of {chunk}"
     assert run.compute(run.state("main"), [77, 1, 40, 9], run.mates(6)).equals(expected), "among others"
     assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:])
+
+    preempted = run.state("main")
+    run.compute(preempted, [50, 30], run.mates(2), until=CACHED + 37)
+    run.preempt(preempted)
+    assert run.compute(preempted, [128], run.mates(3)).equals(expected), "preempted and recomputed"
+
+    swapped = run.state("main")
+    run.compute(swapped, [50, 30], run.mates(2), until=CACHED + 37)
+    run.swap(swapped)
+    rest = Bits(expected.logits[CACHED + 37 :], expected.kv)
+    assert run.compute(swapped, [40, 1], run.mates(3)).equals(rest), "swapped out and in"
 
     again = run.state("main")
     assert run.compute(again, [LENGTH]).equals(expected)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,9 @@ from baton.runner.model.attention import cache_views
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.float64_model import Float64Model
-from tests.support.meant_models import MEANT_MODELS, SHAPES, VOCAB_SIZE, MeantModel, write_for_load
+from tests.support.gguf_files import SCALE_STARTS
+from tests.support.meant_models import GGUF_FILES, MEANT_MODELS, SHAPES, VOCAB_SIZE, MeantModel, write_for_load
+from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS
 from tests.support.rounding_oracle import DisturbedModel, RunnerRecording, RunnerRoundings
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
@@ -36,7 +39,7 @@ TOKENS = [(7 * position + 3) % VOCAB_SIZE for position in range(24)]
 CHUNKS = (9, 5, 1)
 """The prompt in two chunks, then one token a step."""
 CHECKED = (3, 23)
-"""The positions whose logits are compared."""
+"""The positions of which the logits of VOCAB_SIZE tokens are compared: all of most models, the first of GGUF's."""
 CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -102,9 +105,9 @@ def load(written: MeantModel, dtype: str, cache_dtype: str, **how: Any) -> Torch
 
 def excess(found: torch.Tensor, disturbed: DisturbedModel) -> float:
     """The largest difference of the checked logits, as a share of its bound."""
-    logits = disturbed.logits(TOKENS)[list(CHECKED)]
+    logits = disturbed.logits(TOKENS)[list(CHECKED), :VOCAB_SIZE]
     allowed = disturbed.bound(logits.flatten()).view_as(logits)
-    return float(((found[list(CHECKED)] - logits.detach()).abs() / allowed).max())
+    return float(((found[list(CHECKED), :VOCAB_SIZE] - logits.detach()).abs() / allowed).max())
 
 
 def check(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> None:
@@ -180,9 +183,21 @@ def nibbles_swapped(tensors: dict[str, torch.Tensor], layer: str) -> None:
     codes[place] = codes[place] % 16 * 16 + codes[place] // 16
 
 
+def block_scale_off(tensors: dict[str, torch.Tensor], layer: str) -> None:
+    """The largest scale of all blocks is 10 percent too large: one of 32 numbers in rows four times as wide."""
+    name = next(name for name in tensors if name.startswith(f"{layer}."))
+    kind = name.rpartition(".")[2].upper()
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks, start = tensors[name].view(-1, num_bytes), SCALE_STARTS[kind][0]
+    scales = blocks[:, start : start + 2].contiguous().view(torch.float16)
+    scales[int(scales.abs().argmax())] *= 1.1
+    blocks[:, start : start + 2] = scales.view(torch.uint8)
+
+
 Damage = Callable[[dict[str, torch.Tensor], str], None]
 DAMAGES: list[tuple[str, Damage]] = [
-    *((name, scale_off) for name in MEANT_MODELS if name not in ("int8", "int4")),
+    *((name, scale_off) for name in (*PACKED_FORMATS, *FP8_FORMATS)),
+    *((name, block_scale_off) for name in GGUF_FILES),
     *((name, zero_off) for name in MEANT_MODELS if "asymmetric" in name or name == "awq-int4"),
     *((name, nibbles_swapped) for name in MEANT_MODELS if "-int4" in name),
 ]

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.runner.model.gguf.convert import convert
+from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
 from baton.runner.model.quantization.quantize import quantized
 from baton.runner.model.random_model import write_random_model
 from tests.support.float64_model import Float64Model
+from tests.support.gguf_models import random_module, write_module
 from tests.support.quantized_models import (
     FP8_FORMATS,
     PACKED_FORMATS,
@@ -106,6 +109,52 @@ def write_for_load(directory: Path, architecture: str, bits: int, seed: int = 3,
     return MeantModel(directory, meant, blocks, {"quantization": f"int{bits}"})
 
 
+WIDE: Mapping[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Rows that the blocks of all of GGUF's formats divide."""
+
+
+def mixed_formats(name: str) -> str:
+    """The format of a matrix in a GGUF file that has all formats; queries, keys and values, and gate and up differ."""
+    kinds = {
+        "attn_q": "Q4_K",
+        "attn_k": "Q5_0",
+        "attn_v": "Q6_K",
+        "attn_output": "Q5_K",
+        "ffn_gate": "Q4_0",
+        "ffn_up": "Q5_1",
+        "ffn_down": "Q4_1",
+    }
+    return next((kind for part, kind in kinds.items() if f".{part}." in name), "Q8_0")
+
+
+GGUF_FILES: Mapping[str, str | Callable[[str], str]] = {
+    **{f"gguf-{kind.lower()}": kind for kind in QUANTIZED_FORMATS},
+    "gguf-mixed": mixed_formats,
+}
+"""The quantised formats of GGUF files, and one file that has all of them."""
+
+
+def write_gguf_model(
+    directory: Path, architecture: str, matrices: str | Callable[[str], str], **changes: Any
+) -> MeantModel:
+    """Convert a GGUF file with matrices of these formats; its numbers in float32 are llama.cpp's own."""
+    module = random_module(architecture, **{**WIDE, **changes})
+    source = write_module(directory.with_suffix(".gguf"), module, matrices)
+    directory.mkdir()
+    convert(source, directory, lambda _done, _total: None)
+    stored = load_file(directory / "model.safetensors")
+    blocks = {
+        layer: 16 if part == "q6_k" else 32
+        for layer, _, part in (name.rpartition(".") for name in stored)
+        if part.upper() in QUANTIZED_FORMATS
+    }
+    return MeantModel(directory, dict(module.state_dict()), blocks)
+
+
+def _gguf(matrices: str | Callable[[str], str]) -> Callable[[Path, str], MeantModel]:
+    return lambda directory, architecture: write_gguf_model(directory, architecture, matrices)
+
+
 def _checkpoint(form: WrittenFormat, block: int | None) -> Callable[[Path, str], MeantModel]:
     return lambda directory, architecture: write_checkpoint(directory, architecture, form, block)
 
@@ -117,6 +166,7 @@ def _for_load(bits: int) -> Callable[[Path, str], MeantModel]:
 MEANT_MODELS: Mapping[str, Callable[[Path, str], MeantModel]] = {
     **{name: _checkpoint(form, 32) for name, form in PACKED_FORMATS.items()},
     **{name: _checkpoint(form, None) for name, form in FP8_FORMATS.items()},
+    **{name: _gguf(matrices) for name, matrices in GGUF_FILES.items()},
     "int8": _for_load(8),
     "int4": _for_load(4),
 }

@@ -95,12 +95,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], command: str) -> int:
-    return int(_build({command})(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
+    return int(_tree({command})(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
 
 
 def command_tree() -> Any:
     """All commands with all of their options."""
-    return typer.main.get_command(_build(_COMMANDS.keys()))
+    return _tree(_COMMANDS.keys())
+
+
+def _tree(loaded: Collection[str]) -> Any:
+    """All commands, of which those in `loaded` have their options and subcommands."""
+    tree = typer.main.get_command(_build(loaded))
+    _list_whole_summaries(tree)
+    return tree
+
+
+def _list_whole_summaries(group: Any) -> None:
+    """Let the help list the whole first sentence of each subcommand, which typer would cut to one line."""
+    for command in getattr(group, "commands", {}).values():
+        command.short_help = command.get_short_help_str(sys.maxsize)
+        _list_whole_summaries(command)
 
 
 def _print_error(text: str) -> None:
@@ -113,7 +127,7 @@ def _print_error(text: str) -> None:
 
 
 def _explain_usage(error: Any) -> None:
-    message = explained(error)
+    message = explained(error, command_tree)
     if "\n" in message:
         # A group without a subcommand: the message is its help.
         print_note(message)

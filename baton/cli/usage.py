@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _OTHER_NAMES = {"serve": "up", "start": "up", "run": "up", "launch": "up", "stop": "down", "ps": "status", "ls": "get"}
 """Our names of commands that other programs call otherwise, and whose spelling is not alike."""
+_OF_THE_MODEL = ("up", "generate", "chat")
+"""The commands whose flags are mistaken for one another's: they start a model, and ask it."""
+_LIKENESS = 0.75
+"""Of two spellings: below it a suggestion is rather noise than help. difflib's `ratio`."""
 
 
-def explained(error: Any) -> str:
-    """The message of typer's error about a command line, which suggests what was probably meant."""
+def explained(error: Any, command_tree: Callable[[], Any]) -> str:
+    """The message of typer's error about a command line, which suggests what was probably meant.
+
+    `command_tree` gives all commands; it is called only if the flags of another command are wanted.
+    """
     message = str(error.format_message())
+    if error.ctx is None:
+        return message
     unknown = re.match(r"No such command '([a-z-]+)'", message)
-    if unknown is not None and error.ctx.parent is None and unknown[1] in _OTHER_NAMES:
-        return f"{unknown[0]}. Did you mean '{_OTHER_NAMES[unknown[1]]}'?"
+    if unknown is not None:
+        return _of_unknown_command(unknown[1], message, error.ctx)
     option = getattr(error, "option_name", None)
-    if option is not None and error.ctx is not None:
-        names = {name for one in error.ctx.command.params for name in (*one.opts, *one.secondary_opts)}
-        longer = [name for name in names if option.startswith("--") and name.startswith(option)]
-        if len(longer) == 1:
-            return f"No such option: {option}. Did you mean '{longer[0]}'?"
+    if option is not None and option.startswith("--"):
+        return f"No such option: {option}.{_flag_meant(option, error.ctx, command_tree)}".removesuffix(".")
+    if re.match(r"Got unexpected extra argument", message):
+        return message.removesuffix(".") + _place_of_extra_words(error.ctx)
     return message
+
+
+def _of_unknown_command(name: str, message: str, ctx: Any) -> str:
+    if ctx.parent is None and name in _OTHER_NAMES:
+        return f"No such command '{name}'. Did you mean `baton {_OTHER_NAMES[name]}`?"
+    if "?" in message or ctx.parent is None:
+        return message
+    return f"No such command '{name}': `{ctx.command_path}` has {_listed(ctx.command.commands, 'and')}"
+
+
+def _flag_meant(option: str, ctx: Any, command_tree: Callable[[], Any]) -> str:
+    """A sentence that names the right flag of this command, or the command that has it; empty if none is like it."""
+    own = _flags(ctx.command)
+    if meant := _extended(option, own):
+        return _question(meant)
+    commands = command_tree().commands
+    others = {name: _flags(commands[name]) for name in _OF_THE_MODEL if f"baton {name}" != ctx.command_path}
+    is_known = any(option in flags for flags in others.values())
+    if not is_known and (meant := difflib.get_close_matches(option, sorted(own), cutoff=_LIKENESS)):
+        return _question(meant)
+    # The shortest one is the option itself, if another command has it.
+    flag = min((flag for flags in others.values() for flag in _extended(option, flags)), key=len, default="")
+    having = [f"`baton {name}`" for name, flags in others.items() if flag in flags]
+    return f" {'It' if flag == option else flag} belongs to {_listed(having, 'and')}" if flag else ""
+
+
+def _flags(command: Any) -> set[str]:
+    """All long flags that the help of a command lists."""
+    shown = [one for one in command.params if not getattr(one, "hidden", False)]
+    return {name for one in shown for name in (*one.opts, *one.secondary_opts) if name.startswith("--")}
+
+
+def _extended(option: str, flags: Iterable[str]) -> list[str]:
+    """The flags that begin or end as `option` does: `--temperature` for `--temp`, `--grpc-port` for `--port`."""
+    return sorted(flag for flag in flags if flag.startswith(option) or flag.endswith(option[1:]))
+
+
+def _question(flags: Iterable[str]) -> str:
+    return f" Did you mean {_listed([repr(flag) for flag in flags], 'or')}?"
+
+
+def _listed(words: Iterable[str], last: str) -> str:
+    """`a`, `a and b` or `a, b and c`."""
+    *most, end = words
+    return f"{', '.join(most)} {last} {end}" if most else end
+
+
+def _place_of_extra_words(ctx: Any) -> str:
+    """Where words were to go that the command does not take; empty if that is not known."""
+    if any(one.human_readable_name == "PROMPT" for one in ctx.command.params):
+        return ": put the prompt between quotes"
+    if ctx.command_path == "baton up":
+        return ": name a model with --model"
+    return ""

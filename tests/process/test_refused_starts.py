@@ -42,7 +42,7 @@ def assert_nothing_started(shell: Shell, run_dir: Path) -> None:
         (["--model", "/nowhere"], BAD_CONFIG, "model directory /nowhere does not exist; name a directory with"),
         (["--dtype", "float16"], USAGE, "dtype 'float16' from --dtype: Input should be 'auto', 'float32' or"),
         (["--prefil", "2"], USAGE, "No such option: --prefil. Did you mean '--prefill'? See `baton up -h`"),
-        (["extra"], USAGE, "unexpected extra argument(s) (extra): see `baton up -h`"),
+        (["extra"], USAGE, "unexpected extra argument(s) (extra): name a model with --model: see `baton up -h`"),
         (["--decode", "0"], USAGE, "decode '0' from --decode"),
         (["--threads", "many"], USAGE, "threads 'many' from --threads"),
         (["-o", "xml"], USAGE, "'xml' is not one of 'text', 'json', 'yaml'"),

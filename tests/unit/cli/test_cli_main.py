@@ -55,9 +55,27 @@ def taken_port() -> Callable[[], int]:
         (["describe", "node", "decode-0"], 5, "no cluster is running in"),
         (["describe", "node"], 2, "NAME"),
         (["generat"], 2, "Did you mean 'generate'"),
-        (["serve"], 2, "baton: No such command 'serve'. Did you mean 'up'? See `baton -h`"),
-        (["get", "serve"], 2, "No such command 'serve'"),
+        (["serve"], 2, "baton: No such command 'serve'. Did you mean `baton up`? See `baton -h`"),
+        (
+            ["get", "serve"],
+            2,
+            "No such command 'serve': `baton get` has nodes, requests and leases: see `baton get -h`",
+        ),
         (["generate", "x", "--temp", "1"], 2, "No such option: --temp. Did you mean '--temperature'?"),
+        (["generate", "the", "capital"], 2, "(capital): put the prompt between quotes: see `baton generate -h`"),
+        (["generate", "--grpc-port", "1"], 2, "No such option: --grpc-port. It belongs to `baton up`: see"),
+        (
+            ["up", "--temp", "1"],
+            2,
+            "--temp. --temperature belongs to `baton generate` and `baton chat`: see `baton up -h`",
+        ),
+        (["up", "--port", "1"], 2, "Did you mean '--grpc-port', '--http-port' or '--metrics-port'?"),
+        (["up", "--modle", "x"], 2, "No such option: --modle. Did you mean '--model'?"),
+        (
+            ["--model", "x", "up"],
+            2,
+            "--model. It belongs to `baton up`, `baton generate` and `baton chat`: see `baton -h`",
+        ),
         (["down"], 0, ""),
         (["up", "--prefil", "1"], 2, "--prefill"),
         (["up", "--decode", "0"], 2, "decode '0' from --decode"),
@@ -91,6 +109,16 @@ def test_a_wrong_flag_ends_every_subcommand_with_the_same_code(name: str, capfd:
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("baton: No such option: --no-such-flag")
+
+
+@pytest.mark.parametrize("group", ["", "get", "bench", "config", "certs", "keys"])
+def test_help_cuts_no_summary(group: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.main([*group.split(), "-h"]) == 0
+    out = capfd.readouterr().out
+    listed = out.partition("Commands:\n")[2].splitlines()
+    assert listed
+    assert not [line for line in listed if line.endswith("...") or len(line) > 80]
 
 
 def test_a_port_in_use_is_named(taken_port: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> None:

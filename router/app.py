@@ -43,8 +43,11 @@ from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
+from baton.text.bounded_workers import BoundedWorkers
 from baton.text.chat_template import ChatTemplate
+from baton.text.constraint_checker import ConstraintChecker
 from baton.text.model_files import read_model_files, read_sampling_defaults
+from baton.text.request_template import RequestTemplate
 from baton.text.tokenizer import Tokenizer
 from baton.wire.authenticator import Authenticator
 from baton.wire.clients.node_client import NodeClient
@@ -58,6 +61,7 @@ from baton.wire.services import generation_service, operator_service
 from baton.wire.services.generation_service import GenerationServicer
 from baton.wire.services.operator_service import OperatorServicer
 from baton.wire.turn_budget import TurnBudget
+from router.admission.bounded_work import BoundedWork
 from router.admission.tenants import Tenants
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
@@ -168,8 +172,10 @@ class _Router:
         self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
         spans = RequestSpans(self._tracer) if self._tracer is not None else None
         limits = DispatchLimits(**settings_for(DispatchLimits, config))
+        workers = BoundedWorkers()
+        work = BoundedWork(ConstraintChecker(workers))
         self._dispatcher = Dispatcher(
-            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans
+            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans, work
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
         # Shared by all public ports.
@@ -191,9 +197,12 @@ class _Router:
         history = LiveHistory(buckets_of(served.ttft, served.gaps))
         self._totals = LiveTotals(membership, self._timers, clock.wall, own_totals, history)
         self._live = LiveFeed(self._picture, every_s=SAMPLE_EVERY_S)
+        request_template = None
+        if template is not None and config.trust_request_chat_template == "on":
+            request_template = partial(RequestTemplate, workers, template.special_tokens)
         front = HttpFront(
             handler,
-            ServedModel(cards, codec, template, datetime.now),
+            ServedModel(cards, codec, template, datetime.now, request_template),
             self._why_not_ready,
             self._metrics,
             clock,

@@ -26,8 +26,8 @@ from baton.errors import (
 from baton.fair_executor import FairExecutor
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, unscoped
+from router.admission.bounded_work import BoundedWork
 from router.admission.request import ValidRequest
-from router.admission.schemas import SchemaCheck
 from router.admission.validation import validate
 from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
@@ -72,7 +72,7 @@ class Dispatcher:
         journal: FlightJournal | None = None,
         placer: Placer | None = None,
         spans: RequestSpans | None = None,
-        schemas: SchemaCheck | None = None,
+        bounded_work: BoundedWork | None = None,
     ) -> None:
         """Without a journal no other router can continue a flight of this one, nor this one another's. Without
         a placer the least loaded nodes are chosen; without `spans` nothing is traced.
@@ -82,7 +82,7 @@ class Dispatcher:
         self._journal = journal
         self._view = view
         self._codec = codec
-        self._schemas = schemas or SchemaCheck()
+        self._bounded_work = bounded_work or BoundedWork()
         self._card = card
         self._timers = timers
         self._rng = rng
@@ -256,7 +256,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """End the threads and processes of the dispatcher, and wait for them. No request may be live. Idempotent."""
-        self._schemas.close()
+        self._bounded_work.close()
         self._texts.close()
 
     def leave_all_to_other_routers(self) -> None:
@@ -282,13 +282,20 @@ class Dispatcher:
         else:
             request = validate(*args)
         if (constraint := request.sampling_params.constraint) is not None:
-            await self._schemas.check(constraint, raw.tenant)
+            await self._queued(self._bounded_work.check(constraint, raw.tenant))
         return request
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
         """Do long work in a thread, beside the event loop; raises QueueFull if too much of it waits."""
+        return await self._queued(asyncio.get_running_loop().run_in_executor(self._texts.of(tenant), work, *args))
+
+    async def in_waiting_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
+        """Do work that waits for a child process; raises QueueFull if too much of it waits."""
+        return await self._queued(self._bounded_work.run(tenant, work, *args))
+
+    async def _queued(self, result: Awaitable[T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._texts.of(tenant), work, *args)
+            return await result
         except QueueFull as error:
             error.retry_after_s = self._rng.uniform(0.75, 1.25)
             raise

@@ -111,6 +111,10 @@ class GenerationHandler:
         """Do long work in a thread, beside the event loop; raises Overloaded if too much of it waits."""
         return await self._dispatcher.in_thread(current_caller.get().tenant, work, *args)
 
+    async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Do work that waits for a child process, in a thread; raises Overloaded if too much of it waits."""
+        return await self._dispatcher.in_waiting_thread(current_caller.get().tenant, work, *args)
+
     def list_models(self) -> Sequence[ModelCard]:
         return [self._card()]
 

@@ -48,6 +48,11 @@ class RouterSettings(ClusterSettings):
         description="Whether answers may have keys that a JSON schema does not list, where the schema says nothing "
         "about them (additionalProperties); models that may add keys tend not to end.",
     )
+    trust_request_chat_template: OnOff = Field(
+        "off",
+        description="on: a chat may bring a template of its own (chat_template), a program that the router runs within "
+        "limits of time and memory; for clients that you trust.",
+    )
     max_local_prefill_tokens: CountOrZero = Field(
         512,
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "

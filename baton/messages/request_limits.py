@@ -19,6 +19,10 @@ MAX_INPUTS = 256
 MAX_MESSAGES = 4096
 """The most messages of one chat."""
 MAX_TEMPLATE_VARIABLES = 64
+MAX_TEMPLATE_VARIABLE_BYTES = 8 << 10
+"""The longest text of a variable for the chat template, which may write it once for each message."""
+MAX_TEMPLATE_BYTES = 64 << 10
+"""The longest chat template of a request."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256

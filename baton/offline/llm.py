@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, cast
@@ -28,8 +29,8 @@ from baton.offline.sampling_params import SamplingParams
 from baton.offline.settings import EngineSettings, node_config
 from baton.runner import load
 from baton.text.chat_template import ChatTemplate
+from baton.text.constraint_checker import ConstraintChecker
 from baton.text.model_files import read_sampling_defaults
-from baton.text.schema_sandbox import SchemaSandbox
 from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
@@ -87,8 +88,15 @@ class LLM:
             described.embedding_size,
             defaults=read_sampling_defaults(config.model) if generation_config == "auto" else SamplingDefaults(),
         )
-        self._chats = ServedModel(lambda: self._card, self._codec, template, datetime.now)
-        self._schemas = SchemaSandbox()
+        self._chats = ServedModel(
+            lambda: self._card,
+            self._codec,
+            template,
+            datetime.now,
+            # The template is the caller's own, so it needs no limits.
+            partial(ChatTemplate.of_request, template.special_tokens),
+        )
+        self._constraints = ConstraintChecker()
         self._rng = Random(seed)
         self._turn = threading.Lock()
         self._is_closed = False
@@ -122,16 +130,22 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one chat or of a list of chats, with the model's chat template.
 
-        `chat_template_kwargs`: further variables for the template. All else is as in `generate`, except that an output
-        may have as many tokens as the model takes if `max_tokens` is not set.
+        `chat_template`: a template in Jinja to use instead of the model's. `chat_template_kwargs`: further variables
+        for the template. All else is as in `generate`, except that an output may have as many tokens as the model takes
+        if `max_tokens` is not set.
         """
         chats = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = _one_each(sampling_params, len(chats))
-        options = {"add_generation_prompt": add_generation_prompt, "chat_template_kwargs": chat_template_kwargs}
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
 
         def request(place: int) -> GenerateRequest:
             body = read_as(ChatBody, {"messages": chats[place], **options})
@@ -163,7 +177,7 @@ class LLM:
                 return
             self._is_closed = True
             self._engine.close()
-            self._schemas.close()
+            self._constraints.close()
 
     def __enter__(self) -> Self:
         return self
@@ -199,7 +213,7 @@ class LLM:
         try:
             valid = validate(request(place), self._card, self._codec.encode, self._rng)
             if (constraint := valid.sampling_params.constraint) is not None:
-                self._schemas.check(*constraint)
+                self._constraints.check(*constraint)
             return valid
         except InvalidRequest as error:
             raise at_prompt(place, error) from None

@@ -58,6 +58,8 @@ class FakeHandler:
         """The value that `most_at_once` returns."""
         self.num_in_threads = 0
         """Number of functions that ran in a thread."""
+        self.num_in_waiting_threads = 0
+        """Number of functions that ran in a thread that may wait for a child process."""
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         call = FakeCall(request.request_id, (), timeout_s)
@@ -79,6 +81,10 @@ class FakeHandler:
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
         self.num_in_threads += 1
+        return await asyncio.to_thread(work, *args)
+
+    async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
+        self.num_in_waiting_threads += 1
         return await asyncio.to_thread(work, *args)
 
     def _begin(self, call: FakeCall) -> AsyncGenerator[GenerateEvent, None]:

@@ -7,7 +7,7 @@ weights: it can compute, but it can't change its arguments or access anything el
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Never
@@ -28,7 +28,14 @@ DEFAULT_TEMPLATE = (
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the place in a message where the model continues it; the same as in transformers."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OWN_NAMES = frozenset({"messages", "add_generation_prompt", *_SPECIAL_TOKENS})
+_OWN_NAMES = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", "strftime_now", "raise_exception", *_SPECIAL_TOKENS}
+)
+FIELD = "chat_template"
+"""The field of a request that has its own template."""
+MAX_RENDERED_BYTES = 2 << 20
+"""The longest text that a template may make of a chat."""
+_MAX_REASON_CHARS = 500
 
 
 def has_chat_template(model_dir: Path) -> bool:
@@ -40,7 +47,7 @@ class ChatTemplate:
     """One model's template, compiled. Immutable, and safe to use from several threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile a template; raises ConfigError for a source that is not a valid template."""
+        """Compile a model's template; raises ConfigError for a source that is not a valid template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -50,16 +57,33 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
-        self._special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
+        self.special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
+        """The text of each special token, by its name in templates; empty for those that the model has not."""
         self.is_default = source == DEFAULT_TEMPLATE
         """Whether the model has no template of its own."""
         self._knows_developer = "developer" in source
+        self._field, self._whose = "messages", "the model's chat template"
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate:
         """The template of a model directory, or the default one; raises ConfigError when its files can't be read."""
         config = _read(model_dir / "tokenizer_config.json")
         return cls(_find_source(model_dir, config), _find_special_tokens(model_dir, config))
+
+    @classmethod
+    def of_request(cls, special_tokens: Mapping[str, str], source: str) -> ChatTemplate:
+        """The template that came with a request; raises InvalidRequest for a source that is not a valid template.
+
+        Neither compiling nor rendering it is bounded in time and memory: see `request_template.RequestTemplate`.
+        """
+        try:
+            template = cls(source, special_tokens)
+        except Exception as error:  # Python's compiler refuses what Jinja makes of deeply nested expressions.
+            raise InvalidRequest(
+                FIELD, f"is not a valid Jinja template: {_shortened(error.__cause__ or error)}"
+            ) from None
+        template._field, template._whose = FIELD, "the template"
+        return template
 
     def render(
         self,
@@ -79,11 +103,10 @@ class ChatTemplate:
             *before, last = messages
             tagged = [*before, {**last, "content": last["content"] + _CONTINUED}]
             return _cut_at_tag(self.render(tagged, now, variables, add_generation_prompt=False))
-        if taken := _OWN_NAMES.intersection(variables or ()):
-            raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}, which the request itself sets")
+        check_variables(variables)
         try:
-            return self._template.render(
-                self._special_tokens
+            pieces = self._template.generate(
+                self.special_tokens
                 | dict(variables or {})
                 | {
                     "messages": [self._with_known_role(message) for message in messages],
@@ -93,14 +116,41 @@ class ChatTemplate:
                     "strftime_now": now.strftime,
                 }
             )
+            return "".join(_bounded(pieces, self._field))
+        except InvalidRequest:
+            raise
+        except MemoryError:
+            raise InvalidRequest(self._field, "need more memory for the chat template than there is") from None
         except Exception as error:  # A template may raise anything for messages that it was not written for.
-            raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
+            reason = f"{self._whose} rejects {'them' if self._field == 'messages' else 'the messages'}"
+            raise InvalidRequest(self._field, f"{reason}: {_shortened(error)}") from error
 
     def _with_known_role(self, message: Mapping[str, str]) -> Mapping[str, str]:
         # "developer" is OpenAI's newer name for the role "system", and few templates know it.
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return message
+
+
+def check_variables(variables: Mapping[str, Any] | None) -> None:
+    """Raises InvalidRequest if a request's variables for the template have a name that is the request's own."""
+    if taken := _OWN_NAMES.intersection(variables or ()):
+        raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}, which the request itself sets")
+
+
+def _bounded(pieces: Iterable[str], field: str) -> Iterator[str]:
+    """The pieces of a rendered text; raises InvalidRequest as soon as they are too long together."""
+    num_bytes = 0
+    for piece in pieces:
+        num_bytes += len(piece.encode(errors="surrogatepass"))
+        if num_bytes > MAX_RENDERED_BYTES:
+            raise InvalidRequest(field, f"makes a text of more than {MAX_RENDERED_BYTES} bytes")
+        yield piece
+
+
+def _shortened(error: BaseException) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."
 
 
 class _Generation(Extension):

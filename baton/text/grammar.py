@@ -57,8 +57,9 @@ class Grammars:
     def matcher(self, text: str, kind: ConstraintKind = "json_schema") -> GrammarMatcher:
         """A new matcher for one sequence; raises InvalidRequest.
 
-        The schema must have passed `SchemaSandbox.check`: another one may use up this process's memory. Each matcher is
-        compiled anew, since copies would share the automaton that they extend while they match, and its limits.
+        The schema must have passed `ConstraintChecker.check`: another one may use up this process's memory. Each
+        matcher is compiled anew, since copies would share the automaton that they extend while they match, and its
+        limits.
         """
         return GrammarMatcher(compile_constraint(text, self._tokenizer, kind), self._all_but_eos, kind)
 

@@ -3,7 +3,7 @@
 That is a JSON schema, a regular expression, a choice or a grammar; below, "schema" stands for all of them.
 Compiling may take any time and any memory: intersections of patterns grow exponentially, and no limit of the library
 counts them (26 MB for 18 patterns `^.*a.{i}$` under `allOf`, 472 MB for 22). So a schema is compiled for the first time
-in a child process that may be killed: see `schema_sandbox`. This module imports little, since the child imports it.
+in a child process that may be killed: see `bounded_workers`. This module imports little, since the child imports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ tend to generate blanks until the length limit ends them."""
 def check_constraint(text: str, kind: ConstraintKind = "json_schema") -> None:
     """Compile a constraint over bytes and compute its first masks; raises InvalidRequest for one that can't be served.
 
-    Takes 0.5 to 250 ms for those that people write, and any time and memory for others: call `SchemaSandbox.check`.
+    Takes 0.5 to 250 ms for those that people write, and any time and memory for others: call `ConstraintChecker.check`.
     """
     matcher = compile_constraint(text, _byte_tokenizer(), kind)
     # Some turn out to be too complex only when masks are computed.

@@ -25,6 +25,7 @@ FIELDS: Mapping[str, str] = {
     "add_generation_prompt": "Whether the prompt ends with the beginning of an assistant's message. Default: true.",
     "continue_final_message": _ONE_VALUE,
     "add_special_tokens": "Whether the tokenizer adds its special tokens, such as a beginning of text.",
+    "chat_template": "A template in Jinja to use instead of the model's, if the operator allows it.",
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
     "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
     "echo": _ONE_VALUE,

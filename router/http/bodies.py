@@ -24,6 +24,7 @@ from baton.messages.request_limits import (
     MAX_PROMPTS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_BYTES,
     MAX_TEMPLATE_VARIABLES,
     MAX_TOKEN_IDS,
 )
@@ -140,6 +141,12 @@ def _template_variables(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_TEMPLATE_VARIABLES:
         raise ValueError(f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are taken")
     return value
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, str) and (num_bytes := len(value.encode(errors="surrogatepass"))) > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"has {num_bytes} bytes; at most {MAX_TEMPLATE_BYTES} are taken")
+    return value or None
 
 
 def _schema(value: Any) -> str | None:
@@ -439,7 +446,7 @@ class ChatPrompt(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
-    chat_template: NotServed = None
+    chat_template: Annotated[str | None, BeforeValidator(_template)] = None
     documents: NotServed = None
     mm_processor_kwargs: NotServed = None
     tools: NotServed = None

@@ -16,6 +16,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.request_limits import MAX_CALL_SEQUENCES, MAX_SEQUENCES
+from baton.text.chat_template import FIELD as TEMPLATE_FIELD
 from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, check_output_size, longest_answer
 from router.http.answers import (
     Collected,
@@ -72,6 +73,10 @@ class Handler(Protocol):
         """Do long work in a thread, beside the event loop; raises Overloaded if too much of it waits."""
         ...
 
+    async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Do work that waits for a child process, in a thread; raises Overloaded if too much of it waits."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest:
@@ -114,7 +119,7 @@ class Endpoint(Generic[P]):
         with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 about = found, scope["state"]["request_id"], timeout_s, self._model.card
-                parsed = await in_thread_if_large(self._handler, content, self._parser(found), *about)
+                parsed = await make_prompts(self._handler, content, found, self._parser(found), *about)
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -281,6 +286,19 @@ class ChatCompletions(_OpenAiEndpoint):
 async def in_thread_if_large(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:
     """The result of `work` on a body, in a thread if the body is so large that it may take long."""
     return work(*args) if is_small(content) else await handler.in_thread(work, *args)
+
+
+async def make_prompts(
+    handler: Handler, content: bytes, found: Mapping[str, Any], work: Callable[..., T], *args: object
+) -> T:
+    """The result of work that may render a chat, in a thread if it may take long.
+
+    `found`: the JSON in `content`. A template that came with it is rendered in a child process, for which a thread
+    waits.
+    """
+    if found.get(TEMPLATE_FIELD):
+        return await handler.in_waiting_thread(work, *args)
+    return await in_thread_if_large(handler, content, work, *args)
 
 
 def request_id_of(scope: Scope, rng: Random) -> str:

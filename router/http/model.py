@@ -8,13 +8,25 @@ from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
-from baton.messages.request_limits import MAX_PROMPT_BYTES
-from baton.text.chat_template import ChatTemplate
+from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
+from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
 from router.admission.validation import check_text
 from router.http.bodies import ChatPrompt
 from router.http.logprobs import as_token_id
 
-_MAX_RENDERED_BYTES = 2 << 20
+_NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"
+
+
+class Template(Protocol):
+    """A chat template as the HTTP front uses it; `baton.text.chat_template.ChatTemplate` is the model's own."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        now: datetime,
+        variables: Mapping[str, Any] | None = None,
+        **options: bool,
+    ) -> str: ...
 
 
 class Vocabulary(Protocol):
@@ -38,11 +50,14 @@ class ServedModel:
         vocabulary: Vocabulary | None,
         template: ChatTemplate | None,
         now: Callable[[], datetime],
+        request_template: Callable[[str], Template] | None = None,
     ) -> None:
+        """`request_template` makes a template of the source that a request has; None: such requests are refused."""
         self._card = card
         self._vocabulary = vocabulary
         self._template = template
         self._now = now
+        self._request_template = request_template
 
     @property
     def card(self) -> ModelCard:
@@ -84,22 +99,37 @@ class ServedModel:
         return self.prompt(
             [_plain(message.role, message.content, message.name) for message in body.messages],
             _checked(body.chat_template_kwargs),
+            template=self._template_of(body.chat_template),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
 
     def prompt(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None, **options: bool
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] | None = None,
+        template: Template | None = None,
+        **options: bool,
     ) -> list[int]:
         """The token ids of messages, each with a role and a content; raises InvalidRequest for `messages`.
 
-        `variables` and `options` are those of `ChatTemplate.render`. May be called in a thread.
+        `variables` and `options` are those of `ChatTemplate.render`. `template`: instead of the model's own. May be
+        called in a thread.
         """
-        if self._vocabulary is None or self._template is None:
+        template = template or self._template
+        if self._vocabulary is None or template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", message)
-        text = self._template.render(messages, self._now(), variables, **options)
-        check_text("messages", text, _MAX_RENDERED_BYTES)
+        text = template.render(messages, self._now(), variables, **options)
+        check_text("messages", text, MAX_RENDERED_BYTES)
         return self._vocabulary.encode_rendered(text)
+
+    def _template_of(self, source: str | None) -> Template | None:
+        """The template of a request, None if it has none; raises InvalidRequest if requests may not have one."""
+        if source is None:
+            return None
+        if self._request_template is None:
+            raise InvalidRequest(FIELD, _NOT_TRUSTED)
+        return self._request_template(source)
 
 
 def _plain(role: str, content: str, name: str | None) -> Mapping[str, str]:
@@ -114,4 +144,6 @@ def _checked(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
             raise InvalidRequest("chat_template_kwargs", f"has the key {name[:32]!r}, which is no name")
         if not isinstance(value, str | int | float | bool | None):
             raise InvalidRequest(f"chat_template_kwargs.{name[:32]}", "must be a string, a number, a boolean or null")
+        if isinstance(value, str) and len(value) > MAX_TEMPLATE_VARIABLE_BYTES // 4:
+            check_text(f"chat_template_kwargs.{name[:32]}", value, MAX_TEMPLATE_VARIABLE_BYTES)
     return variables or {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -13,7 +15,7 @@ from router.admission.validation import check_model, check_token_ids
 from router.http.bodies import ChatPrompt, Strict, TokenIds, read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
-from router.http.endpoints import Handler, in_thread_if_large
+from router.http.endpoints import Handler, in_thread_if_large, make_prompts
 from router.http.model import ServedModel
 
 _NO_COMMENTS_S = 3600.0
@@ -45,7 +47,7 @@ class DetokenizeBody(Strict):
 class _TokenEndpoint:
     """The common part of both endpoints: an ASGI application, whose exceptions the front turns into answers.
 
-    All of the work is done at once, in a thread if the body is so large that it may take long.
+    The body is parsed, and then all of the work is done at once, each in a thread if it may take long.
     """
 
     def __init__(self, handler: Handler, model: ServedModel) -> None:
@@ -55,20 +57,20 @@ class _TokenEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await read_body(scope, receive)
         async with Client(receive, send, _NO_COMMENTS_S) as client:
-            answer = await in_thread_if_large(self._handler, content, self._answer, content, self._model.card)
+            found = await in_thread_if_large(self._handler, content, parse_json, content)
+            answer = await make_prompts(self._handler, content, found, self._answer, found, self._model.card)
             name = scope["state"]["request_id"].encode()
             await client.answer(200, [(b"content-type", b"application/json"), (b"x-request-id", name)], answer)
 
-    def _answer(self, content: bytes, card: ModelCard) -> bytes:
-        """The JSON of the answer; raises InvalidRequest. May be called in a thread."""
+    def _answer(self, found: Mapping[str, Any], card: ModelCard) -> bytes:
+        """The JSON of the answer to the JSON of a request; raises InvalidRequest. May be called in a thread."""
         raise NotImplementedError
 
 
 class Tokenize(_TokenEndpoint):
     """POST /tokenize"""
 
-    def _answer(self, content: bytes, card: ModelCard) -> bytes:
-        found = parse_json(content)
+    def _answer(self, found: Mapping[str, Any], card: ModelCard) -> bytes:
         if (found.get("prompt") is None) == (found.get("messages") is None):
             raise InvalidRequest("prompt", "or messages is required, and not both")
         if found.get("messages") is None:
@@ -97,8 +99,8 @@ class Tokenize(_TokenEndpoint):
 class Detokenize(_TokenEndpoint):
     """POST /detokenize"""
 
-    def _answer(self, content: bytes, card: ModelCard) -> bytes:
-        body = read_as(DetokenizeBody, parse_json(content))
+    def _answer(self, found: Mapping[str, Any], card: ModelCard) -> bytes:
+        body = read_as(DetokenizeBody, found)
         check_model(body.model or "", card)
         if len(body.tokens) > card.max_model_len:
             message = f"has {len(body.tokens)} token ids; at most {card.max_model_len} are taken, as many as it reads"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from baton.client import Access, GenerationClient
 from baton.messages.generation import Chunk, Finished, GenerateRequest
-from baton.text.schema_sandbox import SCHEMA_CHILD
+from baton.text.bounded_workers import BOUNDED_CHILD
 
 BOUND_S = 60.0
 """The longest wait for an answer, in seconds."""
@@ -257,7 +257,7 @@ class Watched:
 
         It starts one when as many schemas come at once and keeps it, so a child is nothing that an attack left behind.
         """
-        found, argument = 0, b"\0".join((b"-m", SCHEMA_CHILD.encode(), str(self._pids[name]).encode()))
+        found, argument = 0, b"\0".join((b"-m", BOUNDED_CHILD.encode(), str(self._pids[name]).encode()))
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended
                 found += argument + b"\0" in (process / "cmdline").read_bytes()

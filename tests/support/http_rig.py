@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from random import Random
 
@@ -13,7 +14,7 @@ from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.endpoints import Handler
-from router.http.model import ServedModel
+from router.http.model import ServedModel, Template
 from router.http.responses.store import ResponseStore, StoreBounds
 from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
@@ -32,17 +33,21 @@ class HttpRig(AsgiClient):
         card: ModelCard = CARD,
         authenticator: PageAuthenticator | None = None,
         bounds: StoreBounds | None = None,
+        request_template: Callable[[str], Template] | None = None,
     ) -> None:
         self.card = card
         self.clock = FakeClock(5.0)
         self.store = ResponseStore(bounds or StoreBounds(), self.clock)
         self._page_authenticator = authenticator
+        self._request_template = request_template
         self.handler = FakeHandler()
         self.why_not_ready = ""
         super().__init__(self.front(self.handler, keep_alive_s, template))
 
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
-        model = ServedModel(lambda: self.card, FakeTokenizer(), ChatTemplate(template, {}), lambda: NOW)
+        model = ServedModel(
+            lambda: self.card, FakeTokenizer(), ChatTemplate(template, {}), lambda: NOW, self._request_template
+        )
         return HttpFront(
             handler,
             model,

@@ -15,8 +15,8 @@ from baton.fair_executor import FairExecutor
 from baton.messages.ids import tenant_of
 from baton.messages.node import Leg
 from baton.messages.sampling import ConstraintKind
+from baton.text.constraint_checker import ConstraintChecker
 from baton.text.grammar import Grammars
-from baton.text.schema_sandbox import SchemaSandbox
 
 NO_GRAMMARS = "this node's model has no text"
 NUM_COMPILING = 2
@@ -34,15 +34,15 @@ class GrammarCompiler:
         self,
         matcher: Callable[[str, ConstraintKind], TokenMatcher] | None,
         why_none: str = "",
-        sandbox: SchemaSandbox | None = None,
+        checker: ConstraintChecker | None = None,
     ) -> None:
         """`matcher` compiles a constraint, or raises BatonError; None: requests with one fail because of `why_none`.
 
-        `sandbox` checks each schema before `matcher` gets it, and is closed with this compiler.
+        `checker` checks each schema before `matcher` gets it, and is closed with this compiler.
         """
         self._matcher = matcher
         self._why_none = why_none
-        self._sandbox = sandbox
+        self._checker = checker
         self._threads = FairExecutor("baton-grammars", NUM_COMPILING, MAX_WAITING)
         self._is_closed = False
 
@@ -54,7 +54,7 @@ class GrammarCompiler:
 
         Nothing of the request that the engine may change is read after this call.
         """
-        make, params, sandbox = self._matcher, request.sampling_params, self._sandbox
+        make, params, checker = self._matcher, request.sampling_params, self._checker
         constraint = params.constraint
         assert constraint is not None
         if make is None:
@@ -65,8 +65,8 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
-                if sandbox is not None:
-                    sandbox.check(*constraint)
+                if checker is not None:
+                    checker.check(*constraint)
                 matchers = [make(*constraint) for _ in range(num_sequences)]
                 # This is done here and not in the engine, because the output of an earlier attempt may be long.
                 for matcher in matchers:
@@ -88,8 +88,8 @@ class GrammarCompiler:
     def close(self) -> None:
         """Wait for schemas that are being compiled; no callback is called for those that wait. Idempotent."""
         self._is_closed = True
-        if self._sandbox is not None:
-            self._sandbox.close()
+        if self._checker is not None:
+            self._checker.close()
         self._threads.close()
 
 
@@ -102,4 +102,4 @@ def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
     except ConfigError as error:
         _log.warning("requests with a JSON schema will fail on this node", reason=str(error))
         return GrammarCompiler(None, str(error))
-    return GrammarCompiler(grammars.matcher, sandbox=SchemaSandbox())
+    return GrammarCompiler(grammars.matcher, checker=ConstraintChecker())

@@ -22,7 +22,8 @@ from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
 from baton.testing.fake_grammar import FakeMatcher
-from baton.text.schema_sandbox import SchemaSandbox
+from baton.text.bounded_workers import BoundedWorkers
+from baton.text.constraint_checker import ConstraintChecker
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.schema_bombs import schema_bomb
 
@@ -122,7 +123,7 @@ def test_a_request_that_is_aborted_meanwhile_ends_at_once(rig: Rig) -> None:
     assert rig.end("next").outcome is Outcome.LENGTH
 
 
-def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
+def test_a_schema_is_compiled_only_after_the_checker_has_checked_it() -> None:
     made: list[str] = []
 
     def matcher(json_schema: str, kind: str) -> TokenMatcher:
@@ -130,8 +131,8 @@ def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
         return FakeMatcher([ANY], ANY)
 
     told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
-    sandbox = SchemaSandbox()
-    compiler = GrammarCompiler(matcher, sandbox=sandbox)
+    workers = BoundedWorkers()
+    compiler = GrammarCompiler(matcher, checker=ConstraintChecker(workers))
     compiler.compile(request("bad", schema_bomb()), told.put, told.put)
     refusal = told.get(timeout=LONG_S)
     assert isinstance(refusal, InvalidRequest)
@@ -141,7 +142,7 @@ def test_a_schema_is_compiled_only_after_the_sandbox_has_checked_it() -> None:
     assert not isinstance(told.get(timeout=LONG_S), BatonError)
     assert made == ["{}", "{}"]
     compiler.close()
-    assert not sandbox.pids
+    assert not workers.pids
 
 
 def test_one_tenants_schemas_keep_no_other_tenant_waiting() -> None:

@@ -87,6 +87,14 @@ def test_bad_chats_are_refused(shared: LLM, messages: Any) -> None:
         shared.chat(messages)
 
 
+def test_a_chat_takes_a_template_of_the_caller(shared: LLM) -> None:
+    chat = [{"role": "user", "content": "def f"}]
+    output = shared.chat(chat, SHORT, chat_template="{{ messages[0].content }}(n):")[0]
+    assert output.prompt_token_ids == shared._codec.encode_rendered("def f(n):")
+    with pytest.raises(InvalidRequest, match=re.escape("prompts[0]: chat_template: is not a valid Jinja template")):
+        shared.chat(chat, SHORT, chat_template="{% for %}")
+
+
 def test_a_request_that_fits_the_model_but_not_the_cache_is_refused() -> None:
     with LLM(DEMO_MODEL, dtype="float32", threads=1, kv_cache_memory="1MiB") as llm:
         prompts: list[str | Sequence[int]] = ["a", [5] * 200]

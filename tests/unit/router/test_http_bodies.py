@@ -185,7 +185,7 @@ def test_a_bad_message_is_named(field: str, message: object) -> None:
         ("tools", HELLO | {"tools": [{"type": "function"}]}),
         ("tool_choice", HELLO | {"tool_choice": "required"}),
         ("modalities[0]", HELLO | {"modalities": ["audio"]}),
-        ("chat_template", HELLO | {"chat_template": "{{ x }}"}),
+        ("chat_template", HELLO | {"chat_template": ["{{ x }}"]}),
         ("logprobs", HELLO | {"logprobs": 1}),
     ],
 )

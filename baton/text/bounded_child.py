@@ -1,0 +1,152 @@
+"""A child process that does untrusted work (`bounded_workers`); it ends when a piece of work exceeds its limits.
+
+The child reads work from its standard input, which is a socket, and writes an answer to each there. A message is, in
+both directions, a length in four bytes, big-endian, and then UTF-8. Work is the name of the job
+(`bounded_workers.Job`), a blank, and its content. An answer is "+" and the result, or "-" and the reason why there is
+none. The child ends when its parent ends, when the socket is closed, or by a signal: SIGABRT when an allocation of Rust
+exceeds the memory limit, SIGPROF when a piece of work has used its CPU time, SIGSEGV when it needs more stack.
+
+Arguments: the parent's process id, seconds of CPU time for a piece of work, bytes of memory for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import cast
+
+from baton.errors import InvalidRequest
+from baton.messages.sampling import ConstraintKind
+from baton.text.schema_compiling import JSON_OBJECT, check_constraint
+from baton.text.template_work import TemplateWork, load_all
+
+LENGTH_BYTES = 4
+MAX_MESSAGE_BYTES = 16 << 20
+"""The longest message that is read. Work is as long as a request, which JSON may write with six bytes a character."""
+_STACK_BYTES = 2 << 20
+"""The stack of this process: much less than that of a node's thread, which compiles what was compiled here."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the other end of the socket is closed."""
+    parent, cpu_s, memory_bytes = int(arguments[0]), float(arguments[1]), int(arguments[2])
+    # Ctrl-C in a terminal is for the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with(parent)
+    # One-time initialisation must not count against the limits of the first work, and it opens files.
+    check_constraint(JSON_OBJECT)
+    with suppress(InvalidRequest):
+        check_constraint("{")
+    load_all()
+    _limit_memory(memory_bytes)
+    with socket.socket(fileno=sys.stdin.fileno()) as channel:
+        _limit_powers()
+        send(channel, _answer("json_schema " + JSON_OBJECT, memory_bytes))
+        while (work := receive(channel)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            answer = _answer(work, memory_bytes)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            send(channel, answer)
+
+
+def send(channel: socket.socket, text: str) -> None:
+    """Send one message; raises OSError."""
+    content = text.encode()
+    channel.sendall(len(content).to_bytes(LENGTH_BYTES, "big") + content)
+
+
+def receive(channel: socket.socket) -> str | None:
+    """The next message; None when the other end has closed. Raises OSError, and ValueError for what is no message."""
+    head = _exactly(channel, LENGTH_BYTES)
+    if head is None:
+        return None
+    length = int.from_bytes(head, "big")
+    if length > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {length} bytes")
+    content = _exactly(channel, length)
+    return None if content is None else content.decode()
+
+
+def parse_answer(answer: str) -> tuple[str, str]:
+    """The result, and the reason why there is none; one of them is empty. Raises ValueError for what is no answer."""
+    match answer[:1]:
+        case "+":
+            return answer[1:], ""
+        case "-":
+            return "", answer[1:]
+    raise ValueError("a message that is no answer")
+
+
+def out_of_memory(memory_bytes: int) -> str:
+    """The reason for work that exceeds the memory limit."""
+    return f"needs more than {memory_bytes >> 20} MiB of memory: make it simpler"
+
+
+def _answer(work: str, memory_bytes: int) -> str:
+    job, _, content = work.partition(" ")
+    try:
+        if job == "chat_template":
+            text = TemplateWork.of_json(content).render()
+            text.encode()
+            return "+" + text
+        check_constraint(content, cast(ConstraintKind, job))
+    except InvalidRequest as error:
+        return "-" + error.reason.encode(errors="backslashreplace").decode()
+    except UnicodeEncodeError:
+        return "-makes a text that is not valid Unicode"
+    except MemoryError:
+        return "-" + out_of_memory(memory_bytes)
+    return "+"
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes | None:
+    found = bytearray()
+    while len(found) < count:
+        piece = channel.recv(count - len(found))
+        if not piece:
+            return None
+        found += piece
+    return bytes(found)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, also while a schema is compiled and no socket is read.
+
+    On other systems than Linux the CPU time limit ends such a compilation.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """Limit the stack, and the further memory of this process to `more_bytes`, and write no core file."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))
+    if not sys.platform.startswith("linux"):
+        return
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, size + more_bytes))
+
+
+def _limit_powers() -> None:
+    """Let this process open no file, write to none, and start no other process.
+
+    A sandbox of Jinja has been escaped from before. What gets out finds no key, no weights and no network here.
+    """
+    for kind, most in ((resource.RLIMIT_NOFILE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NPROC, 0)):
+        resource.setrlimit(kind, (most, most))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,41 @@
+"""A chat template that came with a request. A stranger wrote it, so child processes render it, within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.text.bounded_workers import BoundedWorkers
+from baton.text.chat_template import FIELD, check_variables
+from baton.text.template_work import TemplateWork
+
+
+class RequestTemplate:
+    """A request's template; a counterpart of `ChatTemplate` whose `render` takes bounded time and memory."""
+
+    def __init__(self, workers: BoundedWorkers, special_tokens: Mapping[str, str], source: str) -> None:
+        """`special_tokens`: those of the model, by their names in templates. `source`: the template in Jinja."""
+        self._workers = workers
+        self._special_tokens = special_tokens
+        self._source = source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        now: datetime,
+        variables: Mapping[str, Any] | None = None,
+        **options: bool,
+    ) -> str:
+        """The prompt's text, as `ChatTemplate.render` makes it. Blocks the thread until a child process has answered.
+
+        Raises InvalidRequest for a template that fails or exceeds its limits, and Overloaded if no child can be
+        started.
+        """
+        check_variables(variables)
+        work = TemplateWork(self._source, self._special_tokens, messages, now.isoformat(), variables or {}, options)
+        outcome = self._workers.run("chat_template", work.as_json())
+        if outcome.reason:
+            raise InvalidRequest(FIELD, outcome.reason)
+        return outcome.result

@@ -26,7 +26,9 @@ class RequestTemplate:
         messages: Sequence[Mapping[str, str]],
         now: datetime,
         variables: Mapping[str, Any] | None = None,
-        **options: bool,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt's text, as `ChatTemplate.render` makes it. Blocks the thread until a child process has answered.
 
@@ -34,6 +36,7 @@ class RequestTemplate:
         started.
         """
         check_variables(variables)
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         work = TemplateWork(self._source, self._special_tokens, messages, now.isoformat(), variables or {}, options)
         outcome = self._workers.run("chat_template", work.as_json())
         if outcome.reason:

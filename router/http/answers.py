@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
@@ -144,8 +144,11 @@ class Collected:
         return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {_json(after)[1:]}'
 
 
-async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk]) -> str:
-    """The log-probabilities of a sequence in JSON. They may be a million numbers, so other requests get their turns."""
+async def logprob_lists(writer: LogprobWriter, chunks: Sequence[Chunk]) -> Mapping[str, str]:
+    """The log-probabilities of a sequence: each list of `writer` in JSON, by its name.
+
+    They may be a million numbers, so other requests get their turns.
+    """
     positions = [position for chunk in chunks for position in chunk.logprobs]
     lists: dict[str, list[str]] = {name: [] for name in writer.take(())}
     for first in range(0, len(positions), _POSITIONS_A_TURN):
@@ -153,7 +156,13 @@ async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk]) -> str:
             await asyncio.sleep(0)
         for name, items in writer.take(positions[first : first + _POSITIONS_A_TURN]).items():
             lists[name].append(_json(items)[1:-1])
-    return "{" + ", ".join(f'"{name}": [{", ".join(parts)}]' for name, parts in lists.items()) + "}"
+    return {name: f"[{', '.join(parts)}]" for name, parts in lists.items()}
+
+
+async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk]) -> str:
+    """The log-probabilities of a sequence as one object in JSON."""
+    lists = await logprob_lists(writer, chunks)
+    return "{" + ", ".join(f'"{name}": {items}' for name, items in lists.items()) + "}"
 
 
 async def whole_answer(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
@@ -101,10 +101,20 @@ class HttpFront:
         except BatonError as error:
             await self._refuse(scope, send, error, request_id)
         except HTTPException as error:
-            await self._refuse(scope, send, _translated(scope, error), request_id)
+            await self._refuse(scope, send, self._translated(scope, error), request_id)
         except Exception:
             _log.exception("%s %s failed", scope["method"], scope["path"])
             await self._refuse(scope, send, BatonError("internal error; the log of the server has it"), request_id)
+
+    def _translated(self, scope: Scope, error: HTTPException) -> HttpError:
+        if error.status_code != 405:
+            return HttpError(Kind(error.status_code, "invalid_request_error"), error.detail)
+        message = f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
+        # Starlette names the methods of one route alone, and a path may have several (RFC 9110, section 15.5.6).
+        routes = [route for route in self._routes.routes if route.matches(scope)[0] is not Match.NONE]
+        methods = sorted({method for route in routes if isinstance(route, Route) for method in route.methods or ()})
+        kind = Kind(405, "invalid_request_error", "method_not_allowed")
+        return HttpError(kind, message, [(b"allow", ", ".join(methods).encode())])
 
     async def _refuse(self, scope: Scope, send: Send, error: BatonError, request_id: str) -> None:
         status, body, named = _refusal(scope["path"], error, request_id or new_request_id(self._rng))
@@ -132,9 +142,3 @@ async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:
     instead = use_instead(path)
     message = f"{path[:200]!r} is not served here: {instead}" if instead else f"there is no {path[:200]!r}"
     raise HttpError(Kind(404, "invalid_request_error", "unknown_url"), message)
-
-
-def _translated(scope: Scope, error: HTTPException) -> HttpError:
-    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    message = error.detail if error.status_code != 405 else f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
-    return HttpError(Kind(error.status_code, "invalid_request_error", "method_not_allowed"), message, headers)

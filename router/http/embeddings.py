@@ -33,7 +33,6 @@ from router.http.model import ServedModel
 
 _MOST_AT_ONCE = 32
 """The most inputs of one call that are sent to the core at once; the others wait here, and take no place of others."""
-_NO_COMMENTS_S = 3600.0
 _NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
 
 
@@ -62,7 +61,7 @@ class Embeddings:
             body = await in_thread_if_large(self._handler, content, read_as, EmbeddingBody, found)
             check_request_id(body.request_id, request_id)
             self._check_dimensions(body)
-            async with Client(receive, send, _NO_COMMENTS_S) as client:
+            async with Client(receive, send) as client:
                 inputs = await in_thread_if_large(self._handler, content, self._inputs, body)
                 parts = await self._embed_all(body, inputs, request_id, traceparent, timeout_s)
                 answer_headers = [

@@ -25,7 +25,9 @@ class Template(Protocol):
         messages: Sequence[Mapping[str, str]],
         now: datetime,
         variables: Mapping[str, Any] | None = None,
-        **options: bool,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str: ...
 
 

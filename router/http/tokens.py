@@ -18,8 +18,6 @@ from router.http.client import Client
 from router.http.endpoints import Handler, in_thread_if_large, make_prompts
 from router.http.model import ServedModel
 
-_NO_COMMENTS_S = 3600.0
-
 
 class TokenizeText(Strict):
     """POST /tokenize for a text"""
@@ -56,7 +54,7 @@ class _TokenEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await read_body(scope, receive)
-        async with Client(receive, send, _NO_COMMENTS_S) as client:
+        async with Client(receive, send) as client:
             found = await in_thread_if_large(self._handler, content, parse_json, content)
             answer = await make_prompts(self._handler, content, found, self._answer, found, self._model.card)
             name = scope["state"]["request_id"].encode()

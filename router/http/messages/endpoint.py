@@ -28,7 +28,6 @@ VERSIONS = (b"2023-06-01", b"2026-10-21")
 Answers are the same in both. The later one has no temperature, top_p and top_k; here they are taken in both, since the
 models that are served need them.
 """
-_NO_PINGS_S = 3600.0
 _NAMES: Mapping[str, Sequence[str]] = {
     "request_id": ("request_id", "x-request-id"),
     "prompt": ("prompt", "messages"),
@@ -88,7 +87,7 @@ class CountTokens:
         _check_version(scope)
         content = await read_body(scope, receive)
         found = await in_thread_if_large(self._handler, content, parse_json, content)
-        async with Client(receive, send, _NO_PINGS_S) as client:
+        async with Client(receive, send) as client:
             with with_client_names(_NAMES, found):
                 count = await in_thread_if_large(self._handler, content, self._count, found)
             headers = [(b"content-type", b"application/json"), *id_headers(scope["state"]["request_id"])]

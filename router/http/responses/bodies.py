@@ -34,21 +34,21 @@ _ITEM_FIELDS = {"type", "id", "role", "status", "content", "phase"}
 _PART_FIELDS = {"type", "text", "annotations", "logprobs"}
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
 
-Said = tuple[str, tuple[str, ...]]
+InputMessage = tuple[str, tuple[str, ...]]
 """A message of the input: its role, and the text of its parts."""
 
 
-def _input(value: Any) -> Sequence[Said]:
+def _input(value: Any) -> Sequence[InputMessage]:
     if isinstance(value, str):
         return (("user", (value,)),)
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a list of messages")
     if len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are taken")
-    return tuple(_said(item, place) for place, item in enumerate(value))
+    return tuple(_input_message(item, place) for place, item in enumerate(value))
 
 
-def _said(item: Any, place: int) -> Said:
+def _input_message(item: Any, place: int) -> InputMessage:
     if not isinstance(item, dict):
         raise ValueError(f"item {place} must be an object")
     if (kind := item.get("type")) not in (None, "message"):
@@ -139,7 +139,7 @@ class ResponseStreamOptions(Strict):
 class ResponsesBody(Strict):
     """POST /v1/responses"""
 
-    input: Annotated[Sequence[Said], PlainValidator(_input, json_schema_input_type=str | list[dict[str, Any]])]
+    input: Annotated[Sequence[InputMessage], PlainValidator(_input, json_schema_input_type=str | list[dict[str, Any]])]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

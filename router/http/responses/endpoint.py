@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from baton.messages.generation import Accepted, ModelCard
 from baton.messages.request_limits import MAX_MESSAGES
 from baton.security.callers import current_caller
 from router.admission.validation import check_model, longest_answer
-from router.http.answers import Collected
+from router.http.answers import Collected, logprob_lists
 from router.http.bodies import read_as
 from router.http.endpoints import Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
@@ -106,24 +105,24 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     async def _whole_answer(self, parsed: ResponsesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
         text = "".join(chunk.text for chunk in answer.chunks[0])
-        logprobs: list[Any] = []
+        logprobs = "[]"
         if parsed.draft.has_logprobs:
-            positions = [position for chunk in answer.chunks[0] for position in chunk.logprobs]
-            logprobs = ChatLogprobs(self._model.spelling).take(positions)["content"]
+            logprobs = (await logprob_lists(ChatLogprobs(self._model.spelling), answer.chunks[0]))["content"]
         response = parsed.draft.ended(text, logprobs, answer.ends[0][0], answer.finished, self._clock.wall())
-        self._keep(parsed, response, text)
-        return as_json(response)
+        return self._keep(parsed, response, text)
 
-    def _keep(self, parsed: ResponsesRequest, response: Mapping[str, Any], text: str) -> None:
+    def _keep(self, parsed: ResponsesRequest, response: str, text: str) -> bytes:
+        """The response in JSON as bytes, which are stored if the client wants that."""
+        content = encoded(response)
         if parsed.is_stored:
             items = (*parsed.items, Item(parsed.draft.item_id, "assistant", (text,)))
-            stored = StoredResponse.of(parsed.draft.id, as_json(response), items)
-            self._store.put(current_caller.get().tenant, stored)
+            self._store.put(current_caller.get().tenant, StoredResponse.of(parsed.draft.id, content, items))
+        return content
 
 
-def as_json(found: Mapping[str, Any]) -> bytes:
-    """An object as JSON; what is not valid Unicode in it is escaped."""
-    return json.dumps(found, ensure_ascii=False).encode(errors="backslashreplace")
+def encoded(json_text: str) -> bytes:
+    """JSON as bytes; what is not valid Unicode in it is escaped."""
+    return json_text.encode(errors="backslashreplace")
 
 
 def _messages(instructions: str | None, items: Sequence[Item]) -> Sequence[Mapping[str, str]]:

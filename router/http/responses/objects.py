@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,11 @@ from baton.messages.generation import Finished
 
 @dataclass(frozen=True, slots=True)
 class ResponseDraft:
-    """What is known of a response before its text."""
+    """What is known of a response before its text.
+
+    Its methods write JSON, since log-probabilities are written piece by piece: a million numbers at once would hold the
+    event loop.
+    """
 
     id: str
     item_id: str
@@ -23,36 +28,35 @@ class ResponseDraft:
     """Fields that repeat the request's."""
     has_logprobs: bool
 
-    def in_progress(self) -> dict[str, Any]:
+    def in_progress(self) -> str:
         """The response before its end."""
-        return self._object("in_progress", [])
+        return self._object("in_progress")
 
-    def failed(self, message: str) -> dict[str, Any]:
+    def failed(self, message: str) -> str:
         """The response of a request that failed."""
-        return self._object("failed", []) | {"error": {"code": "server_error", "message": message}}
+        return self._object("failed", error={"code": "server_error", "message": message})
 
-    def ended(
-        self, text: str, logprobs: Sequence[Any], finish_reason: str, finished: Finished, now: float
-    ) -> dict[str, Any]:
+    def ended(self, text: str, logprobs: str, finish_reason: str, finished: Finished, now: float) -> str:
         """The response at its end, complete or cut by its length. `now`: seconds since the epoch."""
-        is_cut = finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
-        found = self._object(status, [self.message(status, [self.part(text, logprobs)])])
-        found["usage"] = _usage(finished)
-        if is_cut:
-            return found | {"incomplete_details": {"reason": "max_output_tokens"}}
-        return found | {"completed_at": int(now)}
+        status, usage = status_of(finish_reason), _usage(finished)
+        output = self.message(status, self.part(text, logprobs))
+        if status == "incomplete":
+            return self._object(status, output, usage=usage, incomplete_details={"reason": "max_output_tokens"})
+        return self._object(status, output, usage=usage, completed_at=int(now))
 
-    def message(self, status: str, content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The response's message, its one item."""
-        return {"id": self.item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def message(self, status: str, part: str = "") -> str:
+        """The response's message, its one item. `part`: its text as `part` writes it; empty: none yet."""
+        before = {"id": self.item_id, "type": "message", "role": "assistant", "status": status}
+        return f'{as_text(before)[:-1]},"content":[{part}]}}'
 
-    def part(self, text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-        """The text of the message, its one part."""
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    def part(self, text: str, logprobs: str) -> str:
+        """The text of the message, its one part. `logprobs`: a list in JSON."""
+        before: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+        return f'{as_text(before)[:-1]},"logprobs":{logprobs}}}'
 
-    def _object(self, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {
+    def _object(self, status: str, output: str = "", **more: object) -> str:
+        """The response with this status; `output`: its items, `more`: fields that are not null."""
+        fields = {
             "id": self.id,
             "object": "response",
             "created_at": self.created_at,
@@ -61,10 +65,21 @@ class ResponseDraft:
             "error": None,
             "incomplete_details": None,
             "model": self.model,
-            "output": output,
             "usage": None,
             **self.echoed,
+            **more,
         }
+        return f'{as_text(fields)[:-1]},"output":[{output}]}}'
+
+
+def status_of(finish_reason: str) -> str:
+    """The status of a response that ended well."""
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """An object as JSON, which may have text that is not valid Unicode."""
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
 
 
 def _usage(finished: Finished) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from starlette.routing import Route
 from baton.errors import BatonError, InvalidRequest
 from baton.security.callers import current_caller
 from router.http.errors import HttpError, Kind
-from router.http.responses.endpoint import as_json
+from router.http.responses.endpoint import encoded
+from router.http.responses.objects import as_text
 from router.http.responses.store import Item, ResponseStore, StoredResponse
 
 _MAX_LISTED, _DEFAULT_LISTED = 100, 20
@@ -49,7 +50,7 @@ def stored_routes(store: ResponseStore) -> Sequence[Route]:
             "last_id": page[-1].id if page else "",
             "has_more": len(items) > limit,
         }
-        return Response(as_json(answer), media_type="application/json")
+        return Response(encoded(as_text(answer)), media_type="application/json")
 
     return [
         Route(_PATH, retrieve, methods=["GET"]),

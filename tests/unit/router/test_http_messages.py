@@ -202,7 +202,7 @@ async def test_pings_are_sent_while_there_are_no_events() -> None:
         (Unauthenticated("who?"), 401, "authentication_error"),
         (PermissionDenied("no"), 403, "permission_error"),
         (UnknownModel("model", "is unknown"), 404, "not_found_error"),
-        (DuplicateRequest("again"), 409, "invalid_request_error"),
+        (DuplicateRequest("again"), 409, "conflict_error"),
         (QuotaExceeded("too many", 0.5), 429, "rate_limit_error"),
         (EngineFault("NaN"), 500, "api_error"),
         (AttemptsExhausted("gone"), 500, "api_error"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,24 @@ async def test_log_probabilities_are_included_if_requested(stream: bool) -> None
     assert [top["token"] for top in entry["top_logprobs"]] == ["c", "d"]
     if stream:
         assert exchange.events[4].json["logprobs"] == [entry]
+
+
+async def num_turns(num_tokens: int) -> int:
+    """The turns of the event loop in which a response with so many log-probabilities is written."""
+    rig = HttpRig()
+    exchange = rig.post(RESPONSES, HELLO | {"include": ["message.output_text.logprobs"], "top_logprobs": 2})
+    positions = (TokenLogprobs(99, -0.5, 1, ((99, -0.5), (100, -1.5))),) * num_tokens
+    (await rig.next_call()).tell(Chunk(0, (99,) * num_tokens, "c" * num_tokens, positions), finished())
+    turns = 0
+    while not exchange.task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert len(exchange.json["output"][0]["content"][0]["logprobs"]) == num_tokens
+    return turns
+
+
+async def test_other_requests_get_their_turns_while_long_log_probabilities_are_written() -> None:
+    assert await num_turns(6400) - await num_turns(1) >= 90
 
 
 async def test_an_error_in_mid_stream_is_told_by_an_event_and_the_failed_response() -> None:

@@ -58,8 +58,9 @@ def test_a_template_makes_the_same_text_as_in_this_process(workers: BoundedWorke
     ours = RequestTemplate(workers, TOKENS, PLAIN)
     assert ours.render(CHAT, NOW, {"day": 1}, add_generation_prompt=True) == "<s>user=Grüße;12026>"
     here = ChatTemplate.of_request(TOKENS, PLAIN)
-    for options in ({}, {"add_generation_prompt": False}):
-        assert ours.render(CHAT, NOW, **options) == here.render(CHAT, NOW, **options)
+    for begins in (True, False):
+        texts = [one.render(CHAT, NOW, add_generation_prompt=begins) for one in (ours, here)]
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -17,6 +17,7 @@ from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
+from baton.values import value
 
 _ROOM = 256
 """Output tokens for which a request's buffer has space at first."""
@@ -133,7 +134,7 @@ class RequestState:
         self._num_blocks = needed
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Scheduled:
     """One request's share of a step: `count` tokens from its `num_computed_tokens` on."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.execution.philox import uniform
 from baton.runner.execution.token_counts import TokenCounts
+from baton.values import value
 
 Row = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.int32]
@@ -30,7 +30,7 @@ _FIRST_LOOK = 1024
 """How many of the best tokens are sorted first for top_p: nearly always enough; otherwise all tokens are sorted."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SamplingState:
     """Everything but the logits on which the token of one row depends."""
 
@@ -49,7 +49,7 @@ class SamplingState:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Sampled:
     """The result for one row. If `error` is set, no token could be sampled."""
 

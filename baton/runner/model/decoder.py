@@ -32,8 +32,9 @@ class RotaryTable:
         self._rotary = rotary
         self._like = like
         self._half_angles = half_angles
-        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._cos, self._sin = like, like
+        self._pieces: list[torch.Tensor] = []
+        self._table = like
+        """Cosines and sines of all pieces: [2, positions, R]."""
 
     @property
     def width(self) -> int:
@@ -47,11 +48,10 @@ class RotaryTable:
             for piece in range(len(self._pieces), needed):
                 at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE, device=self._like.device)[None]
                 cos, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
-                self._pieces.append((cos, sin))
-            self._cos = torch.cat([cos for cos, _ in self._pieces])
-            self._sin = torch.cat([sin for _, sin in self._pieces])
-        index = torch.from_numpy(positions).to(self._like.device)
-        return self._cos[index], self._sin[index]
+                self._pieces.append(torch.stack((cos, sin)))
+            self._table = torch.cat(self._pieces, dim=1)
+        cos, sin = self._table.index_select(1, torch.from_numpy(positions).to(self._like.device)).unbind()
+        return cos, sin
 
 
 class ModelOutput(NamedTuple):

@@ -6,6 +6,7 @@ process make a directory, and others wait for it; the lock ends with its process
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.models.progress import say
+from baton.models.progress import mebibytes, say
 
 _FORM = "2"
 """Part of each directory's name. Another converter, which writes other files, gets another number."""
@@ -25,6 +26,7 @@ Convert = Callable[[Path, Path], None]
 """Writes the model directory of a GGUF file into an empty directory, and flushes its files."""
 FindSource = Callable[[Path], AbstractContextManager[Path]]
 """Gives the GGUF file for the duration of a block. It may use the given empty directory."""
+_NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -44,11 +46,11 @@ class ModelCache:
         self._root = root
         self._convert = convert
 
-    def directory_of(self, sha256: str, find_source: FindSource) -> Path:
+    def directory_of(self, sha256: str, find_source: FindSource, num_bytes: int = 0) -> Path:
         """The model directory of the GGUF file with this SHA-256, made now if there is none yet.
 
         Only then `find_source` is called. Raises ConfigError from it, from the conversion, or if the cache can't be
-        written. Both translate their own OSErrors, so that each names what failed.
+        written or has no room for `num_bytes`. Both translate their own OSErrors, so that each names what failed.
         """
         directory = self._root / f"{sha256}-{_FORM}"
         if directory.is_dir():
@@ -57,19 +59,28 @@ class ModelCache:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._locked(directory):
                 if not directory.is_dir():
-                    self._make(directory, find_source)
+                    self._make(directory, find_source, num_bytes)
         except OSError as error:
             place = "" if error.filename is None else f": {error.filename}"
             raise ConfigError(
-                f"the cache {self._root} can't be written ({error.strerror or error}{place}): set XDG_CACHE_HOME to a "
-                "directory with enough room"
+                f"the cache {self._root} can't be written ({error.strerror or error}{place}): choose a "
+                f"{'larger' if error.errno in _NO_ROOM else 'writable'} directory: XDG_CACHE_HOME=DIRECTORY"
             ) from error
         return directory
 
-    def _make(self, directory: Path, find_source: FindSource) -> None:
+    def _require_room(self, num_bytes: int) -> None:
+        free = shutil.disk_usage(self._root).free
+        if free < num_bytes:
+            raise ConfigError(
+                f"the cache {self._root} has {mebibytes(free)} of room, and the model takes {mebibytes(num_bytes)}: "
+                "choose a larger directory: XDG_CACHE_HOME=DIRECTORY"
+            )
+
+    def _make(self, directory: Path, find_source: FindSource, num_bytes: int) -> None:
         for left in self._root.glob(f".{directory.name}.*"):
             # A process that was killed left it: whoever makes this directory has the lock.
             shutil.rmtree(left, ignore_errors=True)
+        self._require_room(num_bytes)
         with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=self._root) as scratch:
             fetched, made = Path(scratch) / "fetched", Path(scratch) / "made"
             fetched.mkdir()

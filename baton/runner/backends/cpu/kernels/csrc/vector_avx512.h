@@ -124,6 +124,22 @@ INLINE void v_widen_e4m3_pairs(const uint8_t *from, v16 odd[2], v16 even[2]) {
     }
 }
 
+#ifdef VBMI
+/* Writes factor * number for 64 float8 in a row. They are put in that order in which the even elements of the first 32 widened numbers
+ * are the first 16, and the odd ones the next 16. */
+INLINE void v_store_e4m3_times(uint16_t *to, const uint8_t *from, v16 factor) {
+#define QUARTER(i)                                                                                                             \
+    (i), (i) + 16, (i) + 1, (i) + 17, (i) + 2, (i) + 18, (i) + 3, (i) + 19, (i) + 32, (i) + 48, (i) + 33, (i) + 49, (i) + 34, \
+        (i) + 50, (i) + 35, (i) + 51
+    static const uint8_t order[64] = {QUARTER(0), QUARTER(4), QUARTER(8), QUARTER(12)};
+#undef QUARTER
+    __m512i wide[2];
+    widen_e4m3(_mm512_permutexvar_epi8(_mm512_loadu_si512(order), _mm512_loadu_si512(from)), wide);
+    v_store_two_factors(to, v_mul(even_16(wide[0]), factor), v_mul(odd_16(wide[0]), factor));
+    v_store_two_factors(to + 32, v_mul(even_16(wide[1]), factor), v_mul(odd_16(wide[1]), factor));
+}
+#endif
+
 /* words[i][16] from the 32-bit words w + i of 16 rows. The loads put four rows' words side by side in the quarters of a register,
  * so that only the four words within a quarter are left to exchange. */
 INLINE void transpose_four_words(const uint32_t *const rows[16], size_t w, __m512i words[4]) {

@@ -215,6 +215,31 @@ async def test_the_page_is_open_and_its_calls_have_the_key_that_was_typed(chromi
         assert await page.read("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
 
 
+async def test_a_key_that_is_taken_back_in_mid_use_is_asked_for_again(chromium: Browser, tmp_path: Path) -> None:
+    (old, old_entry), (new, new_entry) = (new_key(name, CallerRole.CLIENT, "") for name in ("old", "new"))
+    write_keys(tmp_path / "old", [old_entry])
+    write_keys(tmp_path / "new", [new_entry])
+    authenticator = PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "old"))
+    async with opened(chromium, authenticator=authenticator) as page:
+        await page.open()
+        await page.read(f"byId('key').value = {json.dumps(old)}; byId('key').onchange()")
+        await page.until("model")
+        authenticator._keys = KeyRing(tmp_path / "new")
+        await page.read("byId('settings').hidden = true")
+        await page.say("a")
+        await page.until("!running")
+        assert "Type in a key that is valid" in await page.read("document.querySelector('.error').textContent")
+        assert "Type in a key that is valid" in await page.read("byId('model').textContent")
+        asked = "[byId('settings').hidden, byId('key').ariaInvalid, document.activeElement === byId('key')]"
+        assert await page.read(asked) == [False, "true", True]
+        await page.read(f"byId('key').value = {json.dumps(new)}; byId('key').onchange()")
+        await page.until("byId('key').ariaInvalid === 'false'")
+        await page.read("retry(turns[1])")
+        (await page.rig.next_call()).tell(chunk(0, "b"), finished("stop"))
+        await page.until("!running")
+        assert await page.read("turns.map(turn => turn.text)") == ["a", "b"]
+
+
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
 async def test_the_reference_shows_every_path_and_field(chromium: Browser, width: int, scheme: str) -> None:
     async with opened(chromium) as page:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from baton.config.node import NodeSettings
 from baton.errors import ConfigError
 from baton.models.conversion import convert_in_child
 from baton.models.hub import HubName, fetched_directory
-from baton.models.model_cache import ModelCache, default_cache_dir, sha256_of
+from baton.models.known_digests import FileState, KnownDigests
+from baton.models.model_cache import ModelCache, default_cache_dir
 from baton.models.named import NAMED_MODELS, source_of
 
 C = TypeVar("C", bound=ClusterSettings)
@@ -71,9 +73,11 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
             # A pipe would be read for ever.
             raise ConfigError(f"{named} is not a regular file")
         source, cache = named, _cache(environ)
-        hashed = _state(source)
+        hashed = FileState.of(source)
+        digests = KnownDigests(default_cache_dir(environ).with_name("digests"), time.time_ns)
+        digest = digests.sha256_of(source, hashed)
         num_bytes = source.stat().st_size
-        directory = cache.directory_of(sha256_of(source), lambda _scratch: _unchanged(source, hashed), num_bytes)
+        directory = cache.directory_of(digest, lambda _scratch: _unchanged(source, hashed), num_bytes)
         return FoundModel(directory, _as_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:
@@ -102,17 +106,11 @@ def _only_gguf_file(directory: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _state(source: Path) -> tuple[int, ...]:
-    """What differs after a file was written to, or replaced by another."""
-    found = source.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
 @contextmanager
-def _unchanged(source: Path, hashed: tuple[int, ...]) -> Iterator[Path]:
+def _unchanged(source: Path, hashed: FileState) -> Iterator[Path]:
     """The file for the duration of the block; raises ConfigError at its end if it is not what was hashed any more."""
     yield source
-    if _state(source) != hashed:
+    if FileState.of(source) != hashed:
         raise ConfigError(f"{source} was changed while it was converted; start again when it is complete")
 
 

@@ -154,6 +154,7 @@ def test_setup_names_what_is_missing(shell: Shell, copy: Path) -> None:
 FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip") [ "$3" = --version ] || exit "${CODE_OF_PIP:-0}" ;;
     "--version "*) echo "Python 3.11.0" ;;
 esac
 """
@@ -168,7 +169,12 @@ def test_setup_says_what_it_does_and_nothing_when_there_is_nothing_to_do(shell: 
     python = copy / "fake-python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    first, second = (shell.run([str(copy / "scripts/setup")], {"CC": "true", "PYTHON": str(python)}) for _ in range(2))
+    settings = {"CC": "true", "PYTHON": str(python)}
+    failed = shell.run([str(copy / "scripts/setup")], settings | {"CODE_OF_PIP": "1"})
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.splitlines()[-1].startswith("scripts/setup: pip failed, see above: when the cause is mended")
+    shutil.rmtree(copy / ".venv")
+    first, second = (shell.run([str(copy / "scripts/setup")], settings) for _ in range(2))
     assert (first.returncode, first.stdout) == (0, "")
     stages = [line.partition(" (after ")[0].removeprefix("scripts/setup: ") for line in first.stderr.splitlines()]
     assert stages == [

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
@@ -20,6 +19,7 @@ from baton.errors import ConfigError
 from baton.messages.cluster import NodeStatus
 from baton.messages.node import NodeDescription
 from baton.messages.node_report import TraceEvent
+from baton.models.resolve import FoundModel
 from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)
@@ -104,6 +104,7 @@ def arrangement_flags(arrangement: Arrangement) -> list[str]:
     return [*flags, "--max-local-prefill-tokens", _ANY_PROMPT]
 
 
-def model_flags(model_dir: Path, dtype: str) -> list[str]:
-    """The flags that give `baton up` its model."""
-    return ["--model", str(model_dir), "--dtype", dtype]
+def model_flags(model: FoundModel, dtype: str) -> list[str]:
+    """The flags with which `baton up` serves a model as it would by the name that a person gave."""
+    flags = ["--model", str(model.directory), "--dtype", dtype]
+    return [*flags, "--dequantize"] if model.dequantize else flags

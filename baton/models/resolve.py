@@ -76,8 +76,7 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         hashed = FileState.of(source)
         digests = KnownDigests(default_cache_dir(environ).with_name("digests"), time.time_ns)
         digest = digests.sha256_of(source, hashed)
-        num_bytes = source.stat().st_size
-        directory = cache.directory_of(digest, lambda _scratch: _unchanged(source, hashed), num_bytes)
+        directory = cache.directory_of(digest, lambda _scratch: _unchanged(source, hashed), hashed.size)
         return FoundModel(directory, _as_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
 from baton.bench.arrangement import Arrangement
@@ -22,6 +21,7 @@ from baton.bench.results.summary import Summary, summarize
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
+from baton.models.resolve import FoundModel
 
 _CALIBRATION_REQUESTS = 6
 _CALIBRATION_SHARE = 0.2
@@ -47,7 +47,7 @@ class CompareConfig:
     """What to compare, with which load, for how long."""
 
     arrangements: Sequence[Arrangement]
-    model_dir: Path
+    model: FoundModel
     dtype: str
     workload: WorkloadSpec
     """Its rate and number of requests are replaced in each run."""

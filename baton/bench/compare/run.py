@@ -98,7 +98,7 @@ def tune_all(
 def _running(
     config: CompareConfig, arrangement: Arrangement, size: int, cores: Sequence[int]
 ) -> Iterator[RunningArrangement]:
-    words = [*model_flags(config.model_dir, config.dtype), "--threads", "1", *arrangement_flags(arrangement)]
+    words = [*model_flags(config.model, config.dtype), "--threads", "1", *arrangement_flags(arrangement)]
     with live_cluster(*words, "--max-num-batched-tokens", str(size), *config.up_flags) as cluster:
         found = FoundCluster(cluster.grpc_address, cluster.nodes())
         pinned: Mapping[str, int] = pin_nodes(found.nodes, cores)

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from statistics import median
 
@@ -23,6 +22,7 @@ from baton.errors import BatonError, ConfigError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
 from baton.messages.node_report import TraceEvent
 from baton.messages.sampling import SamplingParams
+from baton.models.resolve import FoundModel
 
 _WARM_UP = 2
 
@@ -31,7 +31,7 @@ _WARM_UP = 2
 class HandoffBenchConfig:
     """What to measure."""
 
-    model_dir: Path
+    model: FoundModel
     dtype: str = "auto"
     prompt_tokens: int = 1024
     new_tokens: int = 16
@@ -108,9 +108,7 @@ class _HandOverTimes:
 def run(config: HandoffBenchConfig) -> HandoffReport:
     """Runs the benchmark; raises ConfigError for a prompt that is too long, and any error of a request."""
     rng = Random(config.seed)
-    solo = SoloEngine(
-        config.model_dir, config.dtype, config.kv_cache_bytes, config.max_num_batched_tokens, config.threads
-    )
+    solo = SoloEngine(config.model, config.dtype, config.kv_cache_bytes, config.max_num_batched_tokens, config.threads)
     if config.prompt_tokens + config.new_tokens > solo.runner.model.max_model_len:
         raise ConfigError(
             f"the model takes at most {solo.runner.model.max_model_len} tokens; use smaller --prompt-tokens or "
@@ -118,7 +116,7 @@ def run(config: HandoffBenchConfig) -> HandoffReport:
         )
     vocab = solo.runner.model.vocab_size
     flags = [
-        *model_flags(config.model_dir, config.dtype),
+        *model_flags(config.model, config.dtype),
         *("--threads", str(config.threads)),
         *("--kv-cache-memory", str(config.kv_cache_bytes)),
         *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.engine.core import EngineCore
@@ -15,6 +14,7 @@ from baton.engine.runner import KVLayout
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.sampling import SamplingParams
+from baton.models.resolve import FoundModel
 from baton.runner import TorchSpec, load
 
 
@@ -30,9 +30,17 @@ class SoloEngine:
     """One engine with the same limits as a node's, without threads, network or router."""
 
     def __init__(
-        self, model_dir: Path, dtype: str, cache_bytes: int, max_num_batched_tokens: int, num_threads: int
+        self, model: FoundModel, dtype: str, cache_bytes: int, max_num_batched_tokens: int, num_threads: int
     ) -> None:
-        self.runner = load(TorchSpec(model_dir, dtype, cache_bytes=cache_bytes, num_threads=num_threads))
+        self.runner = load(
+            TorchSpec(
+                model.directory,
+                dtype,
+                cache_bytes=cache_bytes,
+                num_threads=num_threads,
+                dequantize=model.dequantize,
+            )
+        )
         limits = SchedulerConfig(
             num_blocks=self.runner.memory.num_blocks,
             windows=self.runner.layout.windows,

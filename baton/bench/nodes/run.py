@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
@@ -20,6 +19,7 @@ from baton.bench.nodes.watch import NodeWatch
 from baton.bench.pinning import pin_nodes
 from baton.bench.results.result_file import Result
 from baton.bench.results.slo import Slo
+from baton.models.resolve import FoundModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class NodesRun:
 
 
 @contextmanager
-def pinned_cluster(arrangement: Arrangement, model_dir: Path, model_name: str, dtype: str) -> Iterator[FoundCluster]:
+def pinned_cluster(arrangement: Arrangement, model: FoundModel, dtype: str) -> Iterator[FoundCluster]:
     """Starts the arrangement on this machine, and pins each node to its own core while there are enough."""
-    model = [*model_flags(model_dir, dtype), "--model-name", model_name]
-    words = [*model, "--threads", "1", *arrangement_flags(arrangement)]
+    named = [*model_flags(model, dtype), "--model-name", model.name]
+    words = [*named, "--threads", "1", *arrangement_flags(arrangement)]
     with live_cluster(*words) as cluster:
         nodes = cluster.nodes()
         pin_nodes(nodes, sorted(os.sched_getaffinity(0)))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
@@ -33,6 +32,7 @@ from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
 from baton.messages.node import NodeDescription
+from baton.models.resolve import FoundModel
 
 _SINGLE_REQUESTS = 4
 """Requests in a segment of single requests."""
@@ -70,7 +70,7 @@ class ValidateConfig:
     """What to validate with one model."""
 
     name: str
-    model_dir: Path
+    model: FoundModel
     dtype: str
     workload: WorkloadSpec
     """Its rate and number of requests are replaced in each segment."""
@@ -108,7 +108,7 @@ def validate(config: ValidateConfig, report: Report, clock: Clock, deadline_s: f
 
 @contextmanager
 def _cluster(config: ValidateConfig) -> Iterator[tuple[FoundCluster, Mapping[str, NodeDescription], BackgroundLoad]]:
-    words = [*model_flags(config.model_dir, config.dtype), "--threads", "1", *arrangement_flags(config.arrangement)]
+    words = [*model_flags(config.model, config.dtype), "--threads", "1", *arrangement_flags(config.arrangement)]
     with live_cluster(*words, *config.up_flags) as live:
         nodes, cores = live.nodes(), sorted(os.sched_getaffinity(0))
         pin_nodes(nodes, cores)

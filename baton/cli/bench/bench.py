@@ -83,7 +83,7 @@ def handoff(
 
         report = bench.run(
             bench.HandoffBenchConfig(
-                model_dir=chosen.directory,
+                model=chosen,
                 dtype=dtype,
                 prompt_tokens=prompt_tokens,
                 new_tokens=new_tokens,

@@ -101,7 +101,7 @@ def compare(
     with chosen_model(model, shape) as found:
         config = CompareConfig(
             arrangements,
-            found.directory,
+            found,
             dtype,
             workload,
             slo if slo else None,

@@ -164,7 +164,7 @@ def _cluster(
             (arrangement,) = chosen_arrangements([start], num_nodes)
         with (
             chosen_model(model, shape) as chosen,
-            pinned_cluster(arrangement, chosen.directory, chosen.name, dtype) as found,
+            pinned_cluster(arrangement, chosen, dtype) as found,
         ):
             yield found
     elif registry:

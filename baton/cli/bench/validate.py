@@ -15,6 +15,7 @@ from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import BatonError, Cancelled, InvalidRequest
+from baton.models.resolve import FoundModel
 
 BUNDLED = "bundled"
 _SHAPES = ("0.5b",)
@@ -83,8 +84,8 @@ def validate(
     for number, name in enumerate(names):
         now_s = clock.monotonic()
         try:
-            with _model_dir(name) as model_dir:
-                config = ValidateConfig(name, model_dir, dtype, workload, nodes, loads, run_s, flags, rounds)
+            with _model(name) as found:
+                config = ValidateConfig(name, found, dtype, workload, nodes, loads, run_s, flags, rounds)
                 one = run_validation(config, print_note, clock, now_s + (end_s - now_s) / (len(names) - number))
         except BatonError as error:
             failed[name] = error
@@ -114,9 +115,9 @@ def validate(
 
 
 @contextmanager
-def _model_dir(name: str) -> Iterator[Path]:
+def _model(name: str) -> Iterator[FoundModel]:
     if name in _SHAPES:
         with chosen_model(None, name) as chosen:
-            yield chosen.directory
+            yield chosen
     else:
-        yield named_model(None if name == BUNDLED else Path(name)).directory
+        yield named_model(None if name == BUNDLED else Path(name))

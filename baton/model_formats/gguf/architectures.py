@@ -14,6 +14,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.model_formats.gguf.facts import Facts
 from baton.model_formats.gguf.rotary import long_rope, rope_parameters
+from baton.model_formats.limits import LONGEST_CONTEXT
 
 _Config = dict[str, Any]
 
@@ -114,13 +115,20 @@ def configuration(facts: Facts) -> _Config:
         "num_attention_heads": heads,
         "num_key_value_heads": facts.whole(".attention.head_count_kv", heads),
         "head_dim": _head_dim(facts),
-        "max_position_embeddings": facts.whole(".context_length"),
+        "max_position_embeddings": _context_length(facts),
         "rms_norm_eps": facts.real(".attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope_parameters(facts, _head_dim(facts)),
         "tie_word_embeddings": "output.weight" not in facts.file.tensors,
         "dtype": "bfloat16",
         **architecture.more_config(facts),
     }
+
+
+def _context_length(facts: Facts) -> int:
+    length = facts.whole(".context_length")
+    if length > LONGEST_CONTEXT:
+        raise ConfigError(f"{facts.file.path} has a context of {length} tokens, more than {LONGEST_CONTEXT}")
+    return length
 
 
 def _head_dim(facts: Facts) -> int:
@@ -191,7 +199,7 @@ def _phi3(facts: Facts) -> _Config:
     rotated = facts.whole(".rope.dimension_count", _head_dim(facts))
     rope = rope_parameters(facts, rotated) | long_rope(facts)
     rope["partial_rotary_factor"] = rotated / _head_dim(facts)
-    context = facts.whole(".context_length")
+    context = _context_length(facts)
     window = facts.whole(".attention.sliding_window", context)
     return {
         "hidden_act": "silu",

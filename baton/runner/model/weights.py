@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from baton.errors import ConfigError
+from baton.model_formats.limits import LONGEST_CONTEXT
 from baton.runner.backends.device import CPU
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
@@ -35,7 +36,7 @@ READING = 1
 It is part of such models' fingerprints: nodes that would read the same files differently refuse each other.
 """
 
-_MOST = 1 << 27
+_MOST = {"vocab_size": 1 << 27, "max_position_embeddings": LONGEST_CONTEXT}
 """The largest vocabulary and the longest context that a config.json may ask for."""
 
 _log = logging.getLogger(__name__)
@@ -288,9 +289,9 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 
 def _check_numbers(checkpoint: Checkpoint, config: Any) -> None:
-    for name in ("vocab_size", "max_position_embeddings"):
+    for name, most in _MOST.items():
         value = getattr(config, name, 1)
-        if type(value) is not int or not 0 < value <= _MOST:
+        if type(value) is not int or not 0 < value <= most:
             raise ConfigError(f"{checkpoint.directory} has {name} {value!r:.40} in its config.json; copy it again")
 
 

@@ -22,6 +22,7 @@ from baton.bench.results.slo import Slo
 from baton.bench.results.summary import summarize
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import InvalidRequest
+from baton.models.resolve import FoundModel
 
 
 def searched(search: GoodputSearch, limit: float) -> list[float]:
@@ -118,7 +119,7 @@ def test_a_comparison_has_ratios_with_their_spread() -> None:
         measured[1].runs.append(rate_run(repeat, goodput, 0.01))
         measured[0].common.append(rate_run(repeat, 2.0, 0.04))
         measured[1].common.append(rate_run(repeat, 2.0, 0.01))
-    config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
+    config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
     comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
     assert result["goodput"] == {"colocated:2": 2, "1p1d": 8}
@@ -144,7 +145,7 @@ def test_without_a_goodput_there_is_no_ratio() -> None:
         MeasuredArrangement(arrangements[0], {}, goodputs=[0.0]),
         MeasuredArrangement(arrangements[1], {}, goodputs=[1.0]),
     ]
-    config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
+    config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
     comparison = Comparison(Slo(tpot_ms=50), {}, measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
     assert result["goodput_ratio"] is None
@@ -160,7 +161,7 @@ def test_there_is_no_headline_from_rates_at_which_the_slo_was_broken() -> None:
     for one, gap_s in zip(measured, (0.4, 0.01), strict=True):
         one.runs.append(rate_run(0, 1.0, gap_s))
         one.common.append(rate_run(0, 1.0, gap_s))
-    config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
+    config = CompareConfig(arrangements, FoundModel(Path("model"), "model"), "auto", WorkloadSpec(), None)
     result = compare_result(config, Comparison(Slo(tpot_ms=50), {}, measured), "2026-01-01T00:00:00+00:00")
     assert result["verdict"]["is_settled"]
     assert result["goodput_ratio"] is result["p99_gap_ratio"] is None

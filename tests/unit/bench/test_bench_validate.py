@@ -35,6 +35,7 @@ from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
 from baton.messages.node_report import NodeTrace, TraceStep
+from baton.models.resolve import FoundModel
 from baton.testing.fake_clock import FakeClock
 from tests.support.node_rig import DESCRIPTION
 
@@ -44,7 +45,7 @@ SIZES = NodeSizes(*(TRUTH, 16, 16_000, 100.0), max_num_seqs=64, max_num_batched_
 MESSAGE_S, HANDOFF_S = 0.004, 0.02
 CONTENTION = Contention(prefill=0.25, decode=0.5)
 CONFIG = ValidateConfig(
-    *("formula", Path("model"), "auto"),
+    *("formula", FoundModel(Path("model"), "model"), "auto"),
     WorkloadSpec(random_input_len=200, random_output_len=20, random_range_ratio=0.5),
     *(PAIR, (0.2, 0.4, 0.6), 30.0),
 )

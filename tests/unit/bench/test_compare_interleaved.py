@@ -23,6 +23,7 @@ from baton.bench.nodes.run import NodesRun
 from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, DeadlineExceeded, ExitCode, Unreachable
+from baton.models.resolve import FoundModel
 from baton.testing.fake_clock import FakeClock
 
 TOKENS = 64
@@ -74,7 +75,14 @@ def compared(machine: FormulaMachine, config: CompareConfig, deadline_s: float =
 def config_of(repeats: int = 3, run_s: float = 15.0, tries: int = 8) -> CompareConfig:
     workload = WorkloadSpec(random_input_len=512, random_output_len=TOKENS)
     return CompareConfig(
-        chosen(NAMES, 2), Path("model"), "auto", workload, None, repeats=repeats, run_s=run_s, max_tries=tries
+        chosen(NAMES, 2),
+        FoundModel(Path("model"), "model"),
+        "auto",
+        workload,
+        None,
+        repeats=repeats,
+        run_s=run_s,
+        max_tries=tries,
     )
 
 

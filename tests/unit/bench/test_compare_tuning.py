@@ -20,6 +20,7 @@ from baton.bench.compare.tuning import RunningArrangement, Tuned
 from baton.bench.load.endpoint import Target
 from baton.bench.results.slo import Slo
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.models.resolve import FoundModel
 from baton.testing.fake_clock import FakeClock
 from tests.unit.bench.test_compare_interleaved import TOKENS, FormulaMachine
 
@@ -76,7 +77,7 @@ def tuned(
 
     config = CompareConfig(
         chosen(("colocated", "1p1d"), 2),
-        Path("model"),
+        FoundModel(Path("model"), "model"),
         "auto",
         WorkloadSpec(random_input_len=512, random_output_len=TOKENS),
         slo,

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.live_cluster import model_flags
 from baton.cli import main as command
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.views.doctor_facts import model_facts
-from baton.config import bundled_model_dir
+from baton.config import UpConfig, bundled_model_dir
 from baton.errors import UsageError
 from baton.models.resolve import FoundModel
+from tests.support.parsed_flags import config_from_flags
 from tests.support.quantized_models import PACKED_FORMATS, write_quantized_model
 
 
@@ -45,6 +47,14 @@ def test_the_model_of_a_benchmark_has_the_name_that_was_given() -> None:
         assert (chosen.directory / "config.json").is_file()
     with pytest.raises(UsageError, match="exclude each other"), chosen_model(Path("smollm2"), "0.5b"):
         pass
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_the_clusters_of_benchmarks_serve_a_model_as_up_does(dequantize: bool) -> None:
+    """`baton up --model smollm2` makes its weights plain, and a benchmark gives its clusters the directory alone."""
+    flags = model_flags(FoundModel(Path("made"), "smollm2", dequantize), "float32")
+    config = config_from_flags(UpConfig, flags).config
+    assert (config.model, config.dtype, config.dequantize) == (Path("made"), "float32", dequantize)
 
 
 def test_the_doctor_shows_the_name_that_was_given() -> None:

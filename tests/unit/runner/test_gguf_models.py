@@ -170,6 +170,7 @@ def test_long_rope_of_phi3_has_both_sets_of_factors(tmp_path: Path) -> None:
         ({"llama.block_count": 2}, "has no place in a llama model of 2 layers"),
         ({"llama.block_count": 2**31 - 1}, "of which 2147483647 layers can't be made"),
         ({"llama.block_count": "many"}, "llama.block_count is not a positive whole number"),
+        ({"llama.context_length": 2**24 + 1}, "has a context of 16777217 tokens, more than 16777216"),
         ({"llama.embedding_length": 0}, "llama.embedding_length is not a positive whole number"),
         ({"llama.rope.dimension_count": 8}, "rotates only a part of each head"),
         ({"llama.rope.scaling.type": "su"}, "scales its rotary embedding by 'su'"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -28,6 +31,18 @@ def convert_in_child(source: Path, directory: Path) -> None:
         _convert(source, directory)
     except OSError as error:
         raise ConfigError(f"the converter of {source} can't be run: {error}") from error
+
+
+def add_sampling(directory: Path, sampling: Mapping[str, float]) -> None:
+    """Write sampling parameters to a model directory's generation_config.json, and flush it."""
+    path = directory / "generation_config.json"
+    with path.open("r+", encoding="utf-8") as file:
+        found = json.load(file)
+        file.seek(0)
+        file.truncate()
+        json.dump({**found, **sampling}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _convert(source: Path, directory: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.models.progress import mebibytes, say
 
-_FORM = "2"
+_FORM = "3"
 """Part of each directory's name. Another converter, which writes other files, gets another number."""
 
 Convert = Callable[[Path, Path], None]

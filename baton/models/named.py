@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import IO
@@ -46,6 +46,8 @@ class NamedModel:
     sha256: str
     dequantize: bool = False
     """Serve it with plain weights: a very small model answers worse if the inputs of its products are rounded."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What its makers recommend, by the names of generation_config.json: a GGUF file does not say it."""
 
     @property
     def num_bytes_to_make(self) -> int:
@@ -68,8 +70,16 @@ NAMED_MODELS: Mapping[str, NamedModel] = {
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         dequantize=True,
+        # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, "How to use"
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
+
+
+def recommended_sampling(sha256: str) -> Mapping[str, float]:
+    """What the makers of a known GGUF file recommend, whatever its path; empty for other files."""
+    return next((model.sampling for model in NAMED_MODELS.values() if model.sha256 == sha256), {})
+
 
 RunPip = Callable[[Sequence[str]], str]
 """Runs pip with these arguments; returns the last line of its complaint, empty if it succeeded."""

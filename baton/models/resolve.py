@@ -18,11 +18,11 @@ from typing import TypeVar
 from baton.config.cluster import ClusterSettings
 from baton.config.node import NodeSettings
 from baton.errors import ConfigError
-from baton.models.conversion import convert_in_child
+from baton.models.conversion import add_sampling, convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.known_digests import FileState, KnownDigests
 from baton.models.model_cache import ModelCache, default_cache_dir
-from baton.models.named import NAMED_MODELS, source_of
+from baton.models.named import NAMED_MODELS, recommended_sampling, source_of
 
 C = TypeVar("C", bound=ClusterSettings)
 
@@ -72,17 +72,16 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         if named.exists() and not named.is_file():
             # A pipe would be read for ever.
             raise ConfigError(f"{named} is not a regular file")
-        source, cache = named, _cache(environ)
-        hashed = FileState.of(source)
+        source, hashed = named, FileState.of(named)
         digests = KnownDigests(default_cache_dir(environ).with_name("digests"), time.time_ns)
-        digest = digests.sha256_of(source, hashed)
-        directory = cache.directory_of(digest, lambda _scratch: _unchanged(source, hashed), hashed.size)
+        sha256 = digests.sha256_of(source, hashed)
+        cache = _cache(environ, sha256)
+        directory = cache.directory_of(sha256, lambda _scratch: _unchanged(source, hashed), hashed.size)
         return FoundModel(directory, _as_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:
-        directory = _cache(environ).directory_of(
-            model.sha256, lambda scratch: source_of(model, scratch), model.num_bytes_to_make
-        )
+        cache = _cache(environ, model.sha256)
+        directory = cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch), model.num_bytes_to_make)
         return FoundModel(directory, _as_name(str(named)), model.dequantize)
     # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.
     hub = None if named.is_absolute() or Path(named.parts[0]).is_dir() else HubName.parse(str(named))
@@ -91,8 +90,15 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
     return FoundModel(named, named.name)
 
 
-def _cache(environ: Mapping[str, str]) -> ModelCache:
-    return ModelCache(default_cache_dir(environ), convert_in_child)
+def _cache(environ: Mapping[str, str], sha256: str) -> ModelCache:
+    """The cache of models; what it makes of the GGUF file with this SHA-256 has the sampling that is recommended."""
+
+    def convert(source: Path, directory: Path) -> None:
+        convert_in_child(source, directory)
+        if sampling := recommended_sampling(sha256):
+            add_sampling(directory, sampling)
+
+    return ModelCache(default_cache_dir(environ), convert)
 
 
 def _only_gguf_file(directory: Path) -> Path | None:

@@ -18,10 +18,13 @@ class EngineSettings(TypedDict, total=False):
 
     model_name: str
     dtype: Literal["auto", "float32", "bfloat16"]
+    quantization: Literal["off", "int8", "int4"]
+    dequantize: bool
     device: str
     threads: int | None
     block_size: int
     kv_cache_memory: int | str
+    kv_cache_dtype: Literal["auto", "int8", "fp8"]
     host_cache_memory: int | str
     preemption_mode: Literal["recompute", "swap", "auto"]
     async_scheduling: Literal["on", "off"]

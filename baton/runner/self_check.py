@@ -1,4 +1,4 @@
-"""The check at start whether a model's results depend on the batch; takes well under a second.
+"""The check at start whether a model computes numbers, and the same in every batch; takes well under a second.
 
 One sequence is computed at once, and again in chunks beside another sequence, with the node's own weights, shapes and
 threads; keys, values and logits must have the same bits.
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from baton.engine.batch import NewRequestData
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel
 
@@ -23,7 +24,10 @@ _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | None:
-    """None when the model computes each row from that row's history alone; otherwise the reason why it does not."""
+    """None when the model computes each row from that row's history alone; otherwise the reason why it does not.
+
+    Raises UnusableWeight if it computes logits that are not finite, so that no request could be answered.
+    """
     if transformer.missed_products:
         return f"computes {', '.join(sorted(transformer.missed_products))} outside of Baton's kernels"
     rope = _rope_types(getattr(loaded.config, "rope_parameters", None))
@@ -54,6 +58,8 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
     parts = _state("parts", tokens, 1 + blocks, blocks)
     mate = _state("mate", mate_tokens, 1 + 2 * blocks, mate_blocks)
     expected = _advance(transformer, [(whole, length)])[0]
+    if not np.isfinite(expected).all():
+        raise UnusableWeight("they give logits that are not finite: they or config.json are damaged; copy them again")
     logits = expected
     for count, mate_count in zip(_CHUNKS, _MATE_CHUNKS, strict=True):
         shares = [(mate, mate_count), (parts, count)]

@@ -19,12 +19,14 @@ import pytest
 from baton.config import UpConfig, load
 from baton.config.setting import flags_of
 from baton.errors import ConfigError
-from baton.models import resolve
+from baton.messages.sampling import SamplingDefaults
+from baton.models import named, resolve
 from baton.models.conversion import convert_in_child
 from baton.models.hub import HubName
 from baton.models.model_cache import ModelCache, default_cache_dir, sha256_of
 from baton.models.named import NamedModel, installed_file, run_pip, source_of
 from baton.models.resolve import FoundModel, find_model, with_model_directory
+from baton.text.model_files import read_model_files, read_sampling_defaults
 from tests.support.gguf_models import random_module, write_module
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
@@ -113,11 +115,11 @@ def test_two_at_once_make_one_directory(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     assert entered.wait(60)
-    assert entries(tmp_path) != [f"{DIGEST}-2"]  # nothing is in its place before it is whole
+    assert entries(tmp_path) != [f"{DIGEST}-3"]  # nothing is in its place before it is whole
     go_on.set()
     for thread in threads:
         thread.join()
-    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-2"])
+    assert (len(made), entries(tmp_path)) == (1, [f"{DIGEST}-3"])
 
 
 def test_a_cache_that_can_not_be_written_is_an_error_that_names_the_place_and_the_variable(tmp_path: Path) -> None:
@@ -337,6 +339,18 @@ def test_a_gguf_file_and_its_directory_become_one_model_directory(
     assert capsys.readouterr().err.count("Converting") == 1
 
 
+def test_a_known_file_gets_the_sampling_that_its_makers_recommend(
+    tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = read_sampling_defaults(find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "plain")}).directory)
+    assert plain == SamplingDefaults()
+    known = replace(MODEL, sha256=sha256_of(gguf_file), sampling={"temperature": 0.2, "top_p": 0.9})
+    monkeypatch.setattr(named, "NAMED_MODELS", {"tiny": known})
+    directory = find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "known")}).directory
+    assert read_sampling_defaults(directory) == SamplingDefaults(temperature=0.2, top_p=0.9)
+    assert read_model_files(directory).eos_token_ids, "the converter's own content stays"
+
+
 def test_the_converters_reason_is_the_error(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"bad\.gguf is not a sound GGUF file: its header ends before byte 8"):
@@ -461,7 +475,7 @@ def test_settings_get_the_directory_and_a_name_for_clients(
 
 def test_a_named_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "NAMED_MODELS", {"tiny": MODEL})
-    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-2"
+    made = tmp_path / "baton" / "models" / f"{MODEL.sha256}-3"
     made.mkdir(parents=True)
     found = find_model(Path("tiny"), {"XDG_CACHE_HOME": str(tmp_path)})
     assert found == FoundModel(made, "tiny")

@@ -28,6 +28,7 @@ from baton.offline import EngineSettings
 from baton.offline.progress import progress_bar
 from baton.runner.model_runner import TorchModelRunner
 from tests.support.gguf_models import random_module, write_module
+from tests.support.quantized_models import PACKED_FORMATS, write_quantized_model
 
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 ROOT = Path(__file__).parents[3]
@@ -200,8 +201,31 @@ def test_parameters_are_those_of_a_client() -> None:
     assert {one.name for one in fields(SamplingParams)} == {one.name for one in fields(GenerateRequest)} - of_no_output
 
 
-def test_settings_are_those_of_nodes() -> None:
-    assert EngineSettings.__annotations__.keys() <= NodeSettings.model_fields.keys()
+def test_settings_are_those_of_nodes_that_concern_the_engine() -> None:
+    of_clusters = {"host", "cluster", "api_keys", "allowed_hosts", "insecure", "metrics_port", "drain_s", "runner"}
+    of_clusters |= {"kv_digests", "on_transfer_failure", "kv_stall_s", "kv_unclaimed_s", "orphan_grace_s"}
+    of_priorities = {"scheduling_policy", "priority_ageing_s", "min_priority"}
+    others = of_clusters | of_priorities | {"model"}
+    assert EngineSettings.__annotations__.keys() == NodeSettings.model_fields.keys() - others
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [({"quantization": "int8"}, "/int8"), ({"kv_cache_dtype": "int8"}, "/kv-int8")],
+    ids=["weights", "cache"],
+)
+def test_weights_and_the_cache_can_be_quantised(setting: dict[str, Any], named: str) -> None:
+    with LLM(DEMO_MODEL, dtype="float32", threads=1, **setting) as llm:
+        [result] = llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
+        assert result.outputs[0].token_ids
+        assert named in llm._engine.description.numerics
+
+
+def test_a_quantised_checkpoint_can_be_dequantised(tmp_path: Path) -> None:
+    write_quantized_model(tmp_path / "gptq", "llama", PACKED_FORMATS["gptq-int4"])
+    with LLM(tmp_path / "gptq", dtype="float32", threads=1, dequantize=True) as llm:
+        assert "/dequantized" in llm._engine.description.numerics
+        assert llm.generate([[1, 2, 3]], SHORT, use_tqdm=False)
 
 
 def test_the_bar_is_shown_on_a_terminal_only() -> None:

@@ -105,6 +105,15 @@ def name_a_missing_shard(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_give_no_finite_logits_are_refused(directory: Path, number: float) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][5] = number
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "can't be used: they give logits that are not finite" in refuse(directory)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -142,8 +142,17 @@ def test_a_cache_without_room_is_refused_before_anything_is_fetched(tmp_path: Pa
     assert entries(tmp_path) == []
 
 
-def test_whoever_waits_for_another_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cache, inner = ModelCache(tmp_path, write_directory), threading.Event()
+def test_whoever_waits_for_another_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(io.StringIO):
+        """A stderr that knows when somebody was told to wait."""
+
+        def write(self, text: str) -> int:
+            if "Waiting for another process" in text:
+                told.set()
+            return super().write(text)
+
+    cache, inner, told = ModelCache(tmp_path, write_directory), threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "stderr", Told())
 
     def wait_for_it() -> None:
         cache.directory_of(DIGEST, no_source)
@@ -151,8 +160,8 @@ def test_whoever_waits_for_another_process_is_told(tmp_path: Path, capsys: pytes
 
     def convert(_source: Path, directory: Path) -> None:
         threading.Thread(target=wait_for_it).start()
-        while "Waiting for another process" not in capsys.readouterr().err:
-            assert not inner.is_set()
+        assert told.wait(60)
+        assert not inner.is_set()
         (directory / "config.json").touch()
 
     ModelCache(tmp_path, convert).directory_of(DIGEST, no_source)

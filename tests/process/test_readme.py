@@ -1,4 +1,4 @@
-"""Every block of README.md does what it says: all commands and programs are run one after another on one cluster."""
+"""Every block of README.md and docs/grpc.md does what it says: all are run one after another on one cluster."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from tests.process.shell import ROOT, Shell
 from tests.process.test_foreground import assert_grpcurl_works
 
+PAGES = ("README.md", "docs/grpc.md")
 ELSEWHERE = {
     "./scripts/demo --model smollm2": "it fetches a model; test_gguf_model.py runs it with a tiny one",
     ".venv/bin/baton up --model smollm2": "tests/oracle/test_smollm2.py asks this model",
@@ -39,7 +40,7 @@ class Command:
 
 def blocks() -> list[tuple[str, str]]:
     """Language and text of each."""
-    return FENCE.findall((ROOT / "README.md").read_text())
+    return [block for page in PAGES for block in FENCE.findall((ROOT / page).read_text())]
 
 
 def commands(block: str) -> list[Command]:

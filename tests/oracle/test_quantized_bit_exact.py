@@ -12,7 +12,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from tests.oracle.test_bit_exact import CACHED, LENGTH, Bits, Run, same_bits
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
-from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS, write_quantized_model
+from tests.support.quantized_models import FP8_FORMATS, ODD_GROUPS, ODD_WIDTHS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -44,6 +44,8 @@ def written(models: Path, architecture: str, how: str) -> Path:
     if not directory.exists():
         if how in FORMATS:
             write_quantized_model(directory, architecture, FORMATS[how])
+        elif how in ODD_GROUPS:
+            write_quantized_model(directory, architecture, ODD_GROUPS[how][0], **ODD_WIDTHS[architecture])
         elif how in GGUF_FILES:
             write_gguf_model(directory, architecture, GGUF_FILES[how])
         else:
@@ -65,6 +67,9 @@ def written(models: Path, architecture: str, how: str) -> Path:
         ("qwen2", "int4"),
         ("qwen2", "int8"),
         ("qwen3_moe", "int4"),
+        ("llama", "gptq-int4-groups-of-96"),
+        ("qwen3_moe", "ct-int4-groups-of-36"),
+        ("qwen3_moe", "ct-int8-groups-of-36"),
         *(("llama", name) for name in GGUF_FILES),
     ],
 )

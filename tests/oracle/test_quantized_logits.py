@@ -28,18 +28,28 @@ from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.float64_model import Float64Model
 from tests.support.gguf_files import SCALE_STARTS
-from tests.support.meant_models import GGUF_FILES, MEANT_MODELS, SHAPES, VOCAB_SIZE, MeantModel, write_for_load
-from tests.support.quantized_models import FP8_FORMATS, PACKED_FORMATS
+from tests.support.meant_models import (
+    GGUF_FILES,
+    MEANT_MODELS,
+    SHAPES,
+    VOCAB_SIZE,
+    MeantModel,
+    write_for_load,
+    write_odd_groups,
+)
+from tests.support.quantized_models import FP8_FORMATS, ODD_GROUPS, PACKED_FORMATS
 from tests.support.rounding_oracle import DisturbedModel, RunnerRecording, RunnerRoundings
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
 BLOCK_SIZE = 16
-TOKENS = [(7 * position + 3) % VOCAB_SIZE for position in range(24)]
+TOKENS = [(7 * position + 3) % VOCAB_SIZE for position in range(21)]
+"""Not a multiple of the rows to which a step of odd widths is padded."""
 CHUNKS = (9, 5, 1)
 """The prompt in two chunks, then one token a step."""
-CHECKED = (3, 23)
+CHECKED = (3, 20)
 """The positions of which the logits of VOCAB_SIZE tokens are compared: all of most models, the first of GGUF's."""
+ODD_MIXTURE = ("qwen3_moe", "ct-int8-groups-of-36")
 CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -48,17 +58,18 @@ class RecordingOperations(CompiledOperations):
 
     def __init__(self) -> None:
         super().__init__(1, "")
-        self.inputs: list[torch.Tensor] = []
+        self.inputs: list[tuple[int, torch.Tensor]] = []
+        """The id of each product's weight, and its input."""
 
     def program(self, dtype: torch.dtype) -> None:  # type: ignore[override]  # what operations without programs return
         return None
 
-    def linear(self, x: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        self.inputs.append(x.clone())
-        return super().linear(x, *arguments, **keywords)
+    def linear(self, x: torch.Tensor, weight: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        self.inputs.append((id(weight), x.clone()))
+        return super().linear(x, weight, *arguments, **keywords)
 
     def gated_linear(self, x: torch.Tensor, weight: Any, *, activation: Activation) -> torch.Tensor:
-        self.inputs.append(x.clone())
+        self.inputs.append((id(weight), x.clone()))
         return super().gated_linear(x, weight, activation=activation)
 
 
@@ -95,7 +106,19 @@ def record(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> Comput
         rows = read_blocks(view, torch.tensor([1, 2]), torch.float32)
         key, value = (each[:, : len(TOKENS)].transpose(0, 1) for each in rows)
         cached.append((key, value))
-    return Computed(logits, RunnerRecording(operations.inputs, cached))
+    layers = expert_layers(transformer)
+    return Computed(logits, RunnerRecording([(layers.get(key), x) for key, x in operations.inputs], cached))
+
+
+def expert_layers(transformer: Transformer) -> dict[int, str]:
+    """The names of experts' layers, those of gates for gates and ups, by the ids of their packed weights."""
+    found: dict[int, str] = {}
+    for path, part in transformer._module.named_modules():
+        experts = getattr(part, "baton_experts", None)
+        if experts is not None:
+            found |= {id(weight): f"{path}.{number}.gate_proj" for number, weight in enumerate(experts._up)}
+            found |= {id(weight): f"{path}.{number}.down_proj" for number, weight in enumerate(experts._down)}
+    return found
 
 
 def load(written: MeantModel, dtype: str, cache_dtype: str, **how: Any) -> TorchModelRunner:
@@ -133,6 +156,12 @@ def test_logits_are_float64s_of_the_dequantised_weights(tmp_path: Path, name: st
 def test_other_architectures_compute_float64s_logits(tmp_path: Path, architecture: str, name: str) -> None:
     """With biases and a tied head, and with experts, a router and norms of queries and keys."""
     check(MEANT_MODELS[name](tmp_path / "model", architecture), "float32")
+
+
+@pytest.mark.parametrize(("architecture", "name"), [*(("llama", name) for name in ODD_GROUPS), ODD_MIXTURE])
+def test_groups_of_any_multiple_of_4_compute_float64s_logits(tmp_path: Path, architecture: str, name: str) -> None:
+    """The rows of the mixture are padded, and padding may reach experts that no token reaches."""
+    check(write_odd_groups(tmp_path / "model", architecture, name), "float32")
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])

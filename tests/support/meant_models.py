@@ -19,6 +19,8 @@ from tests.support.float64_model import Float64Model
 from tests.support.gguf_models import random_module, write_module
 from tests.support.quantized_models import (
     FP8_FORMATS,
+    ODD_GROUPS,
+    ODD_WIDTHS,
     PACKED_FORMATS,
     Tensors,
     WrittenFormat,
@@ -93,6 +95,12 @@ def write_checkpoint(
     _save(directory, stored)
     edit_config(directory, quantization_config=dict(form.config))
     return MeantModel(directory, meant, blocks)
+
+
+def write_odd_groups(directory: Path, architecture: str, name: str) -> MeantModel:
+    """Write a checkpoint of `ODD_GROUPS`."""
+    form, block = ODD_GROUPS[name]
+    return write_checkpoint(directory, architecture, form, block, **ODD_WIDTHS[architecture])
 
 
 def write_for_load(directory: Path, architecture: str, bits: int, seed: int = 3, **changes: Any) -> MeantModel:

@@ -245,6 +245,19 @@ FP8_FORMATS: Mapping[str, WrittenFormat] = {
 }
 """Formats whose weights are packed in float8."""
 
+ODD_GROUPS: Mapping[str, tuple[WrittenFormat, int]] = {
+    "gptq-int4-groups-of-96": (_gptq(4, 96, False, 1), 32),
+    "ct-int4-groups-of-36": (_pack_quantized(4, 36, True), 12),
+    "ct-int8-groups-of-36": (_int_quantized("naive-quantized", 36, False), 12),
+}
+"""Formats in groups of other sizes than powers of 2, with the number of neighbouring inputs that are rounded together.
+"""
+ODD_WIDTHS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"hidden_size": 288, "intermediate_size": 576, "head_dim": 72},
+    "qwen3_moe": {"hidden_size": 72, "moe_intermediate_size": 36, "head_dim": 72},
+}
+"""Widths that these groups divide (those of a mixture: groups of 36), and vectors don't, so that rows are padded."""
+
 
 def is_quantized(name: str, tensor: torch.Tensor) -> bool:
     """Whether tools quantise a tensor: linear layers and experts, but no head, embedding or router of a mixture."""

@@ -56,8 +56,8 @@ class RunnerRoundings:
 class RunnerRecording:
     """What a runner computed with in one step of a whole prompt."""
 
-    inputs: Sequence[torch.Tensor]
-    """The inputs [rows, K] of its products, in their order."""
+    inputs: Sequence[tuple[str | None, torch.Tensor]]
+    """The inputs [rows, K] of its products, in their order, with the layer if that is one of an expert."""
     cached: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """The keys and values [T, KH, D] of each layer, as its cache has them."""
 
@@ -74,7 +74,7 @@ class DisturbedModel:
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The logits of every position, float64 [T, vocabulary]; `bound` differentiates them."""
-        self._inputs: Iterator[torch.Tensor] = iter(self.recording.inputs if self.recording else ())
+        self._inputs: Iterator[tuple[str | None, torch.Tensor]] = iter(self.recording.inputs if self.recording else ())
         self._moves.clear()
         return self.model.logits(token_ids, self._product, self._cache)
 
@@ -103,7 +103,7 @@ class DisturbedModel:
 
     def _product(self, layers: Sequence[str], x: torch.Tensor) -> list[torch.Tensor]:
         # The runner may have padded the rows of an expert.
-        seen = next(self._inputs)[: len(x)].double() if self.recording else None
+        seen = self._next_input(layers[0])[: len(x)].double() if self.recording else None
         largest = x.abs().amax(dim=1, keepdim=True).expand_as(x)
         x = self._moved(x, self._unit(OTHERS, OTHERS_NARROW) * largest)
         rounded: dict[int | None, torch.Tensor] = {None: x}
@@ -123,6 +123,10 @@ class DisturbedModel:
             half = math.sqrt(additions) * UNIT * magnitude + self._unit(1, 1) * out.abs()
             outs.append(self._moved(out, half))
         return outs
+
+    def _next_input(self, layer: str) -> torch.Tensor:
+        """The runner's input of a layer. Experts that only padding reached are passed over."""
+        return next(x for found, x in self._inputs if found in (None, layer))
 
     def _unit(self, wide: float, narrow: float) -> float:
         return wide * UNIT + (narrow * NARROW_UNIT if self.roundings.is_narrow else 0.0)

@@ -201,9 +201,11 @@ class _Child:
             return Outcome(reason=f"takes more than {limits.cpu_s:g} s of CPU time: make it simpler")
         if code == -signal.SIGABRT:
             return Outcome(reason=out_of_memory(limits.memory_bytes))
-        # A stack overflow (SIGSEGV), or a signal from elsewhere, which says nothing about the work.
-        reason = f"can't be processed: the process for it ended with {code}"
-        return Outcome(reason=reason, is_lasting=code == -signal.SIGSEGV)
+        if code == -signal.SIGSEGV:
+            # A stack overflow.
+            return Outcome(reason="is nested too deeply: make it simpler")
+        # A signal from elsewhere, which says nothing about the work.
+        return Outcome(reason=f"can't be processed: the process for it ended with {code}", is_lasting=False)
 
 
 def _environment() -> dict[str, str]:

@@ -98,6 +98,14 @@ def test_bombs_of_every_kind_are_refused_by_name_and_end_at_most_their_child(nam
         checker.close()
 
 
+def test_a_grammar_that_needs_too_much_stack_is_refused_with_advice(checker: Checker) -> None:
+    kind, deep_rules = BOMBS["deep rules"]
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"^grammar: is nested too deeply: make it simpler$"):
+            checker.check(deep_rules, kind)
+        assert not checker.pids, "the verdict is known, so no second child is started"
+
+
 @pytest.mark.parametrize("texts", [["x" * 65_536], [f"{number:06d}" for number in range(10_000)], ["a", "ab"] * 5000])
 def test_the_largest_choices_are_served(checker: Checker, texts: list[str]) -> None:
     checker.check(json.dumps(texts), "choice")

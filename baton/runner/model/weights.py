@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ It is part of such models' fingerprints: nodes that would read the same files di
 
 _MOST = {"vocab_size": 1 << 27, "max_position_embeddings": LONGEST_CONTEXT}
 """The largest vocabulary and the longest context that a config.json may ask for."""
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+"""Numbers that some models lack, or name differently; transformers divides by them."""
+_LARGEST_SIZE = 1 << 27
 
 _log = logging.getLogger(__name__)
 
@@ -272,6 +275,7 @@ def _weights(
 def _config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
+    _check_sizes(checkpoint, checkpoint.config.get)
     try:
         config = AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
     # transformers has no list of what it raises for a configuration that it does not expect.
@@ -292,7 +296,20 @@ def _check_numbers(checkpoint: Checkpoint, config: Any) -> None:
     for name, most in _MOST.items():
         value = getattr(config, name, 1)
         if type(value) is not int or not 0 < value <= most:
-            raise ConfigError(f"{checkpoint.directory} has {name} {value!r:.40} in its config.json; copy it again")
+            raise _wrong_number(checkpoint, name, value)
+    # Once more, for numbers with another name in the file, such as n_head.
+    _check_sizes(checkpoint, lambda name: getattr(config, name, None))
+
+
+def _check_sizes(checkpoint: Checkpoint, value_of: Callable[[str], Any]) -> None:
+    for name in _SIZES:
+        value = value_of(name)
+        if type(value) is int and not 0 < value <= _LARGEST_SIZE:
+            raise _wrong_number(checkpoint, name, value)
+
+
+def _wrong_number(checkpoint: Checkpoint, name: str, value: Any) -> ConfigError:
+    return ConfigError(f"{checkpoint.directory} has {name} {value!r:.40} in its config.json; copy it again")
 
 
 def _model_class(checkpoint: Checkpoint, config: Any) -> Any:

@@ -150,6 +150,19 @@ def test_a_bad_directory_is_refused_in_one_line(directory: Path, damage: Callabl
     assert re.search(words, refuse(directory))
 
 
+@pytest.mark.parametrize("model", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("number", [0, -2, 1 << 40])
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "num_key_value_heads"])
+def test_a_size_that_no_model_has_is_refused_by_its_name(directory: Path, model: str, field: str, number: int) -> None:
+    edit_config(directory, model_type=model, **{field: number})
+    assert refuse(directory).endswith(f"has {field} {number} in its config.json; copy it again")
+
+
+def test_a_size_under_another_name_is_refused(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "gpt2", "n_head": 0}')
+    assert "has num_attention_heads 0 in its config.json" in refuse(directory)
+
+
 def test_what_a_checkpoint_lacks_is_not_allocated_before_it_is_refused(tmp_path: Path) -> None:
     """Experts are stacked from several tensors, so no single one of them shows that the model would be larger."""
     write_random_model(tmp_path / "broken-model", TINY_MODELS["mixtral"], seed=1)

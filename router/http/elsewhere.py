@@ -7,6 +7,9 @@ from collections.abc import Mapping
 _TEXT_ONLY = "models of text alone are served here: send text to /v1/chat/completions"
 _EMBEDDINGS = "get vectors from /v1/embeddings and compare them: their norm is 1, so a dot product is the similarity"
 _NO_STORE = "files are not stored here: send the requests themselves, as many at once as you like, with a low priority"
+_NO_MESSAGE_BATCHES = (
+    "batches are not stored here: send each message to /v1/messages, as many at once as you like, with a low priority"
+)
 _NO_AGENTS = (
     "continue a conversation by /v1/responses with previous_response_id, or send all messages to /v1/chat/completions"
 )
@@ -48,6 +51,7 @@ INSTEAD: Mapping[str, str] = {
     "/v1/v1": "the base URL of the client has /v1, and its paths have it again: take it out of one of them",
     # Anthropic
     "/v1/complete": _COMPLETION,
+    "/v1/messages/batches": _NO_MESSAGE_BATCHES,
     # vLLM
     "/classify": _EMBEDDINGS,
     "/is_sleeping": _SLEEP,
@@ -57,6 +61,7 @@ INSTEAD: Mapping[str, str] = {
     "/rerank": _EMBEDDINGS,
     "/reset_mm_cache": _TEXT_ONLY,
     "/reset_prefix_cache": "baton cache reset empties the prefix caches of the nodes",
+    "/scale_elastic_ep": "baton node starts one more node of a cluster, baton drain NODE takes one out of service",
     "/score": _EMBEDDINGS,
     "/server_info": "baton config view has the settings, baton get nodes -o wide the nodes",
     "/sleep": _SLEEP,

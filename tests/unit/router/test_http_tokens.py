@@ -100,8 +100,13 @@ async def test_the_version_is_that_of_the_package() -> None:
 async def test_a_path_of_another_server_is_refused_with_what_to_use_instead(path: str) -> None:
     for asked in (path, f"{path}/x/y", f"{path}/"):
         exchange = await HttpRig().post(asked, {}).end()
-        assert (exchange.status, exchange.error["code"]) == (404, "unknown_url")
-        assert exchange.error["message"] == f"{asked!r} is not served here: {use_instead(asked)}"
+        error = exchange.json["error"]
+        if path.startswith("/v1/messages/"):
+            assert error["type"] == "not_found_error", "Anthropic's errors have no code"
+        else:
+            assert error["code"] == "unknown_url"
+        assert exchange.status == 404
+        assert error["message"] == f"{asked!r} is not served here: {use_instead(asked)}"
 
 
 async def test_a_path_of_no_server_is_refused_without_advice() -> None:
@@ -115,3 +120,9 @@ async def test_a_served_path_with_another_method_is_no_unknown_path() -> None:
     for path in ("/tokenize", "/v1/completions"):
         exchange = await HttpRig().get(path).end()
         assert (exchange.status, exchange.error["code"]) == (405, "method_not_allowed")
+
+
+def test_batches_of_messages_and_experts_that_scale_have_advice_of_their_own() -> None:
+    assert "send each message to /v1/messages" in use_instead("/v1/messages/batches/msgbatch_1/results")
+    assert "baton node" in use_instead("/scale_elastic_ep")
+    assert use_instead("/v1/messages/none") == ""

@@ -18,10 +18,12 @@ T = TypeVar("T")
 
 def router_addresses(address: str | None, run_dir: Path | None) -> Sequence[str]:
     """The operator addresses of the routers: `address`, or those of the cluster in `run_dir`. Raises Unreachable."""
-    found = [address] if address is not None else local_cluster(run_dir).state.operator_addresses
-    if not found:
-        raise Unreachable("no router is ready: see `baton status`")
-    return found
+    if address is not None:
+        return [address]
+    cluster = local_cluster(run_dir)
+    if not cluster.state.operator_addresses:
+        raise cluster.no_router_ready()
+    return cluster.state.operator_addresses
 
 
 def ask_about_request(address: str | None, run_dir: Path | None, ask: Callable[[OperatorClient], T]) -> T:

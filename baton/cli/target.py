@@ -54,6 +54,12 @@ class LocalCluster:
     run_dir: RunDir
     state: ClusterState
 
+    def no_router_ready(self) -> Unreachable:
+        """The error of a command that needs a router, before one is ready."""
+        return Unreachable(
+            f"no router of the cluster in {self.run_dir.path} is ready yet: see {self.run_dir.command('status')}"
+        )
+
 
 def run_dir_of(flag: Path | None) -> RunDir:
     """The run directory of a command, from its flag --run-dir or the environment."""
@@ -69,7 +75,7 @@ def local_cluster(flag: Path | None, address_flag: str = "--address") -> LocalCl
     state = run_dir.read_state() if run_dir.exists() and run_dir.holder() is not None else None
     if state is None:
         raise Unreachable(
-            f"no cluster is running in {run_dir.path}: start one with `baton up`, "
+            f"no cluster is running in {run_dir.path}: start one with {run_dir.command('up')}, "
             f"or name one with --run-dir or {address_flag}"
         )
     use_certificates(state.certs, state.cluster)
@@ -82,5 +88,5 @@ def grpc_addresses(addresses: Sequence[str] | None, run_dir: Path | None) -> Seq
         return addresses
     cluster = local_cluster(run_dir)
     if not cluster.state.grpc_addresses:
-        raise Unreachable(f"no router of the cluster in {cluster.run_dir.path} is ready yet: see `baton status`")
+        raise cluster.no_router_ready()
     return cluster.state.grpc_addresses

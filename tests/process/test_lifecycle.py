@@ -89,8 +89,8 @@ def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path)
             running = sum(node["running"] for node in nodes["items"])
         said = refusal(shell.baton("down", "--timeout", "0", *where), 6)
         assert said.endswith(
-            "is still draining after 0 s: "
-            "repeat `baton down` to wait longer, or stop it at once with `baton down --force`"
+            f"is still draining after 0 s: repeat `baton down --run-dir {where[1]}` to wait longer, "
+            f"or stop it at once with `baton down --force --run-dir {where[1]}`"
         )
         assert shell.baton("down", "--force", *where).returncode == 0
         client.communicate()

@@ -244,7 +244,10 @@ def test_a_second_up_in_the_same_run_directory_changes_nothing(shell: Shell, clu
     logs = {log.name: log.read_bytes() for log in (cluster.run_dir / "logs").iterdir()}
     for detached in ((), ("--detach",)):
         done = shell.baton("up", *detached, "--grpc-port", 0, "--run-dir", cluster.run_dir)
-        assert f"a cluster is already running in {cluster.run_dir}: stop it with `baton down`" in refusal(done, 78)
+        said = (
+            f"a cluster is already running in {cluster.run_dir}: stop it with `baton down --run-dir {cluster.run_dir}`"
+        )
+        assert said in refusal(done, 78)
     assert cluster.state == before
     assert logs.items() <= {log.name: log.read_bytes() for log in (cluster.run_dir / "logs").iterdir()}.items()
     assert shell.baton("generate", "hello", "--run-dir", cluster.run_dir).returncode == 0

@@ -16,7 +16,7 @@ from baton.cli.bench.model import chosen_model
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
 from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
-from baton.errors import Unreachable, UsageError
+from baton.errors import UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def _cluster(
         default_access.set(replace(default_access.get(), cluster=name))
         yield find_in_registry(registry, name)
     else:
-        state = local_cluster(run_dir, "--registry").state
+        cluster = local_cluster(run_dir, "--registry")
+        state = cluster.state
         if not state.grpc_address or not state.operator_address:
-            raise Unreachable("no router of the local cluster is ready yet: see `baton status`")
+            raise cluster.no_router_ready()
         yield find_by_operator(state.grpc_address, state.operator_address)

@@ -17,7 +17,7 @@ from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import named_model
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
-from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable, UsageError
+from baton.errors import BatonError, ExitCode, InvalidRequest, UsageError
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
@@ -285,11 +285,11 @@ def _locate_endpoint(
         default_port = 50051 if backend is Backend.BATON else 8000
         is_tls = default_access.get().tls_ca is not None
         return f"{host or '127.0.0.1'}:{port or default_port}", endpoint or default_path, is_tls
-    state = local_cluster(run_dir, "--host and --port" if backend is Backend.BATON else "--base-url").state
-    address = state.grpc_address if backend is Backend.BATON else state.http_address
+    cluster = local_cluster(run_dir, "--host and --port" if backend is Backend.BATON else "--base-url")
+    address = cluster.state.grpc_address if backend is Backend.BATON else cluster.state.http_address
     if not address:
-        raise Unreachable("no router of the local cluster is ready yet: see `baton status`")
-    return address, endpoint or default_path, bool(state.certs)
+        raise cluster.no_router_ready()
+    return address, endpoint or default_path, bool(cluster.state.certs)
 
 
 def _probed(target: Target, workload: WorkloadSpec) -> Target:

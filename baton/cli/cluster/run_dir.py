@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import stat
 import tempfile
 import time
@@ -48,6 +49,16 @@ class RunDir:
     def log(self, process: str) -> Path:
         """The file that gets the output of a process."""
         return self.logs / f"{process}.log"
+
+    @property
+    def flag(self) -> str:
+        """What names this directory at the end of a command: " --run-dir PATH", or nothing if it is the default one."""
+        is_default = self.path == default_run_dir(os.environ).absolute()
+        return "" if is_default else f" --run-dir {shlex.quote(str(self.path))}"
+
+    def command(self, words: str) -> str:
+        """A command about this cluster, for a message: `baton WORDS`, in backquotes, with --run-dir where needed."""
+        return f"`baton {words}{self.flag}`"
 
     def create(self) -> None:
         """Make the directory with mode 700. Raises ConfigError if that fails or if others can write to it."""
@@ -98,7 +109,7 @@ class RunDir:
                 continue
             os.close(descriptor)
             raise ConfigError(
-                f"a cluster is already running in {self.path}: stop it with `baton down`, "
+                f"a cluster is already running in {self.path}: stop it with {self.command('down')}, "
                 "or start another beside it with --run-dir"
             )
         self._lock = descriptor

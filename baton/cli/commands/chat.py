@@ -17,7 +17,7 @@ from baton.cli.commands.generate import cluster_end_check
 from baton.cli.interrupts import closing_line
 from baton.cli.output import print_note, print_text
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
-from baton.cli.target import RunDirOption, local_cluster
+from baton.cli.target import RunDirOption, local_cluster, run_dir_of
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
 from baton.messages.generation import Chunk, Finished
 from baton.security.access import default_access
@@ -114,7 +114,7 @@ def chat(
         {name: value for name, value in settings.items() if value is not None},
         timeout,
         Conversation(system),
-        hint="see `baton status`" if not url else "is this the router's HTTP address?",
+        hint=f"see {run_dir_of(run_dir).command('status')}" if not url else "is this the router's HTTP address?",
     )
     if isinstance(sys.stdin, io.TextIOWrapper):
         # The router refuses a message that is not UTF-8.
@@ -230,7 +230,7 @@ def _endpoints(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[End
     scheme = "http" if default_access.get().tls_ca is None else "https"
     found = [Endpoint.parse(f"{scheme}://{address}") for address in cluster.state.http_addresses]
     if not found:
-        raise Unreachable(f"no router of the cluster in {cluster.run_dir.path} is ready yet: see `baton status`")
+        raise cluster.no_router_ready()
     return found
 
 

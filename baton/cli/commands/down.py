@@ -56,6 +56,7 @@ def stop_cluster(directory: RunDir, timeout_s: float, *, force: bool) -> bool:
     except TimeoutError:
         raise DeadlineExceeded(
             f"the cluster in {directory.path} is still draining after {timeout_s:g} s: "
-            "repeat `baton down` to wait longer, or stop it at once with `baton down --force`"
+            f"repeat {directory.command('down')} to wait longer, or stop it at once with "
+            f"{directory.command('down --force')}"
         ) from None
     return was_running

@@ -13,7 +13,7 @@ import typer
 
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
-from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster
+from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
 from baton.errors import BatonError, Unreachable, UsageError
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
@@ -190,7 +190,7 @@ def generate(
     try:
         answer = _collect(client.generate(request, timeout), show=shows)
     except Unreachable as error:
-        hint = "see `baton status`" if not address else "is this the router's gRPC address?"
+        hint = "is this the router's gRPC address?" if address else f"see {run_dir_of(run_dir).command('status')}"
         raise Unreachable(f"{error}: {hint}") from None
     finally:
         client.close()

@@ -143,7 +143,8 @@ def _files(directory: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
     found = {path.stem: path for path in sorted(_log_paths(directory))}
     if not found:
         raise Unreachable(
-            f"there are no logs in {directory.path}: start a cluster with `baton up`, or choose one with --run-dir"
+            f"there are no logs in {directory.path}: start a cluster with {directory.command('up')}, "
+            "or choose one with --run-dir"
         )
     for process in processes:
         if process not in found:

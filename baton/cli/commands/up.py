@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from baton.cli.cluster.emit.emission import Emission
-from baton.cli.cluster.run_dir import RunDir, default_run_dir
+from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
 from baton.cli.interrupts import closing_line
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
@@ -74,6 +74,7 @@ def _up(
             print_text(str(path))
         return
     from baton.cli.cluster.supervisor.run import run_cluster
+    from baton.config.cluster import bundled_model_dir
     from baton.observe import logs
     from baton.text.chat_template import has_chat_template
 
@@ -84,7 +85,9 @@ def _up(
         config = with_model_directory(loaded.config)
 
         def show(state: ClusterState) -> None:
-            chats = config.runner == "torch" and has_chat_template(config.model)
+            # The bundled model has a chat template, but writes Python whatever it is asked.
+            is_bundled = config.model == bundled_model_dir()
+            chats = config.runner == "torch" and not is_bundled and has_chat_template(config.model)
             _show(state, directory, output, detached=detach, chats=chats)
 
         run_cluster(config, file, directory, show, detach=detach)
@@ -110,8 +113,7 @@ def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: b
 def _lines_to_paste(state: ClusterState, directory: RunDir, *, detached: bool, chats: bool) -> list[str]:
     """The lines that say where the model is served, and what to try; `chats`: the model was trained to chat."""
     baton = shlex.quote(_baton())
-    is_default = directory.path == default_run_dir(os.environ).absolute()
-    where = "" if is_default else f" --run-dir {shlex.quote(str(directory.path))}"
+    where = directory.flag
     prompt = "The capital of France is" if chats else "def fibonacci(n):"
     body = f'{{"text": "{prompt}", "samplingParams": {{"maxTokens": 32}}}}'
     path, json_body = "completions", f'{{"prompt": "{prompt}", "max_tokens": 32}}'

@@ -68,7 +68,9 @@ def test_only_one_cluster_can_hold_the_lock(tmp_path: Path) -> None:
     assert second.holder() is None
     first.lock()
     assert second.holder() == os.getpid()
-    with pytest.raises(ConfigError, match=r"a cluster is already running in .*: stop it with `baton down`"):
+    with pytest.raises(
+        ConfigError, match=r"a cluster is already running in .*: stop it with `baton down --run-dir .*`"
+    ):
         second.lock()
     found = second.holders(timeout_s=0.0)
     assert next(found) == os.getpid()
@@ -145,3 +147,11 @@ def test_an_invalid_state_file_is_named_in_the_error(tmp_path: Path) -> None:
 def test_a_start_time_identifies_a_process() -> None:
     assert start_time(os.getpid()) == start_time(os.getpid()) > 0
     assert start_time(2**22 + 1) == 0
+
+
+def test_a_command_in_a_message_names_the_directory_unless_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "default"))
+    assert RunDir(tmp_path / "default").command("down") == "`baton down`"
+    assert RunDir(tmp_path / "my run").command("down --force") == f"`baton down --force --run-dir '{tmp_path}/my run'`"

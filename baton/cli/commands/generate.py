@@ -11,6 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli.constraint_options import (
+    ChoiceOption,
+    GrammarOption,
+    JsonSchemaOption,
+    RegexOption,
+    constraint_fields,
+)
 from baton.cli.output import Format, print_json, print_note, print_text, print_yaml, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
@@ -145,13 +152,10 @@ def generate(
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="End the beam search as soon as enough beams have ended.")
     ] = False,
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            help="Generate JSON that matches this schema; {} matches any JSON, @FILE reads the schema from a file.",
-            metavar="SCHEMA",
-        ),
-    ] = None,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
+    choice: ChoiceOption = None,
+    grammar: GrammarOption = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text while it is generated.")] = True,
     model: Annotated[
         str, typer.Option(help="Name of the model. Default: the only model of the cluster.", metavar="NAME")
@@ -181,7 +185,7 @@ def generate(
         beam_width=beam_width,
         length_penalty=length_penalty,
         early_stopping=early_stopping or None,
-        json_schema=_json_schema(json_schema),
+        **constraint_fields(json_schema, regex, choice, grammar),
     )
     shows = stream and n == 1 and output is Format.TEXT
     addresses = grpc_addresses(address, run_dir)
@@ -243,15 +247,6 @@ def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
     if not all(word.isdigit() for word in words):
         raise UsageError("--token-ids: use numbers separated by commas, such as 1,2,3")
     return [int(word) for word in words]
-
-
-def _json_schema(text: str | None) -> str | None:
-    if text is None or not text.startswith("@"):
-        return text
-    try:
-        return Path(text[1:]).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--json-schema: {text[1:]} can't be read ({error})") from None
 
 
 def _collect(events: Iterator[GenerateEvent], *, show: bool) -> Answer:

@@ -13,12 +13,14 @@ import baton
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.runner.model_runner import TorchModelRunner, load_runner
+from tests.support.http_streams import sse, tokens_of
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.mini_cluster import mini_cluster
 from tests.support.schema_bombs import schema_bomb
 
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 PROMPT = "Once upon a time there was a dog. "
+SAMPLED: dict[str, object] = {"max_tokens": 60, "temperature": 1.0, "top_k": -1}
 
 
 def make_runner(node_id: str) -> TorchModelRunner:
@@ -71,10 +73,13 @@ async def test_answers_fit_their_schemas_and_unconstrained_ones_do_not_change() 
     ],
 )
 async def test_answers_match_their_pattern_choice_or_grammar(constraint: dict[str, object], pattern: str) -> None:
-    ask = {**constraint, "max_tokens": 60, "temperature": 1.0, "top_k": -1}
+    ask = {**constraint, **SAMPLED}
     async with mini_cluster(make_runner, DEMO_MODEL) as cluster:
         whole = await cluster.generate(GenerateRequest(PROMPT, seed=3, n=8, **ask))  # type: ignore[arg-type]
         alone = await cluster.generate(GenerateRequest(PROMPT, seed=3, **ask))  # type: ignore[arg-type]
+        body = {"prompt": PROMPT, "seed": 3, "structured_outputs": constraint, "return_token_ids": True, "stream": True}
+        url = f"http://{cluster.router.http}/v1/completions"
+        events = await asyncio.to_thread(sse, url, {**SAMPLED, **body}, {})
         for wrong in ({"regex": "("}, {"grammar": "start: start"}):
             with pytest.raises(InvalidRequest) as caught:
                 await cluster.generate(GenerateRequest(PROMPT, **wrong))  # type: ignore[arg-type]
@@ -83,7 +88,9 @@ async def test_answers_match_their_pattern_choice_or_grammar(constraint: dict[st
     texts = [whole.sequence(index).text for index in range(8)]
     assert all(re.fullmatch(pattern, text) for text in texts), texts
     assert len(set(texts)) > 1
-    assert alone.token_ids == whole.token_ids
+    assert alone.token_ids == tokens_of(events) == whole.token_ids
+    streamed = [choice["text"] for _, data in events if data != "[DONE]" for choice in data["choices"]]
+    assert "".join(streamed) == alone.text
 
 
 async def test_any_json_object_may_be_asked_for() -> None:

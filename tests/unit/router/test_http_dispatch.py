@@ -9,6 +9,7 @@ import pytest
 
 from baton.errors import TransferCause
 from baton.messages.node import Outcome, RequestDelta
+from baton.messages.sampling import Constraint
 from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.front import GenerationHandler
@@ -147,3 +148,38 @@ def text_of(exchange: Exchange, kind: str) -> str:
     """The text that a stream has so far; `kind`: the events that have it as their delta."""
     deltas = [event.json["delta"] for event in exchange.events if event.name == kind]
     return "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)
+
+
+CONSTRAINTS: dict[str, tuple[dict[str, object], Constraint, str]] = {
+    "regex": ({"structured_outputs": {"regex": "[a-d]{4}"}}, Constraint("[a-d]{4}", "regex"), "abcd"),
+    "choice": ({"structured_outputs": {"choice": ["abcd", "ab"]}}, Constraint('["abcd", "ab"]', "choice"), "abcd"),
+    "grammar": ({"guided_grammar": 'start: "ab" /c/ "d"'}, Constraint('start: "ab" /c/ "d"', "grammar"), "abcd"),
+    "json_schema": ({"guided_json": {"type": "string"}}, Constraint('{"type":"string"}'), '"ab"'),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+async def test_a_constrained_stream_goes_on_under_its_constraint_after_its_node_is_lost(kind: str) -> None:
+    """The node that continues gets the constraint and the whole text so far, so that it can go on within both."""
+    fields, constraint, text = CONSTRAINTS[kind]
+    async with rigs() as (rig, client):
+        rig.register(prefill("p1"), decode("d1"), decode("d2"))
+        await rig.wait_until_attached(3)
+        exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "max_tokens": 9, **fields})
+        first = await rig.next_submit("p1")
+        lost = next(name for name in ("d1", "d2") if not rig.nodes[name].inbox.empty())
+        other = "d2" if lost == "d1" else "d1"
+        rig.report("p1", first.attempt, 0, text[0], Outcome.HANDED_OFF)
+        rig.report(lost, first.attempt, 1, text[1])
+        await exchange.wait_until_sent(lambda: "".join(event.text for event in exchange.events) == text[:2])
+        submits = [first, await rig.next_submit(lost)]
+        rig.nodes[lost].die()
+        submits.append(await rig.next_submit(other))
+        assert [submit.sampling_params.constraint for submit in submits] == [constraint] * 3
+        assert list(submits[2].output_token_ids) == list(map(ord, text[:2]))
+        rig.report(other, submits[2].attempt, 2, text[2:] + "\x03", Outcome.STOP, stop_token_id=3)
+        *events, done = (await exchange.end()).events
+        assert "".join(event.text for event in events) == text
+        assert events[-1].choice["finish_reason"] == "stop"
+        assert done.is_done
+        rig.dispatcher.close()

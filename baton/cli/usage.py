@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _OTHER_NAMES = {"serve": "up", "start": "up", "run": "up", "launch": "up", "stop": "down", "ps": "status", "ls": "get"}
-"""Our names of commands that other programs call otherwise, and whose spelling is not alike."""
-_OF_THE_MODEL = ("up", "generate", "chat")
-"""The commands whose flags are mistaken for one another's: they start a model, and ask it."""
-_LIKENESS = 0.75
-"""Of two spellings: below it a suggestion is rather noise than help. difflib's `ratio`."""
+"""Names that other programs give to commands, and our names of these commands, which are not spelled alike."""
+_MODEL_COMMANDS = ("up", "generate", "chat")
+"""The commands that start a model or ask it: a flag of one is often given to another."""
+_LEAST_SIMILARITY = 0.75
+"""How similar a flag must be to the one that was typed to be suggested, as difflib's `ratio`, from 0 to 1."""
 
 
 def explained(error: Any, command_tree: Callable[[], Any]) -> str:
@@ -48,9 +48,9 @@ def _flag_meant(option: str, ctx: Any, command_tree: Callable[[], Any]) -> str:
     if meant := _extended(option, own):
         return _question(meant)
     commands = command_tree().commands
-    others = {name: _flags(commands[name]) for name in _OF_THE_MODEL if f"baton {name}" != ctx.command_path}
+    others = {name: _flags(commands[name]) for name in _MODEL_COMMANDS if f"baton {name}" != ctx.command_path}
     is_known = any(option in flags for flags in others.values())
-    if not is_known and (meant := difflib.get_close_matches(option, sorted(own), cutoff=_LIKENESS)):
+    if not is_known and (meant := difflib.get_close_matches(option, sorted(own), cutoff=_LEAST_SIMILARITY)):
         return _question(meant)
     # The shortest one is the option itself, if another command has it.
     flag = min((flag for flags in others.values() for flag in _extended(option, flags)), key=len, default="")

@@ -49,8 +49,10 @@ class MetricsPage:
             context = self._tls.server_context() if self._tls is not None else None
             self._socket = listening_socket(host, port)
         except OSError as error:
-            detail = f"can't listen on {host}:{port} for metrics: the port is taken or not ours; choose another one"
-            raise ConfigError(detail) from error
+            raise ConfigError(
+                f"can't listen on {host}:{port} for metrics: the port is in use, or the address is not one of this "
+                "machine; choose another one with --metrics-port, 0 takes a free one"
+            ) from error
         bound: int = self._socket.getsockname()[1]
         self._listener = Listener(f"metrics {bound}", self._socket, self._connection, self._limit, context)
         self._listener.start()

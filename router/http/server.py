@@ -80,11 +80,10 @@ class HttpServer:
         try:
             listener = listening_socket(host, port)
         except OSError as error:
-            message = (
-                f"can't listen on {host}:{port} for HTTP: the port is taken or not ours; choose another one"
-                " with --http-port, 0 takes a free one"
-            )
-            raise ConfigError(message) from error
+            raise ConfigError(
+                f"can't listen on {host}:{port} for HTTP: the port is in use, or the address is not one of this "
+                "machine; choose another one with --http-port, 0 takes a free one"
+            ) from error
         # The kernel applies these options to every connection.
         _set_connection_options(listener, self._stall_s)
         self._socket = listener

@@ -201,6 +201,7 @@ class ChatClient:
         sent = {"content-type": "application/json", "accept-encoding": "identity", **key_header, **headers}
         # Proxies of the environment and .netrc are ignored, because flags decide on address and key.
         client = httpx2.Client(verify=self._tls_context(endpoint), timeout=_SILENCE_S, trust_env=False)
+        has_begun = False
         try:
             with (
                 client,
@@ -216,6 +217,7 @@ class ChatClient:
                     raise error_from_response(
                         answer.status_code, next(answer.iter_bytes(_MAX_ERROR_BYTES), b""), endpoint
                     )
+                has_begun = True
                 yield Accepted(headers["x-request-id"], 0, 0)
                 reader = EventReader(position)
                 for message in source:
@@ -223,7 +225,8 @@ class ChatClient:
                     if event is not None:
                         yield event
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise Unreachable(f"{endpoint} does not answer: {_reason(error)}") from None
+            what = f"the connection to {endpoint} broke" if has_begun else f"{endpoint} does not answer"
+            raise Unreachable(f"{what}: {_reason(error)}") from None
         # The caller stops reading at the end of an answer, so the stream has ended before it.
         raise Unreachable(f"{endpoint} ended the stream before the end of the answer")
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import ListFormat, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import VERSION, ListFormat, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import BatonError, ExitCode
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
@@ -88,9 +88,9 @@ def list_keys(
         for key in found:
             print_text(key.key_id)
     elif output is ListFormat.JSON:
-        print_json({"version": 1, "keys": [_key_json(key) for key in found]})
+        print_json({"version": VERSION, "keys": [_key_json(key) for key in found]})
     elif output is ListFormat.YAML:
-        print_yaml({"version": 1, "keys": [_key_json(key) for key in found]})
+        print_yaml({"version": VERSION, "keys": [_key_json(key) for key in found]})
     else:
         rows = [[key.key_id, key.tenant, key.role.value, str(key.max_concurrent or "-"), key.created] for key in found]
         print_table(["ID", "TENANT", "ROLE", "MAX", "CREATED"], rows, headers=not no_headers)

@@ -90,8 +90,10 @@ class RpcServer:
                 return self.server.add_secure_port(address, tls)
             return self.server.add_insecure_port(address)
         except RuntimeError as error:
-            detail = f"can't listen on {address}: the port is taken or not ours; choose another one"
-            raise ConfigError(detail) from error
+            raise ConfigError(
+                f"can't listen on {address}: the port is in use, or the address is not one of this machine; "
+                "choose another one"
+            ) from error
 
     async def start(self) -> None:
         """Start serving. The process is reported as healthy at once, and its services after `set_ready`."""

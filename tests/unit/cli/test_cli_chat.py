@@ -158,6 +158,14 @@ async def test_an_error_is_one_line(
     assert message in err
 
 
+async def test_a_connection_that_breaks_in_an_answer_is_said_to_break() -> None:
+    promised = HEAD.replace(b"connection: close", b"content-length: 9999")
+    async with router(promised + piece(1, "a").encode()) as (_, url):
+        client = ChatClient([Endpoint.parse(url)], Access(""), Random(1), lambda: True, print)
+        with pytest.raises(Unreachable, match=f"could not be continued: the connection to {url} broke: "):
+            await asyncio.to_thread(list, client.answer({"messages": []}))
+
+
 def test_endpoints_are_parsed_from_urls() -> None:
     assert Endpoint.parse("https://h/v1") == Endpoint("h", 443, True)
     assert str(Endpoint.parse("http://[::1]:80/x/")) == "http://[::1]:80/x"

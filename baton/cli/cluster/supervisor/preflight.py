@@ -28,9 +28,7 @@ def check_up(config: UpConfig) -> None:
     if config.runner == "torch":
         check_architecture(config.model, check_model_dir(config.model))
         read_model_files(config.model)
-    for index in range(config.routers):
-        check_port_free(config.host, config.grpc_port and config.grpc_port + index, "--grpc-port")
-        check_port_free(config.host, config.http_port and config.http_port + index, "--http-port")
+    check_ports(config)
     if config.registry:
         authority = config.certs / "ca.crt" if config.certs is not None else None
         asyncio.run(require_registry(with_authority(config.registry, authority), config.cluster))
@@ -48,10 +46,26 @@ def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_ports(config: UpConfig) -> None:
+    """Raise ConfigError for a port that another process has, or that two processes of the cluster would take."""
+    takers: dict[int, str] = {}
+    for flag, first, count in (
+        ("--grpc-port", config.grpc_port, config.routers),
+        ("--http-port", config.http_port, config.routers),
+        ("--metrics-port", config.metrics_port or 0, config.prefill + config.decode),
+    ):
+        for port in range(first, first + count) if first else ():
+            if port in takers:
+                raise ConfigError(
+                    f"{takers[port]} and {flag} both need port {port} (each further router or node takes the next "
+                    f"port): choose another with {flag}, 0 takes free ones"
+                )
+            takers[port] = flag
+            check_port_free(config.host, port, flag)
+
+
 def check_port_free(host: str, port: int, flag: str) -> None:
     """Raise ConfigError if another process listens on the port, or if the address is not one of this machine."""
-    if not port:
-        return
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

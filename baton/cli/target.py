@@ -66,6 +66,11 @@ def run_dir_of(flag: Path | None) -> RunDir:
     return RunDir(flag or default_run_dir(os.environ))
 
 
+def cluster_flag(address: str | None, run_dir: Path | None) -> str:
+    """What names the cluster of a command at the end of another one: --address, --run-dir, or nothing by default."""
+    return f" --address {address}" if address is not None else run_dir_of(run_dir).flag
+
+
 def local_cluster(flag: Path | None, address_flag: str = "--address") -> LocalCluster:
     """The running cluster of a run directory. Raises Unreachable if there is none.
 

@@ -12,7 +12,7 @@ import typer
 from baton.cli.ask_routers import router_addresses
 from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
 from baton.cli.steering import Deadline, NodesArgument, ProgressLine, TimeoutOption
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.errors import BatonError, DeadlineExceeded, Unreachable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _drain(
             if last is not None:
                 return last
         except DeadlineExceeded:
-            raise _timeout_error(name, last, deadline) from None
+            raise _timeout_error(name, last, deadline, cluster_flag(address, run_dir)) from None
         except Unreachable as error:
             failure = failure or error
         finally:
@@ -90,11 +90,11 @@ def _drain(
         addresses = addresses[1:]
 
 
-def _timeout_error(name: str, last: DrainProgress | None, deadline: Deadline) -> DeadlineExceeded:
+def _timeout_error(name: str, last: DrainProgress | None, deadline: Deadline, where: str) -> DeadlineExceeded:
     left = remaining_work(last) if last is not None else "an unknown number of requests"
     return DeadlineExceeded(
-        f"after {deadline.timeout_s:g} s {name} still has {left}: it stays cordoned; repeat `baton drain` "
-        "to wait longer, or admit it again with `baton uncordon`"
+        f"after {deadline.timeout_s:g} s {name} still has {left}: it stays cordoned; repeat "
+        f"`baton drain {name}{where}` to wait longer, or admit it again with `baton uncordon {name}{where}`"
     )
 
 

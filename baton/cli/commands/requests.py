@@ -21,7 +21,7 @@ from baton.cli.output import (
     print_yaml,
     size,
 )
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.errors import RequestNotFound, UsageError
@@ -108,12 +108,12 @@ def request(
     elif output is Format.YAML:
         print_yaml(asdict(row))
     else:
-        for line in request_lines(row):
+        for line in request_lines(row, cluster_flag(address, run_dir)):
             print_text(line)
 
 
-def request_lines(row: RequestRow) -> Sequence[str]:
-    """The details of one request as lines of text."""
+def request_lines(row: RequestRow, where: str = "") -> Sequence[str]:
+    """The details of one request as lines of text; `where` ends the commands in them, as `cluster_flag` returns it."""
     fields = [
         ("Request", row.request_id),
         ("State", f"{row.state}{f' ({row.detail})' if row.detail else ''}"),
@@ -128,8 +128,8 @@ def request_lines(row: RequestRow) -> Sequence[str]:
         fields.append(("End", f"after {brief_ms(row.total_ms)}"))
         fields.append(("KV moved", size(row.kv_bytes) if row.kv_bytes else "none"))
     width = max(len(name) for name, _ in fields) + 1
-    hints = [f"Where its time was spent: baton trace {row.request_id}"] if row.state in ENDED_STATES else []
-    hints.append(f"Why it was placed there: baton explain {row.request_id}")
+    hints = [f"Where its time was spent: baton trace {row.request_id}{where}"] if row.state in ENDED_STATES else []
+    hints.append(f"Why it was placed there: baton explain {row.request_id}{where}")
     return [*(f"{name + ':':{width}}   {value}" for name, value in fields), "", *hints]
 
 

@@ -11,7 +11,7 @@ import typer
 from baton.cli.ask_routers import ask_any_router
 from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
 from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine, TimeoutOption, print_warning
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.cluster_view import view_cluster
 from baton.errors import BatonError, DeadlineExceeded
 from baton.messages.cluster import NodeStatus
@@ -95,7 +95,7 @@ def _wait_for_role(node: str, role: str, address: str | None, run_dir: Path | No
             if deadline.has_passed:
                 raise DeadlineExceeded(
                     f"after {deadline.timeout_s:g} s {node} is not a {role} node yet ({progress}): it changes when its "
-                    f"work is done, see `baton wait --for role={role} {node}`"
+                    f"work is done, see `baton wait --for role={role} {node}{cluster_flag(address, run_dir)}`"
                 )
             time.sleep(_POLL_INTERVAL_S)
     finally:

@@ -12,6 +12,7 @@ import pytest
 
 from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState, ProcessState, start_time
+from baton.cli.target import cluster_flag
 from baton.errors import ConfigError
 
 STATE = ClusterState(
@@ -149,9 +150,12 @@ def test_a_start_time_identifies_a_process() -> None:
     assert start_time(2**22 + 1) == 0
 
 
-def test_a_command_in_a_message_names_the_directory_unless_it_is_the_default(
+def test_a_command_in_a_message_names_the_cluster_unless_it_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "default"))
     assert RunDir(tmp_path / "default").command("down") == "`baton down`"
     assert RunDir(tmp_path / "my run").command("down --force") == f"`baton down --force --run-dir '{tmp_path}/my run'`"
+    assert cluster_flag(None, None) == cluster_flag(None, tmp_path / "default") == ""
+    assert cluster_flag(None, tmp_path / "other") == f" --run-dir {tmp_path}/other"
+    assert cluster_flag("gpu-1:9000", tmp_path / "other") == " --address gpu-1:9000"

@@ -79,11 +79,13 @@ def test_the_details_of_a_request_as_text() -> None:
         "",
         "Why it was placed there: baton explain a",
     ]
-    over = request_lines(replace(ROW, state="Failed", detail="no node is up", ttft_ms=None, total_ms=12_000.0))
+    over = request_lines(
+        replace(ROW, state="Failed", detail="no node is up", ttft_ms=None, total_ms=12_000.0), " --run-dir d"
+    )
     assert "State:          Failed (no node is up)" in over
     assert over[-4:] == [
         "KV moved:       none",
         "",
-        "Where its time was spent: baton trace a",
-        "Why it was placed there: baton explain a",
+        "Where its time was spent: baton trace a --run-dir d",
+        "Why it was placed there: baton explain a --run-dir d",
     ]

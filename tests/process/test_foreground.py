@@ -116,6 +116,18 @@ def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
     assert not shell.remaining_processes()
 
 
+def test_a_log_file_says_that_the_cluster_was_stopped(shell: Shell, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with shell.start("up", *FLAGS, "--grpc-port", 0, "--run-dir", run_dir, **pipes) as up:
+        assert up.stdout is not None
+        while LAST_LINE.encode() not in up.stdout.readline():
+            assert up.poll() is None
+        up.send_signal(signal.SIGINT)
+        assert up.communicate()[1].decode() == f"stopped the cluster in {run_dir}\n"
+    assert up.returncode == 0
+
+
 def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> None:
     shell.environment |= STEP_TIMES
     with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:

@@ -261,9 +261,11 @@ class InterleavedRuns:
             return
         seed = self._next_seed()
         for number, one in enumerate(self._measured):
-            one.common.append(self._run(number, repeat, rate, length, seed))
+            one.common.append(self._run(number, repeat, rate, length, seed, is_common=True))
 
-    def _run(self, number: int, repeat: int, rate: float, length: RunLength, seed: int) -> RateRun:
+    def _run(
+        self, number: int, repeat: int, rate: float, length: RunLength, seed: int, *, is_common: bool = False
+    ) -> RateRun:
         config, arrangement = self._config, self._measured[number].arrangement
         workload = replace(config.workload, request_rate=rate, num_prompts=length.prompts, seed=seed)
         watched = self._run_load(number, LoadPlan(self._targets[number], workload, limit_s=length.limit_s))
@@ -274,7 +276,7 @@ class InterleavedRuns:
             raise Unreachable(f"{arrangement} went away during a run at {rate:.2f} requests/s")
         summary = summarize(run.outcomes, run.duration_s, self._slo, offered=length.prompts)
         self._report(
-            f"{repeat + 1}. {arrangement} at {rate:.2f}/s: "
+            f"{repeat + 1}. {arrangement} at {'the common rate, ' if is_common else ''}{rate:.2f}/s: "
             f"{summary['attainment']:.0%} of {length.prompts} kept the SLO, P99 TTFT {summary['p99_ttft_ms']:.0f} ms, "
             f"P99 TPOT {summary['p99_tpot_ms']:.1f} ms, P99 gap {summary['p99_largest_gap_ms']:.0f} ms"
         )

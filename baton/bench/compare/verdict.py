@@ -79,7 +79,7 @@ def decide(one: Contender, other: Contender) -> Verdict:
         return unsettled("not both of them were measured", "a comparison that does not end early")
     if not leader.goodput:
         return unsettled(
-            "neither kept the SLO at any rate that was tried", "lower rates (--tries), or wider limits (--goodput)"
+            "neither kept the SLO at any rate of its search", "lower rates (--tries), or wider limits (--goodput)"
         )
     leads = sum(_leads(leader, follower, repeat) for repeat in range(num_repeats))
     if leads < num_repeats:

@@ -44,7 +44,7 @@ def run_cluster(
     def serve(report: Callable[[ClusterState], None]) -> None:
         notes = _PhaseNotes() if not detach and sys.stderr.isatty() else None
         _serve(plan, directory, redis, report, notes)
-        if notes is not None:
+        if not detach:
             print_note(f"stopped the cluster in {directory.path}")
 
     if detach:

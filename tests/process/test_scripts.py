@@ -200,6 +200,15 @@ def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
     shell.assert_nothing_left()
 
 
+def test_a_demo_whose_cluster_does_not_start_fails_as_up_does(shell: Shell) -> None:
+    nowhere = shell.home / "nowhere"
+    done = shell.run([sys.executable, "-m", "baton.cli.main", "demo", "--model", str(nowhere)])
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"baton: model directory {nowhere} does not exist")
+    assert done.stderr.count("\n") == 1
+    shell.assert_nothing_left()
+
+
 def reused_number(copy: Path) -> str:
     replace(copy / "proto/baton/v1/kv_link.proto", "string incarnation = 4;", "string generation = 4;")
     return 'Field "4" on message "LinkHello" changed name from "incarnation" to "generation"'

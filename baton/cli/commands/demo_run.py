@@ -33,7 +33,7 @@ from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
-from baton.errors import BatonError, ConfigError, ExitCode
+from baton.errors import BatonError, ExitCode
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
 from baton.models.resolve import find_model
 from baton.text.chat_template import ChatTemplate, has_chat_template
@@ -93,7 +93,10 @@ def questions(model_dir: Path) -> list[DemoRequest]:
 
 
 def run_demo(model: Path | None) -> int:
-    """Run the demo and return its exit code. `model`: what `baton up --model` takes; None: the bundled model."""
+    """Run the demo and return its exit code. `model`: what `baton up --model` takes; None: the bundled model.
+
+    Raises BatonErrors: DemoFailed if the cluster does not start, ConfigError for a model that can't be served.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         # Set here, because a background job of a shell starts with SIGINT ignored.
         signal.signal(number, signal.default_int_handler)
@@ -112,9 +115,6 @@ def run_demo(model: Path | None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; all processes are stopped")
         return int(ExitCode.INTERRUPTED)
-    except (_DemoFailed, ConfigError) as error:
-        console.print(f"demo: {error}")
-        return int(ExitCode.FAILED)
     if failed := [run for run in runs if run.error]:
         console.print(f"{len(failed)} of {len(runs)} prompts failed; all processes are stopped")
         return int(ExitCode.FAILED)
@@ -130,8 +130,12 @@ def _requests(model: Path | None) -> list[DemoRequest]:
     return questions(directory) if has_chat_template(directory) else prompts()
 
 
-class _DemoFailed(Exception):
-    """The demo can't continue."""
+class DemoFailed(BatonError):
+    """The cluster of the demo did not start. Its exit code is that of `baton up`."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = ExitCode(exit_code) if exit_code in list(ExitCode) else ExitCode.FAILED
 
 
 @contextmanager
@@ -155,7 +159,8 @@ def _cluster(run_dir: Path, settings: Sequence[str], console: Console) -> Iterat
             "json",
         )
         if up.returncode:
-            raise _DemoFailed(up.stderr.strip() or f"baton up ended with {up.returncode}")
+            reason = up.stderr.strip().removeprefix("baton: ")
+            raise DemoFailed(reason or f"`baton up` ended with {up.returncode}", up.returncode)
         state = json.loads(up.stdout)
         _show_processes(state, time.monotonic() - started, console)
         yield state

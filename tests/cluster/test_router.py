@@ -309,7 +309,7 @@ async def test_a_router_that_can_not_start_says_why_in_one_line(model_dir: Path,
             finally:
                 await membership.close()
 
-        with pytest.raises(ConfigError, match="the port is taken"):
+        with pytest.raises(ConfigError, match="the port is in use"):
             await start(one.config.model_copy(update={"router_id": "router-2", "grpc_port": taken}))
         with pytest.raises(ConfigError, match=r"the name router-1 is taken: .*--router-id"):
             await start(one.config)

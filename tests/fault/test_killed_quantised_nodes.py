@@ -23,13 +23,13 @@ from tests.support.gguf_models import VOCAB_SIZE
 from tests.support.meant_models import mixed_formats, write_gguf_model
 from tests.support.mini_cluster import random_prompt
 from tests.support.process_cluster import ProcessCluster, process_cluster
+from tests.support.requested_fault import RequestedFault
 
 MAX_MODEL_LEN = 2048
 FLAGS = (
     *("--prefill", "1", "--decode", "2", "--threads", "1", "--kv-cache-memory", "16MiB", "--kv-cache-dtype", "int8"),
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "16"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
 )
-"""The prompt of 1900 tokens takes 119 steps, so that a kill meets the middle of it."""
 SIZES = {"decode-dies": (100, 1900), "prefill-dies": (1900, 60)}
 """Tokens of prompt and output, by the id of the request."""
 
@@ -55,8 +55,9 @@ def expected(model: Path) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
-    with process_cluster(tmp_path_factory.mktemp("cluster") / "run", model, *FLAGS) as running:
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path) -> Iterator[ProcessCluster]:
+    place, environment = tmp_path_factory.mktemp("cluster") / "run", {"BATON_FAILPOINTS": str(failpoints_dir)}
+    with process_cluster(place, model, *FLAGS, environment=environment) as running:
         yield running
 
 
@@ -70,8 +71,13 @@ def request(name: str) -> GenerateRequest:
     )
 
 
-async def test_killed_nodes_change_no_token(cluster: ProcessCluster, expected: dict[str, list[int]]) -> None:
-    """First a decode node in mid-stream, then, before it is replaced or after, the prefill node while it computes."""
+async def test_killed_nodes_change_no_token(
+    cluster: ProcessCluster, expected: dict[str, list[int]], failpoints_dir: Path
+) -> None:
+    """First a decode node in mid-stream, then, before it is replaced or after, the prefill node.
+
+    That one dies when it has computed the prompt, and before it can say that all blocks are there.
+    """
     async with cluster.session() as session:
         count = TokenCount()
         answering = asyncio.create_task(session.generate(request("decode-dies"), on_event=count))
@@ -84,10 +90,9 @@ async def test_killed_nodes_change_no_token(cluster: ProcessCluster, expected: d
         assert answer.end.path.attempts == 2
         assert answer.end.path.decode_node != decode
 
-        answering = asyncio.create_task(session.generate(request("prefill-dies")))
-        prefill = await session.wait_for_event("prefill", "chunk_computed", "prefill-dies")
-        session.cluster.signal(prefill, signal.SIGKILL)
-        answer = await answering
+        with RequestedFault(failpoints_dir, "closing-offer", "kill prefill-dies") as fault:
+            answer = await session.generate(request("prefill-dies"))
+            assert fault.has_struck()
         assert answer.token_ids == expected["prefill-dies"]
         assert answer.end.path.attempts == 2
         assert answer.end.path.prefill_node == "", "the decode node computed alone"

@@ -8,6 +8,8 @@ import select
 import struct
 import subprocess
 import termios
+import time
+from pathlib import Path
 from types import TracebackType
 
 from tests.process.shell import BOUND_S, Shell
@@ -39,6 +41,17 @@ class Terminal:
 
     def ctrl_c(self) -> None:
         os.write(self._ours, b"\x03")
+
+    def wait_until_idle(self) -> None:
+        """Wait until the command's main thread sleeps, as it does while it reads a line.
+
+        A prompt is on the screen a moment earlier, and a Ctrl-C in between is only noticed at the next key: CPython's
+        readline module looks for signals once, and then waits.
+        """
+        deadline = time.monotonic() + BOUND_S
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline, f"it never waited: {self.screen}"
+            os.sched_yield()
 
     def end(self) -> int:
         """Wait for the command to end; return its exit code."""

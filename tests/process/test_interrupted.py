@@ -36,8 +36,10 @@ def test_a_benchmark_in_the_middle(shell: Shell) -> None:
 def test_a_chat_ends_with_the_second_one_in_a_row(shell: Shell) -> None:
     with Terminal(shell, "chat", "--url", "http://127.0.0.1:1") as terminal:
         terminal.wait_for_text("> ")
+        terminal.wait_until_idle()
         terminal.ctrl_c()
         terminal.wait_for_text("Ctrl-C again, Ctrl-D or /exit ends the chat\n> ")
+        terminal.wait_until_idle()
         terminal.ctrl_c()
         assert terminal.end() == 130
         assert last_line(terminal) == "baton: interrupted: the chat is over, and nothing of it is kept"

@@ -187,6 +187,38 @@ def load(
     return Run(transformer, loaded.config.vocab_size), why_not_bit_exact(loaded, transformer)
 
 
+def assert_interruptions_change_no_bit(run: Run, expected: Bits) -> tuple[list[int], Bits]:
+    """Assert that the main sequence has its bits when it is preempted, swapped, or finds its prefix in the cache.
+
+    Returns the cached blocks of the prefix, and the bits of what comes behind them.
+    """
+    preempted = run.state("main")
+    run.compute(preempted, [50, 30], run.mates(2), until=CACHED + 37)
+    run.preempt(preempted)
+    assert run.compute(preempted, [128], run.mates(3)).equals(expected), "preempted and recomputed"
+
+    swapped = run.state("main")
+    run.compute(swapped, [50, 30], run.mates(2), until=CACHED + 37)
+    run.swap(swapped)
+    rest = Bits(expected.logits[CACHED + 37 :], expected.kv)
+    assert run.compute(swapped, [40, 1], run.mates(3)).equals(rest), "swapped out and in"
+
+    again = run.state("main")
+    assert run.compute(again, [LENGTH]).equals(expected)
+    tail = Bits(expected.logits[CACHED:], expected.kv)
+    num_cached = CACHED // BLOCK_SIZE * len(run.transformer.layout.groups)
+    cached = [int(block) for block in again.block_table[:num_cached]]
+    assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
+    return cached, tail
+
+
+def assert_continued_alike(run: Run, other: Run, cached: list[int], tail: Bits) -> None:
+    """Assert that another runner, which gets the blocks of a prefix, computes the bits of what comes behind them."""
+    moved = other.state("main").block_table[: len(cached)].tolist()
+    other.kv_blocks[moved] = run.kv_blocks[cached]
+    assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "cache_dtype"),
@@ -205,31 +237,13 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str, 
     for chunk in (LENGTH, 41):
         assert same_bits(run.draw(run.state("main"), chunk), expected.logits[-1:]), f"drawn after chunks of {chunk}"
 
-    preempted = run.state("main")
-    run.compute(preempted, [50, 30], run.mates(2), until=CACHED + 37)
-    run.preempt(preempted)
-    assert run.compute(preempted, [128], run.mates(3)).equals(expected), "preempted and recomputed"
-
-    swapped = run.state("main")
-    run.compute(swapped, [50, 30], run.mates(2), until=CACHED + 37)
-    run.swap(swapped)
-    rest = Bits(expected.logits[CACHED + 37 :], expected.kv)
-    assert run.compute(swapped, [40, 1], run.mates(3)).equals(rest), "swapped out and in"
-
-    again = run.state("main")
-    assert run.compute(again, [LENGTH]).equals(expected)
-    tail = Bits(expected.logits[CACHED:], expected.kv)
-    num_cached = CACHED // BLOCK_SIZE * len(run.transformer.layout.groups)
-    cached = list(again.block_table[:num_cached])
-    assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
+    cached, tail = assert_interruptions_change_no_bit(run, expected)
 
     other, reason = load(models, name, dtype, num_threads=2, cache_dtype=cache_dtype)
     assert reason is None
     assert other.compute(other.state("main"), [LENGTH]).equals(expected), "on two threads"
     assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads, in chunks"
-    moved = other.state("main").block_table[:num_cached].tolist()
-    other.kv_blocks[moved] = run.kv_blocks[cached]
-    assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+    assert_continued_alike(run, other, cached, tail)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,12 +10,17 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
-from tests.oracle.test_bit_exact import CACHED, LENGTH, Bits, Run, same_bits
+from tests.oracle.test_bit_exact import (
+    LENGTH,
+    Run,
+    assert_continued_alike,
+    assert_interruptions_change_no_bit,
+    same_bits,
+)
 from tests.support.meant_models import GGUF_FILES, write_gguf_model
 from tests.support.quantized_models import FP8_FORMATS, ODD_GROUPS, ODD_WIDTHS, PACKED_FORMATS, write_quantized_model
 from tests.support.tiny_models import TINY_MODELS
 
-BLOCK_SIZE = 16
 FORMATS = {**PACKED_FORMATS, **FP8_FORMATS}
 
 
@@ -82,27 +87,8 @@ def test_bits_depend_on_the_sequence_alone(models: Path, architecture: str, how:
     assert run.compute(run.state("main"), [77, 1, 40, 9], run.mates(6)).equals(expected), "among others"
     assert same_bits(run.draw(run.state("main"), 41), expected.logits[-1:])
 
-    preempted = run.state("main")
-    run.compute(preempted, [50, 30], run.mates(2), until=CACHED + 37)
-    run.preempt(preempted)
-    assert run.compute(preempted, [128], run.mates(3)).equals(expected), "preempted and recomputed"
-
-    swapped = run.state("main")
-    run.compute(swapped, [50, 30], run.mates(2), until=CACHED + 37)
-    run.swap(swapped)
-    rest = Bits(expected.logits[CACHED + 37 :], expected.kv)
-    assert run.compute(swapped, [40, 1], run.mates(3)).equals(rest), "swapped out and in"
-
-    again = run.state("main")
-    assert run.compute(again, [LENGTH]).equals(expected)
-    tail = Bits(expected.logits[CACHED:], expected.kv)
-    cached = list(again.block_table[: CACHED // BLOCK_SIZE])
-    assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
-
-    other = run_on(directory, dtype, 2, None, how)
-    moved = other.state("main").block_table[: CACHED // BLOCK_SIZE].tolist()
-    other.kv_blocks[moved] = run.kv_blocks[cached]
-    assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+    cached, tail = assert_interruptions_change_no_bit(run, expected)
+    assert_continued_alike(run, run_on(directory, dtype, 2, None, how), cached, tail)
 
 
 @pytest.mark.parametrize("how", ["gptq-int4-asymmetric", "fp8-block", "int8"])

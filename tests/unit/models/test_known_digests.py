@@ -93,7 +93,7 @@ def test_every_part_of_the_state_counts(tmp_path: Path, reads: CountedReads, sou
 
 
 def test_a_file_that_changed_a_moment_ago_is_not_remembered(tmp_path: Path, reads: CountedReads, source: Path) -> None:
-    """It could change once more within the same tick of the clock that its ctime comes from."""
+    """The file could change once more within the same tick of the clock that its ctime comes from."""
     for age_ns in (1_000_000, -LATER_NS):
         ask(tmp_path / "digests", reads, source, age_ns)
         assert not (tmp_path / "digests").exists()

@@ -17,6 +17,19 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=generator(seed)).to(dtype)
 
 
+def misfits() -> list[tuple[torch.Tensor, torch.Tensor | None, str]]:
+    """Inputs and biases that a product with a weight [6, 64] refuses, and the name of the argument that is wrong."""
+    return [
+        (randn(2, 60), None, "x"),
+        (randn(2, 64).double(), None, "x"),
+        (randn(64, 2).T, None, "x"),
+        (randn(64)[None].expand(2, 64), None, "x"),
+        (randn(64), None, "x"),
+        (randn(2, 64), randn(5), "bias"),
+        (randn(2, 64), randn(6).bfloat16(), "bias"),
+    ]
+
+
 def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The activation of a gated product, computed by torch."""
     if activation == "silu":

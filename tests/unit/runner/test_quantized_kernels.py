@@ -16,7 +16,7 @@ from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.quantized_product import quantize_rows, quantized_product
 from baton.runner.backends.quantized_weight import QuantizedWeight
 from baton.runner.backends.torch_operations import TorchOperations
-from tests.support.kernel_inputs import activated, generator, one_request, randn
+from tests.support.kernel_inputs import activated, generator, misfits, one_request, randn
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 
@@ -375,13 +375,7 @@ def test_products_with_quantised_weights_refuse_what_does_not_fit() -> None:
     packed, stacked = kernels.pack(weights[0]), kernels.pack(*weights)
     gated = kernels.pack_gated(weights[0], weights[0])
     wrong: list[tuple[torch.Tensor, Packed, torch.Tensor | None, str]] = [
-        (randn(2, 60), packed, None, "x"),
-        (randn(2, 64).double(), packed, None, "x"),
-        (randn(64, 2).T, packed, None, "x"),
-        (randn(64)[None].expand(2, 64), packed, None, "x"),
-        (randn(64), packed, None, "x"),
-        (randn(2, 64), packed, randn(5), "bias"),
-        (randn(2, 64), packed, randn(6).bfloat16(), "bias"),
+        *((x, packed, bias, argument) for x, bias, argument in misfits()),
         (randn(2, 64), stacked, randn(6), "bias"),
         (randn(2, 64), gated, None, "w"),
     ]

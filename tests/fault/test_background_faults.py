@@ -23,12 +23,13 @@ from baton.errors import BackgroundFault
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
 from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
-from router.app import RouterAddresses, _Router, run_router
+from router.app import run_router
 from router.http.client import Client
 from router.http.server import _Server
 from router.losses import NodeLosses
 from router.operations.live_totals import LiveTotals
 from router.operations.steering import Steering
+from router.process import RouterAddresses, RouterProcess
 from router.timers import LoopTimers
 from router.waiting_room import WaitingRoom
 from tests.support.redis_server import RedisProcess
@@ -87,8 +88,8 @@ async def running_router(directory: Path) -> AsyncIterator[tuple[asyncio.Task[No
 @pytest.mark.parametrize(
     ("owner", "work", "kind"),
     [
-        (_Router, "_watch", "router-watch"),
-        (_Router, "_publish_health", "router-health"),
+        (RouterProcess, "_watch", "router-watch"),
+        (RouterProcess, "_publish_health", "router-health"),
         (Steering, "watch", "router-steering"),
         (Steering, "check_periodically", "router-look"),
         (_Server, "main_loop", "http-server"),
@@ -213,7 +214,8 @@ PACKAGES = (
 )
 STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "run_coroutine_threadsafe"}
 GUARDED_OTHERWISE = {
-    "router/app.py": (5, "the run itself awaits them"),
+    "router/app.py": (1, "the question to another router awaits it"),
+    "router/process.py": (4, "the run itself awaits them"),
     "router/http/endpoints.py": (1, "the answer to the call awaits its parts"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),

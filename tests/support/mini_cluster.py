@@ -26,7 +26,8 @@ from baton.testing.fake_registry import FakeRegistry, FakeRegistryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.codec.operator import CLUSTER_STATUS
-from router.app import RouterAddresses, run_router
+from router.app import run_router
+from router.process import RouterAddresses
 from tests.support.caller import Caller
 from tests.support.reports import QueuedReports
 

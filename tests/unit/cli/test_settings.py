@@ -22,9 +22,9 @@ from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_fo
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.registry.flights import LIFETIME_S
 from kv_transfer.sender.lease_values import LeaseTimes
-from router import app as router_app
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
+from router.process import placement_settings
 from tests.support.parsed_flags import config_from_flags
 
 ROOT = Path(__file__).parents[3]
@@ -176,7 +176,7 @@ def test_inconsistent_settings_are_refused_before_a_process_is_started() -> None
 def test_a_routers_settings_are_the_limits_of_its_dispatcher_and_its_placement() -> None:
     def parts(**settings: object) -> tuple[DispatchLimits, PlacementSettings]:
         config = RouterConfig.model_validate({"router_id": "r", "registry": "redis://r", **settings})
-        return DispatchLimits(**settings_for(DispatchLimits, config)), router_app._placement(config)
+        return DispatchLimits(**settings_for(DispatchLimits, config)), placement_settings(config)
 
     assert parts() == (DispatchLimits(), PlacementSettings()), "the defaults are the same"
     limits, placement = parts(

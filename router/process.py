@@ -1,0 +1,327 @@
+"""One router process's parts: what it starts, watches, drains and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from random import Random
+
+import baton
+from baton.background import OnFault, start_background
+from baton.clock import SystemClock
+from baton.config import RouterConfig
+from baton.config.setting import settings_for
+from baton.errors import BackgroundFault
+from baton.messages.generation import ModelCard
+from baton.messages.ids import new_incarnation
+from baton.node.name_claim import Asks, require_first, start_number
+from baton.observe.metrics import declared_figures, render
+from baton.observe.process_figures import process_figures
+from baton.observe.start_tracing import start_tracing
+from baton.registry import Lease, Membership, NodeRecord
+from baton.registry.flights import FlightRecords
+from baton.security.connection_limit import ConnectionLimit
+from baton.security.keys import KeyRing
+from baton.security.matrix import CallerRole
+from baton.security.pages import PageAuthenticator
+from baton.text.bounded_workers import BoundedWorkers
+from baton.text.chat_template import ChatTemplate
+from baton.text.constraint_checker import ConstraintChecker
+from baton.text.request_template import RequestTemplate
+from baton.text.tokenizer import Tokenizer
+from baton.wire.authenticator import Authenticator
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.credentials import Dialer
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, join_address, reached_as, streaming_server
+from baton.wire.services import generation_service, operator_service
+from baton.wire.services.generation_service import GenerationServicer
+from baton.wire.services.operator_service import OperatorServicer
+from baton.wire.turn_budget import TurnBudget
+from router.admission.bounded_work import BoundedWork
+from router.admission.tenants import Tenants
+from router.cards import CurrentCard
+from router.dispatcher import Dispatcher
+from router.flight.flight_journal import FlightJournal
+from router.flight.request_spans import RequestSpans
+from router.front import GenerationHandler, OperatorHandler
+from router.http.app import HttpFront
+from router.http.cors import with_cors
+from router.http.live import LiveFeed, live_pages
+from router.http.model import ServedModel
+from router.http.responses.store import ResponseStore, StoreBounds
+from router.http.server import HttpServer
+from router.limits import DispatchLimits
+from router.node_links import LinkTimes, NodeLinks
+from router.operations.event_ring import EventRing
+from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector
+from router.operations.live_history import SAMPLE_EVERY_S, LiveHistory
+from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, live_page_data
+from router.operations.live_totals import LiveTotals, buckets_of, router_totals
+from router.operations.metrics import connection_figures, figures
+from router.operations.steering import Steering
+from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.view import ClusterView
+from router.timers import LoopTimers, sleep_until
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddresses:
+    """The addresses of a router, and the incarnation that serves them."""
+
+    incarnation: str
+    grpc: str
+    operator: str
+    http: str = ""
+
+
+class RouterProcess:
+    """One running router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        membership: Membership,
+        records: FlightRecords | None,
+        codec: Tokenizer | None,
+        template: ChatTemplate | None,
+        card: ModelCard,
+        asks: Asks,
+    ) -> None:
+        """`asks`: finds out which router answers at an address, if another one of this name starts, too."""
+        rng, clock = Random(), SystemClock()
+        self._config = config
+        self._clock = clock
+        self._membership = membership
+        self._asks = asks
+        self._timers = LoopTimers()
+        self._view = ClusterView()
+        incarnation = new_incarnation(config.router_id, rng)
+        tls = config.tls.live() if config.tls is not None else None
+        keys = KeyRing(config.api_keys) if config.api_keys is not None else None
+        connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
+        self._links = NodeLinks(connect, config.router_id, self._timers, rng, LinkTimes(), incarnation)
+        cards = CurrentCard(card, self._view, self._timers.monotonic)
+        journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
+        placer = Placer(placement_settings(config))
+        self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
+        spans = RequestSpans(self._tracer) if self._tracer is not None else None
+        limits = DispatchLimits(**settings_for(DispatchLimits, config))
+        workers = BoundedWorkers()
+        work = BoundedWork(ConstraintChecker(workers))
+        self._dispatcher = Dispatcher(
+            self._view, self._links, codec, cards, self._timers, rng, limits, journal, placer, spans, work
+        )
+        public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
+        # Shared by all public ports.
+        self._connections = limit = ConnectionLimit()
+        budget = TurnBudget(asyncio.get_running_loop())
+        if config.grpc_server == "own":
+            self._public = streaming_server(public, barrier, config.tls, limit, budget)
+        else:
+            self._public = RpcServer(public, barrier, tls)
+        # With TLS an operator has a certificate, otherwise a key.
+        operators = Authenticator(keys) if tls is None else Authenticator(cluster=config.cluster)
+        private = FaultBarrier(authenticator=operators)
+        self._private = RpcServer((operator_service.SERVICE_NAME,), private, tls, asks_certificates=True)
+        self._tenants = Tenants()
+        handler = GenerationHandler(self._dispatcher, codec, cards, self._tenants)
+        self._responses = ResponseStore(StoreBounds(**settings_for(StoreBounds, config)), clock)
+        own_totals = partial(router_totals, self._dispatcher.requests, config.router_id, incarnation)
+        served = self._dispatcher.requests.counters.served
+        history = LiveHistory(buckets_of(served.ttft, served.gaps))
+        self._totals = LiveTotals(membership, self._timers, clock.wall, own_totals, history)
+        self._live = LiveFeed(self._picture, every_s=SAMPLE_EVERY_S)
+        request_template = None
+        if template is not None and config.trust_request_chat_template == "on":
+            request_template = partial(RequestTemplate, workers, template.special_tokens)
+        front = HttpFront(
+            handler,
+            ServedModel(cards, codec, template, datetime.now, request_template),
+            self._why_not_ready,
+            self._metrics,
+            clock,
+            rng,
+            authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
+            more=live_pages(self._live),
+            store=self._responses,
+        )
+        origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
+        self._http = HttpServer(
+            with_cors(front, origins),
+            limits.stall_s,
+            config.tls,
+            limit=limit,
+            budget=budget,
+        )
+        host = config.advertise_host or reached_as(config.host)
+        self._record = NodeRecord(
+            name=config.router_id,
+            role="router",
+            incarnation=incarnation,
+            address=join_address(host, self._public.bind(config.host, config.grpc_port)),
+            operator_address=join_address(host, self._private.bind(config.host, config.operator_port)),
+            http_address=join_address(host, self._http.bind(config.host, config.http_port)),
+            pid=os.getpid(),
+            version=baton.__version__,
+            started_at=clock.wall(),
+            lease_s=config.lease_s,
+            model=card.name,
+        )
+        self._events = EventRing(incarnation, clock.wall)
+        self._dispatcher.requests.on_retry = self._retried
+        self._steering = Steering(self._view, membership, placer, self._timers, self._events, connect, card.name)
+        self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
+        GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
+        OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
+
+        def num_live() -> int:
+            return self._dispatcher.requests.num_live + limit.num_open // CONNECTIONS_LIKE_A_REQUEST
+
+        self._collector = IdleCollector(self._timers, num_live)
+        self._lease: Lease | None = None
+        self._is_draining = False
+        self._awaited = asyncio.Event()
+        """Set when as many nodes have joined as `await_nodes` wants."""
+
+    async def run(
+        self, ready: Callable[[RouterAddresses], None], stop: asyncio.Event, fault: asyncio.Future[BackgroundFault]
+    ) -> None:
+        """Serve until `stop` is set, then drain. Raises `fault` as soon as it is set."""
+        record = self._record
+        works = {
+            "router-watch": self._watch,
+            "router-health": self._publish_health,
+            "router-steering": self._steering.watch,
+            "router-look": self._steering.check_periodically,
+        }
+        background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
+        # Only the live page needs them.
+        background["router-totals"] = start_background(self._totals.run, "router-totals", on_fault=OnFault.RESTART)
+        stopping = asyncio.create_task(stop.wait(), name="router-stop")
+        awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")
+        try:
+            await self._public.start()
+            await self._private.start()
+            await self._http.start()
+            await self._private.set_ready(True)
+            # Nodes may have joined while the servers started, which report "not ready" at their start.
+            self._dispatcher.requests.changed.set()
+            number = await start_number(self._membership, record.name)
+            self._record = record = replace(record, start_number=number)
+            self._lease = await self._membership.lease(record)
+            await require_first(self._membership, record, self._asks)
+            await asyncio.wait((awaited, stopping, fault), return_when=asyncio.FIRST_COMPLETED)
+            if awaited.done():
+                addresses = (record.address, record.operator_address, record.http_address)
+                ready(RouterAddresses(record.incarnation, *addresses))
+            await asyncio.wait((stopping, fault), return_when=asyncio.FIRST_COMPLETED)
+            if fault.done():
+                raise fault.result()
+            await self._drain(background["router-health"])
+        finally:
+            tasks = (*background.values(), stopping, awaited)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._steering.close()
+            await self._shut_down()
+
+    async def _watch(self) -> None:
+        async for snapshot in self._membership.watch():
+            nodes = [record for record in snapshot.values() if record.role != "router"]
+            self._view.registered(nodes)
+            self._links.update(nodes)
+            routers = [record for record in snapshot.values() if record.role == "router"]
+            self._operator.registered_routers(routers)
+            self._totals.registered_routers(record.incarnation for record in routers)
+            self._steering.registered_routers({record.incarnation: record.name for record in routers})
+            self._steering.check_cluster()
+
+    async def _publish_health(self) -> None:
+        while True:
+            await self._dispatcher.requests.changed.wait()
+            self._dispatcher.requests.changed.clear()
+            await self._public.set_ready(not self._why_not_ready())
+            self._steering.check_cluster()
+            # Nodes that take no requests at present count, too.
+            if len(self._view.descriptions()) >= self._config.await_nodes:
+                self._awaited.set()
+
+    async def _drain(self, health: asyncio.Task[None]) -> None:
+        """Refuse new requests, and wait until the running ones have ended, at most `drain_s`."""
+        health.cancel()
+        self._is_draining = True
+        self._dispatcher.drain()
+        await self._public.set_ready(False)
+        self._record = replace(self._record, state="draining")
+        self._operator.own_record(self._record)
+        idle = asyncio.create_task(self._dispatcher.idle())
+        bound = asyncio.create_task(sleep_until(self._timers, self._timers.monotonic() + self._config.drain_s))
+        try:
+            if self._lease is not None and self._dispatcher.requests.num_live:
+                await self._lease.update(self._record)
+            await asyncio.wait((idle, bound), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            idle.cancel()
+            bound.cancel()
+            await asyncio.gather(idle, bound, return_exceptions=True)
+
+    def _retried(self, request_id: str, attempt: int, cause: str) -> None:
+        self._events.record("Failover", request_id=request_id, detail=f"attempt {attempt}: {cause}")
+
+    def _why_not_ready(self) -> str:
+        if self._is_draining:
+            return "this router is shutting down"
+        return self._dispatcher.requests.placer.why_not_ready(self._view.candidates(), self._record.model)
+
+    def _metrics(self) -> bytes:
+        labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
+        found = figures(self._dispatcher.requests, self._view, self._timers.monotonic(), self._clock.wall())
+        held = connection_figures(self._public, self._http, self._connections)
+        stored = declared_figures(self._responses.stats())
+        return render([*found, *self._tenants.figures(), *stored, *held, *process_figures()], labels)
+
+    def _picture(self) -> bytes:
+        """The data of the live page, as JSON."""
+        requests, operator = self._dispatcher.requests, self._operator
+        running, ended = operator.running(MAX_RUNNING), operator.ended(MAX_REMEMBERED)
+        data = live_page_data(
+            operator.status(),
+            self._record.model,
+            self._totals.history,
+            running,
+            requests.num_live,
+            ended,
+            self._events.after(0),
+            self._record.name,
+        )
+        return json.dumps(data, separators=(",", ":")).encode()
+
+    async def _shut_down(self) -> None:
+        if num_live := self._dispatcher.requests.num_live:
+            _log.info("%d requests have not ended in time and are left to other routers", num_live)
+        self._dispatcher.leave_all_to_other_routers()
+        self._live.close()
+        self._collector.stop()
+        await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
+        await self._links.close()
+        await asyncio.to_thread(self._dispatcher.close)
+        if self._lease is not None:
+            await self._lease.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+
+def placement_settings(config: RouterConfig) -> PlacementSettings:
+    return PlacementSettings(
+        Policy(config.placement), config.require_disaggregation == "on", config.max_local_prefill_tokens
+    )

@@ -1,10 +1,15 @@
-"""The card of the model that the cluster serves: what requests are checked against, and /v1/models shows."""
+"""The card of the model that is served: what requests are checked against, and what /v1/models shows.
+
+A router has it from the model directory until nodes are attached, and then from what they report. Offline use has it
+from its one engine.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 from baton.config import RouterConfig
 from baton.messages.generation import ModelCard
@@ -16,7 +21,7 @@ from router.placement.view import ClusterView
 
 
 class CurrentCard:
-    """The model's card: known from the model directory until nodes are attached, then from their descriptions."""
+    """A router's card: `known` until nodes of this model are attached, then made of their descriptions."""
 
     def __init__(self, known: ModelCard, view: ClusterView, now: Callable[[], float]) -> None:
         """`now`: seconds on the view's clock."""
@@ -35,17 +40,29 @@ class CurrentCard:
         if nodes:
             # With nodes that left a short time ago: a request that needs one is told to come again, and not refused.
             longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
-            vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
-            width = max(node.embedding_size for node in nodes)
-            self._known = replace(
-                self._known,
-                max_model_len=longest,
-                vocab_size=vocab_size,
-                has_end=has_end,
-                embedding_size=width,
-                fingerprint=_fingerprint(nodes),
-            )
+            defaults, permits_extra_keys = self._known.defaults, self._known.permits_extra_keys
+            self._known = card_of_nodes(nodes, longest, defaults, permits_extra_keys=permits_extra_keys)
         return self._known
+
+
+def card_of_nodes(
+    nodes: Sequence[NodeDescription],
+    max_model_len: int,
+    defaults: SamplingDefaults,
+    *,
+    permits_extra_keys: bool = False,
+) -> ModelCard:
+    """The card of the model that these nodes serve; there is at least one, and all serve the same model."""
+    return ModelCard(
+        nodes[0].model,
+        max_model_len,
+        min(node.vocab_size for node in nodes),
+        has_end=all(node.eos_token_ids for node in nodes),
+        embedding_size=max(node.embedding_size for node in nodes),
+        fingerprint=_fingerprint(nodes),
+        defaults=defaults,
+        permits_extra_keys=permits_extra_keys,
+    )
 
 
 def _fingerprint(nodes: Sequence[NodeDescription]) -> str:
@@ -55,16 +72,21 @@ def _fingerprint(nodes: Sequence[NodeDescription]) -> str:
 
 
 def card_without_nodes(config: RouterConfig) -> ModelCard:
+    """The card from the model directory; raises ConfigError if that can't be read."""
     if config.runner == "simulated":
         simulated = SimulatedSpec()
         return ModelCard(config.model_name or simulated.name, simulated.max_model_len, simulated.vocab_size)
     files = read_model_files(config.model)
-    from_model = config.generation_config == "auto"
     return ModelCard(
         config.served_model_name,
         files.max_position_embeddings,
         files.vocab_size,
         bool(files.eos_token_ids),
-        defaults=read_sampling_defaults(config.model) if from_model else SamplingDefaults(),
+        defaults=sampling_defaults(config.model, config.generation_config),
         permits_extra_keys=config.json_extra_keys == "allow",
     )
+
+
+def sampling_defaults(model: Path, generation_config: Literal["auto", "none"]) -> SamplingDefaults:
+    """What requests sample with that do not say: auto: what the model directory recommends; none: nothing of it."""
+    return read_sampling_defaults(model) if generation_config == "auto" else SamplingDefaults()

@@ -15,8 +15,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast
 import numpy as np
 
 from baton.errors import BatonError, ConfigError, InvalidRequest
-from baton.messages.generation import GenerateRequest, ModelCard
-from baton.messages.sampling import SamplingDefaults
+from baton.messages.generation import GenerateRequest
 from baton.models.resolve import with_model_directory
 from baton.node.process import log_slow_paths
 from baton.node.runner_spec import runner_spec
@@ -30,10 +29,10 @@ from baton.offline.settings import EngineSettings, node_config
 from baton.runner import load
 from baton.text.chat_template import ChatTemplate
 from baton.text.constraint_checker import ConstraintChecker
-from baton.text.model_files import read_sampling_defaults
 from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
+from router.cards import card_of_nodes, sampling_defaults
 from router.http.bodies import ChatBody, read_as
 from router.http.model import ServedModel
 
@@ -80,14 +79,8 @@ class LLM:
         log_slow_paths(runner.model)
         self._engine = OfflineEngine(config, runner)
         described = self._engine.description
-        self._card = ModelCard(
-            described.model,
-            described.max_model_len,
-            described.vocab_size,
-            bool(described.eos_token_ids),
-            described.embedding_size,
-            defaults=read_sampling_defaults(config.model) if generation_config == "auto" else SamplingDefaults(),
-        )
+        defaults = sampling_defaults(config.model, generation_config)
+        self._card = card_of_nodes([described], described.max_model_len, defaults)
         self._chats = ServedModel(
             lambda: self._card,
             self._codec,

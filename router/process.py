@@ -150,9 +150,9 @@ class RouterProcess:
             self._metrics,
             clock,
             rng,
+            self._responses,
             authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
             more=live_pages(self._live),
-            store=self._responses,
         )
         origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
         self._http = HttpServer(

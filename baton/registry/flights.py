@@ -11,8 +11,6 @@ from typing import Protocol
 
 ENDED_S = 60.0
 """Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
-LIFETIME_S = 3600.0
-"""Seconds that the record of a running request is kept, counted from when it was last written."""
 MAX_RECORD_BYTES = 256 << 10
 """Larger records are not kept. The largest part of a record is a grammar."""
 
@@ -26,7 +24,8 @@ class FlightRecords(Protocol):
         ...
 
     def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
-        """Store this record in place of any other for the request. It expires after the records' lifetime.
+        """Store this record in place of any other for the request. It expires when it was not stored again for the
+        lifetime of the records, the setting `flight_record_s`.
 
         `owner`: the number of the flight (64 bits), since several flights may have the same request id.
         """

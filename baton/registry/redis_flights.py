@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from baton.background import OnFault, current_watch, start_background
 from baton.observe.log_limit import LimitedLog
-from baton.registry.flights import ENDED_S, LIFETIME_S, MAX_RECORD_BYTES
+from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES
 from baton.registry.registry import LAST_RETRY_S, connect_redis, retry_delay
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class _Write:
 class RedisFlightRecords:
     """One process's access to the records of one cluster; see `baton.registry.flights.FlightRecords`."""
 
-    def __init__(self, client: redis.Redis, cluster: str, *, lifetime_s: float = LIFETIME_S) -> None:
+    def __init__(self, client: redis.Redis, cluster: str, *, lifetime_s: float) -> None:
+        """`lifetime_s`: seconds that the record of a running request is kept after it was last written."""
         self._client = client
         self._cluster = cluster
         self._lifetime_s = lifetime_s
@@ -66,7 +67,7 @@ class RedisFlightRecords:
         self._unwritable = LimitedLog(_log)
 
     @classmethod
-    def connect(cls, url: str, cluster: str, *, lifetime_s: float = LIFETIME_S) -> RedisFlightRecords:
+    def connect(cls, url: str, cluster: str, *, lifetime_s: float) -> RedisFlightRecords:
         """Make the access to the Redis at `url`. The first operation connects. Raises ConfigError for a bad URL."""
         return cls(connect_redis(url, _TIMEOUT_S), cluster, lifetime_s=lifetime_s)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.registry.flights import ENDED_S, LIFETIME_S, MAX_RECORD_BYTES
+from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES
+
+LIFETIME_S = 10 * ENDED_S
+"""The lifetime of a running request's record in tests that do not choose one."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from router.http.messages.errors import error_object, status_of
 from router.http.model import ServedModel
 from router.http.pages import pages
 from router.http.responses.endpoint import ResponsesEndpoint
-from router.http.responses.store import ResponseStore, StoreBounds
+from router.http.responses.store import ResponseStore
 from router.http.responses.stored import stored_routes
 from router.http.tokens import Detokenize, Tokenize
 
@@ -50,15 +50,12 @@ class HttpFront:
         figures: Callable[[], bytes],
         clock: Clock,
         rng: Random,
+        store: ResponseStore,
         keep_alive_s: float = KEEP_ALIVE_S,
         authenticator: PageAuthenticator | None = None,
         more: Sequence[Route] = (),
-        store: ResponseStore | None = None,
     ) -> None:
-        """Without an authenticator every caller is permitted. `more`: further pages. `store`: for responses; without
-        one, a store with the default bounds is used.
-        """
-        store = store or ResponseStore(StoreBounds(), clock)
+        """Without an authenticator every caller is permitted. `store`: of /v1/responses. `more`: further pages."""
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s)

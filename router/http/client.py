@@ -18,20 +18,17 @@ STREAM_HEADERS: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 
-_NEVER_S = 3600.0
-"""Longer than an answer that is no stream may take."""
-
 
 class Client:
     """A context in which the current task is cancelled when the client leaves; it then continues after the context.
 
-    A separate task watches the client, so sending costs nothing more. It also sends `keep_alive`, a comment, when
-    nothing was sent for `keep_alive_s` (at most twice that); without a number, for so long that an answer
-    that is no stream never gets one. The body must have been read before.
+    A separate task watches the client, so sending costs nothing more. In a stream it also sends `keep_alive`, a
+    comment, when nothing was sent for `keep_alive_s` (at most twice that); None: never. The body must have been read
+    before.
     """
 
     def __init__(
-        self, receive: Receive, send: Send, keep_alive_s: float = _NEVER_S, keep_alive: bytes = COMMENT
+        self, receive: Receive, send: Send, keep_alive_s: float | None = None, keep_alive: bytes = COMMENT
     ) -> None:
         self._receive = receive
         self._send = send

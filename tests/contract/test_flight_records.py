@@ -13,14 +13,9 @@ import pytest
 from redis import asyncio as redis_client
 
 from baton.errors import ConfigError
-from baton.registry.flights import (
-    ENDED_S,
-    LIFETIME_S,
-    MAX_RECORD_BYTES,
-    FlightRecords,
-)
+from baton.registry.flights import ENDED_S, MAX_RECORD_BYTES, FlightRecords
 from baton.registry.redis_flights import MAX_PENDING, RedisFlightRecords
-from baton.testing.fake_flight_records import FakeFlightRecords, FakeFlightStore
+from baton.testing.fake_flight_records import LIFETIME_S, FakeFlightRecords, FakeFlightStore
 from tests.support.redis_server import RedisProcess
 
 BOUND_S = 30.0
@@ -68,7 +63,7 @@ class RedisServer(RedisProcess):
         self._made: list[RedisFlightRecords] = []
 
     def connect(self, cluster: str = "c") -> RedisFlightRecords:
-        self._made.append(RedisFlightRecords.connect(self.url_of(cluster), cluster))
+        self._made.append(RedisFlightRecords.connect(self.url_of(cluster), cluster, lifetime_s=LIFETIME_S))
         return self._made[-1]
 
     async def lifetime_s(self, request_id: str) -> float | None:
@@ -101,7 +96,7 @@ async def wait_for_record(records: FlightRecords, request_id: str, wanted: bytes
 
 
 async def test_an_unreachable_redis_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nobody = RedisFlightRecords.connect(f"unix://{tmp_path}/nobody.sock", "c")
+    nobody = RedisFlightRecords.connect(f"unix://{tmp_path}/nobody.sock", "c", lifetime_s=LIFETIME_S)
     with caplog.at_level(logging.INFO):
         for number in range(20):
             assert await nobody.get(str(number)) is None
@@ -232,7 +227,7 @@ async def test_closing_writes_the_pending_records(redis: RedisServer) -> None:
     assert await reader.get("r") == b"x"
     assert await writer.get("late") is None
     with pytest.raises(ConfigError, match="is no URL of Redis"):
-        RedisFlightRecords.connect("http://r", "c")
+        RedisFlightRecords.connect("http://r", "c", lifetime_s=LIFETIME_S)
 
 
 async def test_many_concurrent_readers_share_a_few_connections(redis: RedisServer) -> None:

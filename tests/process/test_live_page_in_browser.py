@@ -14,10 +14,11 @@ from baton.testing.fake_handler import FakeHandler
 from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
+from router.http.responses.store import ResponseStore
 from router.http.server import HttpServer
 from router.operations.live_page import live_page_data
 from tests.support.browser import Browser
-from tests.support.http_rig import CARD
+from tests.support.http_rig import BOUNDS, CARD
 from tests.support.live_cluster_page import history_of, node, row
 
 HOSTILE = "<img src=x onerror=window.pwned=1><script>window.pwned=1</script>"
@@ -60,7 +61,9 @@ class LargeCluster:
 async def test_a_large_cluster_fits_on_every_screen(chromium: Browser, tmp_path: Path) -> None:
     feed = LiveFeed(LargeCluster(), every_s=EVERY_S)
     model = ServedModel(lambda: CARD, None, None, lambda: None)  # type: ignore[arg-type, return-value]
-    front = HttpFront(FakeHandler(), model, str, bytes, FakeClock(), Random(1), more=live_pages(feed))
+    clock = FakeClock()
+    store = ResponseStore(BOUNDS, clock)
+    front = HttpFront(FakeHandler(), model, str, bytes, clock, Random(1), store, more=live_pages(feed))
     server = HttpServer(front)
     port = server.bind("127.0.0.1", 0)
     await server.start()

@@ -14,8 +14,10 @@ from baton.testing.fake_clock import FakeClock
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
+from router.http.responses.store import ResponseStore
 from tests.support.fuzzed_cluster import FuzzedCluster, LetterTokenizer
 from tests.support.http_client import AsgiClient, Exchange
+from tests.support.http_rig import BOUNDS
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
 TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
@@ -38,7 +40,9 @@ async def post(
     cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
 ) -> Exchange:
     model = ServedModel(cluster.card, LetterTokenizer(), TEMPLATE, lambda: datetime(2026, 1, 2))
-    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", FakeClock(5.0), Random(1), 1000.0)
+    clock = FakeClock(5.0)
+    store = ResponseStore(BOUNDS, clock)
+    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", clock, Random(1), store, 1000.0)
     exchange = AsgiClient(front).post(path, body, headers)
     if leaves:
         exchange.disconnect()

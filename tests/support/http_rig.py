@@ -21,6 +21,7 @@ from tests.support.router_parts import MODEL
 
 NOW = datetime(2026, 1, 2)
 CARD = ModelCard(MODEL, 64, 300, embedding_size=2, fingerprint="fp_0123456789ab")
+BOUNDS = StoreBounds(stored_responses=100, stored_response_memory=64 << 20, stored_response_s=60.0)
 
 
 class HttpRig(AsgiClient):
@@ -32,12 +33,12 @@ class HttpRig(AsgiClient):
         template: str = DEFAULT_TEMPLATE,
         card: ModelCard = CARD,
         authenticator: PageAuthenticator | None = None,
-        bounds: StoreBounds | None = None,
+        bounds: StoreBounds = BOUNDS,
         request_template: Callable[[str], Template] | None = None,
     ) -> None:
         self.card = card
         self.clock = FakeClock(5.0)
-        self.store = ResponseStore(bounds or StoreBounds(), self.clock)
+        self.store = ResponseStore(bounds, self.clock)
         self._page_authenticator = authenticator
         self._request_template = request_template
         self.handler = FakeHandler()
@@ -55,9 +56,9 @@ class HttpRig(AsgiClient):
             lambda: b"figures\n",
             self.clock,
             Random(1),
+            self.store,
             keep_alive_s,
             self._page_authenticator,
-            store=self.store,
         )
 
     async def next_call(self) -> FakeCall:

@@ -70,10 +70,11 @@ class StoredResponse:
 class StoreBounds:
     """What a router keeps at most; the router's settings of the same names."""
 
-    stored_responses: int = 1000
-    stored_response_memory: int = 64 << 20
+    stored_responses: int
+    stored_response_memory: int
     """Bytes."""
-    stored_response_s: float = 3600.0
+    stored_response_s: float
+    """Seconds that a response is kept after it was stored."""
 
 
 @dataclass(slots=True)

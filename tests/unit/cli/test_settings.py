@@ -20,7 +20,6 @@ from baton.config.node import NodeSettings
 from baton.config.router import RouterSettings
 from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_for, settings_of, value_text
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.registry.flights import LIFETIME_S
 from kv_transfer.sender.lease_values import LeaseTimes
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Policy
@@ -202,7 +201,6 @@ def test_a_nodes_scheduler_has_the_defaults_of_the_settings() -> None:
         "max_model_len",
     }
     assert alone.policy == node.scheduling_policy
-    assert settings_of(RouterConfig)["flight_record_s"].default == LIFETIME_S
     assert node.kv_unclaimed_s == LeaseTimes().unclaimed_s
 
 

@@ -23,7 +23,8 @@ from baton.messages.generation import Accepted, Chunk, GenerateRequest, ModelCar
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams
-from baton.registry.flights import ENDED_S, LIFETIME_S
+from baton.registry.flights import ENDED_S
+from baton.testing.fake_flight_records import LIFETIME_S
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import READS_PER_TURN
 from router.placement.placement import Placement

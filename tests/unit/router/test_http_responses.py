@@ -16,9 +16,8 @@ from baton.messages.sampling import SamplingDefaults, TokenLogprobs
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageAuthenticator
-from router.http.responses.store import StoreBounds
 from tests.support.http_client import Exchange
-from tests.support.http_rig import CARD, HttpRig, chunk, finished
+from tests.support.http_rig import BOUNDS, CARD, HttpRig, chunk, finished
 from tests.support.router_parts import MODEL
 
 RESPONSES = "/v1/responses"
@@ -389,14 +388,14 @@ async def test_nothing_is_stored_unless_the_client_lets_it() -> None:
 
 
 async def test_a_router_without_a_store_refuses_to_store() -> None:
-    rig = HttpRig(bounds=StoreBounds(stored_responses=0))
+    rig = HttpRig(bounds=replace(BOUNDS, stored_responses=0))
     assert (await answered(rig, {})).json["store"] is False
     refused = await rig.post(RESPONSES, HELLO | {"store": True}).end()
     assert (refused.status, refused.error["param"]) == (400, "store")
 
 
 async def test_a_stored_response_expires() -> None:
-    rig = HttpRig(bounds=StoreBounds(stored_response_s=10.0))
+    rig = HttpRig(bounds=replace(BOUNDS, stored_response_s=10.0))
     made = (await answered(rig, {})).json["id"]
     rig.clock.advance(9.0)
     assert (await rig.get(f"{RESPONSES}/{made}").end()).status == 200

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from baton.models.hub import HubName
 from tests.support.hub_server import COMMIT, Hub, hub_server
 
 FILES: Mapping[str, bytes] = {
@@ -50,6 +51,14 @@ def directory_in(said: str) -> Path:
     name, _, path = said.partition(" ")
     assert name == "tiny"
     return Path(path)
+
+
+def test_names_of_the_hub_have_one_slash_and_perhaps_a_revision() -> None:
+    assert HubName.parse("org/model") == HubName("org/model", None)
+    assert HubName.parse("org/model@refs/pr/1") == HubName("org/model", "refs/pr/1")
+    assert str(HubName("org/model", "v1")) == "org/model@v1"
+    for text in ("model", "a/b/c", "/a", "a/", "../a", "a/..", "a b/c", "a/b@", "a/b@../x", "a/b\n"):
+        assert HubName.parse(text) is None
 
 
 def test_weights_and_texts_are_fetched_once_and_then_found_without_a_network(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from router.http.answers import (
     stream,
     whole_answer,
 )
-from router.http.bodies import Body, ChatBody, CompletionBody, read
+from router.http.bodies.generation import Body, ChatBody, CompletionBody, read
 from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
 from router.http.errors import Headers

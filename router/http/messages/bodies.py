@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
-from router.http.bodies import NotServed, Stop, Strict, bounded_messages
+from router.http.bodies.generation import NotServed, Stop, Strict, bounded_messages
 
 _BLOCK_FIELDS = {"type", "text", "cache_control", "citations"}
 

@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_MESSAGES
 from baton.messages.sampling import SamplingDefaults
-from router.http.bodies import ANY_OBJECT, NotServed, Strict
+from router.http.bodies.generation import ANY_OBJECT, NotServed, Strict
 
 _LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[

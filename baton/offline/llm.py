@@ -33,7 +33,8 @@ from baton.text.tokenizer import Tokenizer
 from router.admission.request import ValidRequest
 from router.admission.validation import longest_answer, validate
 from router.cards import card_of_nodes, sampling_defaults
-from router.http.bodies.generation import ChatBody, read_as
+from router.http.bodies.chats import ChatBody
+from router.http.bodies.strict import read_as
 from router.http.model import ServedModel
 
 Prompt = str | Sequence[int]

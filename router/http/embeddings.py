@@ -16,7 +16,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Finished, GenerateRequest
 from router.admission.validation import check_model
 from router.http.answers import accepted_of, path_headers
-from router.http.bodies.generation import EmbeddingBody, read_as
+from router.http.bodies.embeddings import EmbeddingBody
+from router.http.bodies.strict import read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import (

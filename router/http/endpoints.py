@@ -29,7 +29,9 @@ from router.http.answers import (
     stream,
     whole_answer,
 )
-from router.http.bodies.generation import Body, ChatBody, CompletionBody, read
+from router.http.bodies.chats import ChatBody
+from router.http.bodies.completions import CompletionBody
+from router.http.bodies.generation import Body, read
 from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
 from router.http.errors import Headers

@@ -11,7 +11,7 @@ from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABLE_BYTES
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
 from router.admission.validation import check_text
-from router.http.bodies.generation import ChatPrompt
+from router.http.bodies.chats import ChatPrompt
 from router.http.logprobs import as_token_id
 
 _NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"

@@ -15,7 +15,10 @@ from baton.errors import InvalidRequest
 from baton.messages.sampling import NUMBER_RANGES, SamplingDefaults
 from baton.security.matrix import CallerRole, callers_of_page
 from router.http.api_fields import FIELDS
-from router.http.bodies.generation import ChatBody, CompletionBody, EmbeddingBody, Strict, read_as
+from router.http.bodies.chats import ChatBody
+from router.http.bodies.completions import CompletionBody
+from router.http.bodies.embeddings import EmbeddingBody
+from router.http.bodies.strict import Strict, read_as
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.errors import error_object
 from router.http.responses.bodies import ResponsesBody

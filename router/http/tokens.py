@@ -12,7 +12,9 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import ModelCard
 from baton.messages.request_limits import MAX_TOKEN_IDS
 from router.admission.validation import check_model, check_token_ids
-from router.http.bodies.generation import ChatPrompt, Strict, TokenIds, read_as
+from router.http.bodies.chats import ChatPrompt
+from router.http.bodies.fields import TokenIds
+from router.http.bodies.strict import Strict, read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import Handler, in_thread_if_large, make_prompts

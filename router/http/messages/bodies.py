@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
-from router.http.bodies.generation import NotServed, Stop, Strict, bounded_messages
+from router.http.bodies.fields import NotServed, Stop, bounded_messages
+from router.http.bodies.strict import Strict
 
 _BLOCK_FIELDS = {"type", "text", "cache_control", "citations"}
 

@@ -13,7 +13,7 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected
-from router.http.bodies.generation import read_as
+from router.http.bodies.strict import read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import Endpoint, EndpointRequest, Handler, in_thread_if_large, with_client_names

@@ -15,7 +15,9 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_MESSAGES
 from baton.messages.sampling import SamplingDefaults
-from router.http.bodies.generation import ANY_OBJECT, NotServed, Strict
+from router.http.bodies.constraints import ANY_OBJECT
+from router.http.bodies.fields import NotServed
+from router.http.bodies.strict import Strict
 
 _LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[

@@ -15,7 +15,7 @@ from baton.messages.request_limits import MAX_MESSAGES
 from baton.security.callers import current_caller
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, logprob_lists
-from router.http.bodies.generation import read_as
+from router.http.bodies.strict import read_as
 from router.http.endpoints import Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
 from router.http.logprobs import ChatLogprobs

@@ -11,7 +11,9 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
 from baton.messages.sampling import RepetitionDetection
-from router.http.bodies.generation import Body, ChatBody, CompletionBody, read
+from router.http.bodies.chats import ChatBody
+from router.http.bodies.completions import CompletionBody
+from router.http.bodies.generation import Body, read
 from router.http.body import MAX_BODY_BYTES, parse_json
 from tests.support.http_rig import HttpRig, finished
 

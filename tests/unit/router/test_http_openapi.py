@@ -15,7 +15,7 @@ from starlette.routing import Route
 from baton.messages.sampling import SamplingDefaults
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.api_fields import FIELDS
-from router.http.bodies.generation import read_as
+from router.http.bodies.strict import read_as
 from router.http.live import LiveFeed, live_pages
 from router.http.openapi import OPERATIONS, Operation, description
 from tests.support.http_rig import CARD, HttpRig, chunk, finished

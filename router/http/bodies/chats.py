@@ -1,0 +1,96 @@
+"""The body of /v1/chat/completions, and the part of it that makes the prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from baton.errors import InvalidRequest
+from baton.messages.request_limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIABLES
+from router.http.bodies.fields import NotServed, bounded_messages
+from router.http.bodies.generation import Body
+from router.http.bodies.strict import Strict
+
+
+def _content(value: Any) -> str:
+    """The text of a message; parts are joined by newlines, as in vLLM."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    texts = []
+    for place, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
+            raise ValueError(f"part {place} must be {{'type': 'text', 'text': ...}}: only text is served")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _template_variables(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_TEMPLATE_VARIABLES:
+        raise ValueError(f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are taken")
+    return value
+
+
+def _template(value: Any) -> Any:
+    if isinstance(value, str) and (num_bytes := len(value.encode(errors="surrogatepass"))) > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"has {num_bytes} bytes; at most {MAX_TEMPLATE_BYTES} are taken")
+    return value or None
+
+
+Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
+
+
+class Message(Strict):
+    """One message of a chat. Fields of our own answers are accepted while they are empty: clients send them back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = ""
+    name: str | None = None
+    refusal: NotServed = None
+    annotations: NotServed = None
+    audio: NotServed = None
+    function_call: NotServed = None
+    tool_calls: NotServed = None
+
+
+class ChatPrompt(Strict):
+    """Messages, and how the chat template makes a prompt of them."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(bounded_messages)]
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    chat_template: Annotated[str | None, BeforeValidator(_template)] = None
+    documents: NotServed = None
+    mm_processor_kwargs: NotServed = None
+    tools: NotServed = None
+
+
+class ChatBody(ChatPrompt, Body):
+    """POST /v1/chat/completions"""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[Literal["text"]] | None = None
+    echo: Literal[False] | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    audio: NotServed = None
+    function_call: NotServed = None
+    functions: NotServed = None
+    prediction: NotServed = None
+    reasoning_effort: NotServed = None
+    verbosity: NotServed = None
+    web_search_options: NotServed = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of log-probabilities for the core; raises InvalidRequest for `top_logprobs` without `logprobs`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "needs logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None

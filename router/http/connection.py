@@ -25,8 +25,8 @@ from baton.messages.ids import new_request_id
 from baton.security.connection_limit import Place
 from baton.wire.closing import close_transport
 from baton.wire.turn_budget import TurnBudget
-from router.http.body import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from router.http.errors import HttpError, Kind, error_body, error_headers
+from router.http.json_body import MAX_BODY_BYTES, MAX_HEADER_BYTES
 
 HEAD_S = 20.0
 """The time for a request's head, from the beginning of the connection or from its first byte on."""

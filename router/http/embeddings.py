@@ -18,7 +18,6 @@ from router.admission.validation import check_model
 from router.http.answers import accepted_of, path_headers
 from router.http.bodies.embeddings import EmbeddingBody
 from router.http.bodies.strict import read_as
-from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import (
     Handler,
@@ -30,6 +29,7 @@ from router.http.endpoints import (
     truncated,
     with_client_names,
 )
+from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
 
 _MOST_AT_ONCE = 32

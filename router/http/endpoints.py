@@ -32,10 +32,10 @@ from router.http.answers import (
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
 from router.http.bodies.generation import Body, read
-from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
+from router.http.json_body import is_small, parse_json, read_body
 from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
 from router.http.position import parse_event_id

@@ -15,9 +15,9 @@ from router.admission.validation import check_model, check_token_ids
 from router.http.bodies.chats import ChatPrompt
 from router.http.bodies.fields import TokenIds
 from router.http.bodies.strict import Strict, read_as
-from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import Handler, in_thread_if_large, make_prompts
+from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
 
 

@@ -14,10 +14,10 @@ from baton.messages.generation import Accepted, ModelCard
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected
 from router.http.bodies.strict import read_as
-from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import Endpoint, EndpointRequest, Handler, in_thread_if_large, with_client_names
 from router.http.errors import Headers
+from router.http.json_body import parse_json, read_body
 from router.http.messages.bodies import CountBody, MessagesBody
 from router.http.messages.events import PING, MessageLabel, MessageWriter, usage_of
 from router.http.model import ServedModel

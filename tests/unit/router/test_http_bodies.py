@@ -14,7 +14,7 @@ from baton.messages.sampling import RepetitionDetection
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
 from router.http.bodies.generation import Body, read
-from router.http.body import MAX_BODY_BYTES, parse_json
+from router.http.json_body import MAX_BODY_BYTES, parse_json
 from tests.support.http_rig import HttpRig, finished
 
 PROMPT = {"prompt": "ab"}

@@ -31,7 +31,7 @@ from router.http.answers import (
 )
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
-from router.http.bodies.generation import Body, read
+from router.http.bodies.generation import GenerationBody, read_generation
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
@@ -225,7 +225,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         card = self._model.card
         return Label(self.shape.id_prefix + request_id, card.name, int(self._clock.wall()), card.fingerprint or None)
 
-    def _prompt_of(self, prompt: str | Sequence[int], body: Body, card: ModelCard) -> str | Sequence[int]:
+    def _prompt_of(self, prompt: str | Sequence[int], body: GenerationBody, card: ModelCard) -> str | Sequence[int]:
         """The prompt as the core gets it: token ids where its ids are returned or only its end is used."""
         if isinstance(prompt, str):
             if not (prompt and (body.return_token_ids or body.truncate_prompt_tokens is not None)):
@@ -251,7 +251,7 @@ class Completions(_OpenAiEndpoint):
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
     ) -> OptionsRequest:
-        body = read(CompletionBody, found)
+        body = read_generation(CompletionBody, found)
         check_request_id(body.request_id, request_id)
         ids = part_ids(request_id, len(body.prompts))
         prompts = [self._prompt_of(prompt, body, card) for prompt in body.prompts]
@@ -274,7 +274,7 @@ class ChatCompletions(_OpenAiEndpoint):
     def _parse(
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
     ) -> OptionsRequest:
-        body = read(ChatBody, found)
+        body = read_generation(ChatBody, found)
         check_request_id(body.request_id, request_id)
         check_model(body.model or "", card)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -349,7 +349,12 @@ def check_request_id(in_body: str | None, request_id: str) -> None:
 
 
 def _with_options(
-    body: Body, request_id: str, requests: Sequence[GenerateRequest], timeout_s: float | None, *, logprobs: bool
+    body: GenerationBody,
+    request_id: str,
+    requests: Sequence[GenerateRequest],
+    timeout_s: float | None,
+    *,
+    logprobs: bool,
 ) -> OptionsRequest:
     options = AnswerOptions(
         usage=body.includes_usage,

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIABLES
 from router.http.bodies.fields import NotServed, bounded_messages
-from router.http.bodies.generation import Body
+from router.http.bodies.generation import GenerationBody
 from router.http.bodies.strict import Strict
 
 
@@ -70,7 +70,7 @@ class ChatPrompt(Strict):
     tools: NotServed = None
 
 
-class ChatBody(ChatPrompt, Body):
+class ChatBody(ChatPrompt, GenerationBody):
     """POST /v1/chat/completions"""
 
     max_completion_tokens: int | None = None

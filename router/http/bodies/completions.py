@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator
 
 from baton.messages.request_limits import MAX_PROMPTS
 from router.http.bodies.fields import NotServed, TextsOrIds, is_ids
-from router.http.bodies.generation import Body
+from router.http.bodies.generation import GenerationBody
 
 
 def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
@@ -25,7 +25,7 @@ def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
 Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts, json_schema_input_type=TextsOrIds)]
 
 
-class CompletionBody(Body):
+class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompts: Prompts = Field(alias="prompt")

@@ -15,7 +15,7 @@ from router.http.bodies.constraints import Choice, Constrained, Pattern, Respons
 from router.http.bodies.fields import LogitBias, NotServed, Positive, Stop, StopTokenIds, Truncation
 from router.http.bodies.strict import Strict, read_as
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound="GenerationBody")
 
 
 class StreamOptions(Strict):
@@ -38,7 +38,7 @@ class RepetitionBody(Strict):
         return RepetitionDetection(self.max_pattern_size, self.min_pattern_size, self.min_count)
 
 
-class Body(Strict):
+class GenerationBody(Strict):
     """The fields that completions and chats have in common."""
 
     model: str | None = None
@@ -161,7 +161,7 @@ class Body(Strict):
         )
 
 
-_AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & Body.model_fields.keys() - {
+_AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & GenerationBody.model_fields.keys() - {
     "best_of",
     "beam_width",
     "cache_salt",
@@ -174,7 +174,7 @@ _AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & Body.mo
 """Fields that the request to the core has under the same name and with the same value."""
 
 
-def read(kind: type[B], found: Mapping[str, Any]) -> B:
+def read_generation(kind: type[B], found: Mapping[str, Any]) -> B:
     """The body as its model; raises InvalidRequest that names the first wrong field."""
     body = read_as(kind, found)
     if body.stream_options is not None and not body.stream:

@@ -13,7 +13,7 @@ from baton.messages.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
 from baton.messages.sampling import RepetitionDetection
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
-from router.http.bodies.generation import Body, read
+from router.http.bodies.generation import GenerationBody, read_generation
 from router.http.json_body import MAX_BODY_BYTES, parse_json
 from tests.support.http_rig import HttpRig, finished
 
@@ -53,7 +53,7 @@ ALL = {
 
 
 def test_every_field_of_a_request_can_be_set_over_http() -> None:
-    request = read(CompletionBody, PROMPT | ALL).request("ab", "id", 5)
+    request = read_generation(CompletionBody, PROMPT | ALL).request("ab", "id", 5)
     expected = {
         **ALL,
         "logit_bias": {7: -100.0, 8: 2.5},
@@ -78,18 +78,22 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-def test_null_means_not_set(kind: type[Body]) -> None:
+def test_null_means_not_set(kind: type[GenerationBody]) -> None:
     """Clients in other languages send null for fields that are not set."""
     least = PROMPT if kind is CompletionBody else HELLO
     names = {field.alias or name for name, field in kind.model_fields.items()} - set(least)
-    body = read(kind, {**dict.fromkeys(names), **least})
-    assert body.request("ab", "id", None) == read(kind, least).request("ab", "id", None) == GenerateRequest("ab", "id")
+    body = read_generation(kind, {**dict.fromkeys(names), **least})
+    assert (
+        body.request("ab", "id", None)
+        == read_generation(kind, least).request("ab", "id", None)
+        == GenerateRequest("ab", "id")
+    )
 
 
 @pytest.mark.parametrize("name", ["user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"])
 def test_fields_without_effect_are_ignored(name: str) -> None:
     value = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"}.get(name, "x")
-    assert read(ChatBody, HELLO | {name: value}).request("ab", "id", None) == GenerateRequest("ab", "id")
+    assert read_generation(ChatBody, HELLO | {name: value}).request("ab", "id", None) == GenerateRequest("ab", "id")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_fields_without_effect_are_ignored(name: str) -> None:
 )
 def test_a_bad_field_is_named(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read(CompletionBody, PROMPT | {field: value})
+        read_generation(CompletionBody, PROMPT | {field: value})
     assert caught.value.field.partition(".")[0].partition("[")[0] == field
     assert "Input should" not in str(caught.value)
 
@@ -150,7 +154,7 @@ def test_a_bad_field_is_named(field: str, value: object) -> None:
 )
 def test_an_invalid_prompt_is_refused(prompt: object, says: str) -> None:
     with pytest.raises(InvalidRequest, match=f"prompt: .*{says}"):
-        read(CompletionBody, {"prompt": prompt})
+        read_generation(CompletionBody, {"prompt": prompt})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_an_invalid_prompt_is_refused(prompt: object, says: str) -> None:
     [("a", ("a",)), ([1, 2], ([1, 2],)), (["a", "b"], ("a", "b")), ([[1], [2]], ([1], [2])), (["a", [1]], ("a", [1]))],
 )
 def test_prompts_are_accepted_in_every_form(prompt: object, found: object) -> None:
-    assert read(CompletionBody, {"prompt": prompt}).prompts == found
+    assert read_generation(CompletionBody, {"prompt": prompt}).prompts == found
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_prompts_are_accepted_in_every_form(prompt: object, found: object) -> No
 )
 def test_a_bad_message_is_named(field: str, message: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read(ChatBody, {"messages": [message]})
+        read_generation(ChatBody, {"messages": [message]})
     assert caught.value.field == field
 
 
@@ -193,13 +197,15 @@ def test_a_bad_message_is_named(field: str, message: object) -> None:
 )
 def test_a_bad_chat_is_named(field: str, body: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read(ChatBody, body)
+        read_generation(ChatBody, body)
     assert caught.value.field == field
 
 
 def test_messages_copied_from_our_answers_are_accepted() -> None:
     answer = {"role": "assistant", "content": "yo", "refusal": None, "tool_calls": None, "audio": None}
-    body = read(ChatBody, {"messages": [answer, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]})
+    body = read_generation(
+        ChatBody, {"messages": [answer, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]}
+    )
     assert [message.content for message in body.messages] == ["yo", "a\na"]
 
 
@@ -215,7 +221,7 @@ def test_messages_copied_from_our_answers_are_accepted() -> None:
 def test_vllms_parameters_for_beam_search_are_accepted(
     sent: dict[str, object], width: int | None, best_of: int | None
 ) -> None:
-    request = read(CompletionBody, PROMPT | sent).request("ab", "id", None)
+    request = read_generation(CompletionBody, PROMPT | sent).request("ab", "id", None)
     assert (request.beam_width, request.best_of) == (width, best_of)
 
 
@@ -228,14 +234,14 @@ def test_vllms_parameters_for_beam_search_are_accepted(
     ],
 )
 def test_each_response_format_becomes_a_schema(sent: dict[str, object], schema: object) -> None:
-    found = read(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None).json_schema
+    found = read_generation(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None).json_schema
     assert (None if found is None else json.loads(found)) == schema
 
 
 @pytest.mark.parametrize("sent", [{"type": "json_schema"}, {"type": "json_object", "json_schema": {"schema": {}}}])
 def test_an_incomplete_response_format_is_refused(sent: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match=r"response_format\.json_schema"):
-        read(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None)
+        read_generation(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None)
 
 
 @pytest.mark.parametrize(
@@ -320,21 +326,23 @@ USER = {"role": "user"}
         ),
     ],
 )
-def test_a_field_with_too_many_items_is_refused(kind: type[Body], fields: dict[str, object], refusal: str) -> None:
+def test_a_field_with_too_many_items_is_refused(
+    kind: type[GenerationBody], fields: dict[str, object], refusal: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read(kind, fields)
+        read_generation(kind, fields)
     assert str(caught.value) == refusal
 
 
 def test_a_very_long_unknown_field_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        read(CompletionBody, PROMPT | {"stop_tokens" + "s" * 1000: 1})
+        read_generation(CompletionBody, PROMPT | {"stop_tokens" + "s" * 1000: 1})
     assert caught.value.reason == "is unknown"
     assert len(caught.value.field) < 100
 
 
 def test_the_maximum_number_of_messages_is_accepted() -> None:
-    assert len(read(ChatBody, {"messages": [USER] * 4096}).messages) == 4096
+    assert len(read_generation(ChatBody, {"messages": [USER] * 4096}).messages) == 4096
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 VERSION = 1
@@ -41,6 +41,11 @@ def print_yaml(value: Any) -> None:
     from baton.cli.yaml_text import yaml_text
 
     print(yaml_text(value), end="")  # noqa: T201
+
+
+def print_document(output: Format, document: Mapping[str, Any]) -> None:
+    """Print one object with the version of its fields, as YAML or else as JSON."""
+    (print_yaml if output is Format.YAML else print_json)({"version": VERSION, **document})
 
 
 def print_list(

@@ -84,7 +84,9 @@ async def test_a_request_goes_where_its_prefix_is_cached_and_explain_says_why(tm
             ("other", "Finished", 4),
             ("first", "Finished", 4),
         ]
-        assert json.loads(await baton(cluster, "describe", "request", "first", "-o", "json"))["attempts"] == 1
+        described = json.loads(await baton(cluster, "describe", "request", "first", "-o", "json"))
+        assert described["attempts"] == 1
+        assert [found["version"] for found in (first, second, listed, described)] == [1] * 4
         text = await baton(cluster, "explain", "second")
         assert text.startswith("second, attempt 1, ")
         assert "in hindsight" in text

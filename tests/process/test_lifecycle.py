@@ -39,7 +39,12 @@ def test_up_detach_serves_and_down_stops_everything_and_may_be_repeated(shell: S
     assert "prompt: this model is served without a tokenizer" in refusal(shell.baton("generate", "text"), 2)
 
     stopped = shell.baton("down", "-o", "json")
-    assert json.loads(stopped.stdout) == {"run_dir": str(place), "was_running": True, "running": False}
+    assert json.loads(stopped.stdout) == {
+        "version": 1,
+        "run_dir": str(place),
+        "was_running": True,
+        "running": False,
+    }
     assert all(wait_until_ended(pid) for pid in pids)
     assert sorted(path.name for path in place.iterdir()) == ["lock", "logs"]
     again = shell.baton("down")

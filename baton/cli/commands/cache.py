@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.ask_routers import ask_any_router
-from baton.cli.output import VERSION, Format, print_json, print_note, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_note, print_text
 from baton.cli.steering import NodesArgument
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.errors import CacheInUse, ExitCode
@@ -51,11 +51,9 @@ def reset(
             forgotten[node] = ask_any_router(address, run_dir, partial(_reset, node, timeout))
         except CacheInUse as error:
             refused[node] = str(error)
-    found = {"version": VERSION, "forgotten_blocks": forgotten, "refused": refused}
-    if output is Format.JSON:
-        print_json(found)
-    elif output is Format.YAML:
-        print_yaml(found)
+    found = {"forgotten_blocks": forgotten, "refused": refused}
+    if output is not Format.TEXT:
+        print_document(output, found)
     else:
         for node, num_blocks in forgotten.items():
             print_text(f"{node} has forgotten {num_blocks} blocks")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.ask_routers import ask_any_router
-from baton.cli.output import VERSION, Format, print_json, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_text
 from baton.cli.steering import ANSWER_TIMEOUT_S, NodesArgument, print_warning
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
@@ -46,11 +46,9 @@ def uncordon(
 
 
 def _print_result(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) -> None:
-    found = {"version": VERSION, "nodes": nodes, "cordoned": is_cordoned, "warning": warning}
-    if output is Format.JSON:
-        print_json(found)
-    elif output is Format.YAML:
-        print_yaml(found)
+    found = {"nodes": nodes, "cordoned": is_cordoned, "warning": warning}
+    if output is not Format.TEXT:
+        print_document(output, found)
     else:
         for name in nodes:
             print_text(f"{name} {'cordoned' if is_cordoned else 'uncordoned'}")

@@ -9,7 +9,7 @@ import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
 from baton.cli.commands.requests import request
-from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_text
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
@@ -45,10 +45,8 @@ def node(
     status = find_node(view_cluster(address, run_dir, timeout).nodes, name)
     answers = ask_nodes([status] if can_be_asked(status) else [], timeout)
     report = answers.reports.get(status.incarnation)
-    if output is Format.JSON:
-        print_json(node_json(status, report))
-    elif output is Format.YAML:
-        print_yaml(node_json(status, report))
+    if output is not Format.TEXT:
+        print_document(output, node_json(status, report))
     else:
         for line in node_lines(status, report):
             print_text(line)

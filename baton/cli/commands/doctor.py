@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_text
 from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
@@ -43,8 +43,7 @@ def doctor(
     if output is Format.TEXT:
         _print(findings, level)
     else:
-        print_any = print_json if output is Format.JSON else print_yaml
-        print_any({"status": level.name, "checks": [_plain(one) for one in findings]})
+        print_document(output, {"status": level.name, "checks": [_plain(one) for one in findings]})
     raise typer.Exit(int(level))
 
 

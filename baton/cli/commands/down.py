@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_text
 from baton.cli.target import RunDirOption, run_dir_of
 from baton.errors import DeadlineExceeded
 
@@ -32,10 +32,8 @@ def down(
     directory = run_dir_of(run_dir)
     was_running = stop_cluster(directory, timeout, force=force)
     result = {"run_dir": str(directory.path), "was_running": was_running, "running": False}
-    if output is Format.JSON:
-        print_json(result)
-    elif output is Format.YAML:
-        print_yaml(result)
+    if output is not Format.TEXT:
+        print_document(output, result)
     elif was_running:
         print_text(f"stopped the cluster in {directory.path}")
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.ask_routers import router_addresses
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
+from baton.cli.output import Format, fine_duration, print_document, print_text
 from baton.cli.steering import Deadline, NodesArgument, ProgressLine, TimeoutOption
 from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.errors import BatonError, DeadlineExceeded, Unreachable
@@ -52,11 +52,9 @@ def drain(
             left = f", but {remaining_work(last)} are left, because reads of them do not end"
             suffix = left if last.quarantined_blocks else ""
             print_text(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}{suffix}")
-    found: dict[str, Any] = {"version": VERSION, "nodes": done}
-    if output is Format.JSON:
-        print_json(found)
-    elif output is Format.YAML:
-        print_yaml(found)
+    found: dict[str, Any] = {"nodes": done}
+    if output is not Format.TEXT:
+        print_document(output, found)
 
 
 def _drain(

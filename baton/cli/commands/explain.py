@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.ask_routers import ask_about_request
-from baton.cli.output import Format, fine_duration, print_json, print_table, print_text, print_yaml, size
+from baton.cli.output import Format, fine_duration, print_document, print_table, print_text, size
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ def explain(
     A router remembers the last few thousand requests. `*` marks the candidate that was chosen.
     """
     decisions = ask_about_request(address, run_dir, lambda router: router.explain(request, timeout))
-    if output is Format.JSON:
-        print_json({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
-    elif output is Format.YAML:
-        print_yaml({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
+    if output is not Format.TEXT:
+        print_document(output, {"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
     else:
         for decision in decisions:
             _print_decision(request, decision)

@@ -18,7 +18,7 @@ from baton.cli.constraint_options import (
     RegexOption,
     constraint_fields,
 )
-from baton.cli.output import Format, print_json, print_note, print_text, print_yaml, size
+from baton.cli.output import Format, print_document, print_note, print_text, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
 from baton.errors import BatonError, Unreachable, UsageError
@@ -199,10 +199,8 @@ def generate(
     finally:
         client.close()
     result = answer.to_json()
-    if output is Format.JSON:
-        print_json(result)
-    elif output is Format.YAML:
-        print_yaml(result)
+    if output is not Format.TEXT:
+        print_document(output, result)
     else:
         print_text("" if shows else answer.text)
         if answer.finished is not None and sys.stderr.isatty():

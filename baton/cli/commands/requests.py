@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.ask_routers import ask_about_request, ask_all_routers
-from baton.cli.output import (
-    Format,
-    ListFormat,
-    fine_duration,
-    print_json,
-    print_list,
-    print_note,
-    print_text,
-    print_yaml,
-    size,
-)
+from baton.cli.output import Format, ListFormat, fine_duration, print_document, print_list, print_note, print_text, size
 from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
@@ -103,10 +93,8 @@ def request(
         return rows[0]
 
     row = ask_about_request(address, run_dir, find)
-    if output is Format.JSON:
-        print_json(asdict(row))
-    elif output is Format.YAML:
-        print_yaml(asdict(row))
+    if output is not Format.TEXT:
+        print_document(output, asdict(row))
     else:
         for line in request_lines(row, cluster_flag(address, run_dir)):
             print_text(line)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.ask_routers import ask_any_router
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
+from baton.cli.output import Format, fine_duration, print_document, print_text
 from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine, TimeoutOption, print_warning
 from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.cluster_view import view_cluster
@@ -44,7 +44,6 @@ def set_role(
     if wait:
         incarnation = _wait_for_role(node, role, address, run_dir, deadline).incarnation
     found = {
-        "version": VERSION,
         "node": node,
         "role": role,
         "changed": not asked.unchanged,
@@ -53,10 +52,8 @@ def set_role(
         "seconds": round(deadline.elapsed_s, 3),
         "warning": asked.warning,
     }
-    if output is Format.JSON:
-        print_json(found)
-    elif output is Format.YAML:
-        print_yaml(found)
+    if output is not Format.TEXT:
+        print_document(output, found)
     else:
         print_text(
             _summary(node, role, fine_duration(deadline.elapsed_s), is_changed=not asked.unchanged, is_ready=wait)

@@ -11,7 +11,7 @@ import typer
 
 from baton.cli.ask_nodes import NodeAnswers, ask_nodes, can_be_asked
 from baton.cli.commands.events import events_of_all_routers
-from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_text
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.status_page import Overview, overview, status_lines
@@ -40,10 +40,8 @@ def status(
     The cluster is ok, degraded or unavailable. The exit code is 1 if it is unavailable.
     """
     found = _overview(address, run_dir, timeout)
-    if output is Format.JSON:
-        print_json(found.to_json())
-    elif output is Format.YAML:
-        print_yaml(found.to_json())
+    if output is not Format.TEXT:
+        print_document(output, found.to_json())
     else:
         for line in status_lines(found, time.time()):
             print_text(line)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.ask_routers import ask_about_request
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml, size
+from baton.cli.output import Format, fine_duration, print_document, print_text, size
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ def trace(
     neither of them measured.
     """
     found = ask_about_request(address, run_dir, lambda router: router.timeline(request, timeout))
-    if output is Format.JSON:
-        print_json(to_json(found))
-    elif output is Format.YAML:
-        print_yaml(to_json(found))
+    if output is not Format.TEXT:
+        print_document(output, to_json(found))
     else:
         print_text("\n".join(waterfall(found, shutil.get_terminal_size().columns)))
 
@@ -50,7 +48,7 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
     stages = [
         {**asdict(stage), "start_ns": start} for stage, start in zip(timeline.stages, timeline.starts_ns, strict=True)
     ]
-    return {"version": VERSION, **asdict(timeline), "stages": stages}
+    return {**asdict(timeline), "stages": stages}
 
 
 def waterfall(timeline: Timeline, columns: int) -> Sequence[str]:

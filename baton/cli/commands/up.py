@@ -15,7 +15,7 @@ from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState
 from baton.cli.interrupts import closing_line
 from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
-from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
+from baton.cli.output import Format, print_document, print_table, print_text
 from baton.cli.target import run_dir_of, run_dir_path
 from baton.config import Loaded, UpConfig
 
@@ -94,10 +94,8 @@ def _up(
 
 
 def _show(state: ClusterState, directory: RunDir, output: Format, *, detached: bool, chats: bool) -> None:
-    if output is Format.JSON:
-        print_json(state.to_json())
-    elif output is Format.YAML:
-        print_yaml(state.to_json())
+    if output is not Format.TEXT:
+        print_document(output, state.to_json())
     else:
         rows = [
             [process.name, process.role, process.status, str(process.pid), process.address or "-"]

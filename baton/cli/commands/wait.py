@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import VERSION, Format, fine_duration, print_json, print_text, print_yaml
+from baton.cli.output import Format, fine_duration, print_document, print_text
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine
 from baton.cli.target import OperatorAddressOption, RunDirOption
@@ -94,11 +94,9 @@ def wait(
     finally:
         line.clear()
     rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
-    result = {"version": VERSION, "condition": condition, "nodes": rows, "seconds": round(deadline.elapsed_s, 3)}
-    if output is Format.JSON:
-        print_json(result)
-    elif output is Format.YAML:
-        print_yaml(result)
+    result = {"condition": condition, "nodes": rows, "seconds": round(deadline.elapsed_s, 3)}
+    if output is not Format.TEXT:
+        print_document(output, result)
     else:
         for node in found:
             print_text(f"{node.name} {condition} after {fine_duration(deadline.elapsed_s)}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.cli.output import VERSION, fine_duration, table_lines
+from baton.cli.output import fine_duration, table_lines
 from baton.cli.views.cluster_view import ClusterView
 from baton.messages.cluster import NodeStatus
 from baton.messages.node_report import HandoffSide, NodeReport
@@ -57,7 +57,6 @@ class Overview:
     def to_json(self) -> dict[str, Any]:
         """The page as a JSON object."""
         return {
-            "version": VERSION,
             **self.view.to_json(),
             "load": [asdict(each) for each in self.load],
             "degraded": [asdict(each) for each in self.degraded],

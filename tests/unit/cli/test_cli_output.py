@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.generate import Answer, summary
-from baton.cli.output import duration, print_table, print_yaml, size
+from baton.cli.output import Format, duration, print_document, print_table, print_yaml, size
 from baton.cli.steering import ProgressLine
 from baton.cli.views.cluster_view import combine
 from baton.cli.yaml_text import yaml_text
@@ -206,3 +206,10 @@ def test_the_health_that_the_router_reports_is_kept() -> None:
     degraded = replace(ROUTER, health="degraded", detail="the registry does not answer")
     view = combine(degraded, "", None)
     assert (view.health, view.detail) == ("degraded", "the registry does not answer")
+
+
+def test_a_document_has_the_version_of_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    print_document(Format.JSON, {"a": 1})
+    assert json.loads(capsys.readouterr().out) == {"version": 1, "a": 1}
+    print_document(Format.YAML, {"a": 1})
+    assert capsys.readouterr().out == "version: 1\na: 1\n"

@@ -7,7 +7,9 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 VERSION = 1
 """Version of the JSON and YAML that commands print. It changes when a field is removed or gets another meaning."""
@@ -29,6 +31,11 @@ class ListFormat(enum.StrEnum):
     JSON = "json"
     YAML = "yaml"
     NAME = "name"
+
+
+OUTPUT_OPTION = typer.Option("-o", "--output", help="Output format.")
+OutputOption = Annotated[Format, OUTPUT_OPTION]
+ListOutputOption = Annotated[ListFormat, OUTPUT_OPTION]
 
 
 def print_json(value: Any) -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ANSWER_TIMEOUT_S = 5.0
-"""How long one call to a router may take."""
 _LINE_INTERVAL_S = 1.0
 
 NodesArgument = Annotated[

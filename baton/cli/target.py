@@ -45,6 +45,12 @@ OperatorAddressOption = Annotated[
     str | None,
     typer.Option(help="HOST:PORT of a router's operator port, instead of a run directory.", metavar="ADDRESS"),
 ]
+ANSWER_TIMEOUT_S = 5.0
+"""How long one call to a router or a node may take, unless --timeout says otherwise."""
+AnswerTimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)]
+EachAnswerTimeoutOption = Annotated[
+    float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from baton.cli.bench.router import router
 from baton.cli.bench.serve import serve
 from baton.cli.bench.validate import validate
 from baton.cli.interrupts import closing_line
-from baton.cli.output import Format, print_json, print_table, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_table, print_yaml
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -72,7 +72,7 @@ def handoff(
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=4)] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a chunk of a prompt.", min=64)] = 512,
     threads: Annotated[int, typer.Option(help="Threads of each node, and of the single engine.", min=1)] = 1,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Measure a hand-off between two nodes, and compare it with a single engine and with bare NIXL reads."""
     from baton.bench.results.host import set_compute_threads
@@ -105,7 +105,7 @@ def handoff(
 def scheduler(
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=64)] = 1024,
     rounds: Annotated[int, typer.Option(help="Rounds of 32 steps; medians over them are shown.", min=1)] = 7,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Measure the time to schedule and commit a step, in microseconds, without a model."""
     from baton.bench.micro.scheduler import SchedulerBenchConfig, run

@@ -12,7 +12,7 @@ import typer
 from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.serve import slo_of, usage_errors
-from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import Cancelled
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Compare disaggregated with colocated arrangements on the same cores, under the same load.
 

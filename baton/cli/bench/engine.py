@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from baton.cli.bench.model import ModelOption, chosen_model
-from baton.cli.output import Format, print_json, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 
 if TYPE_CHECKING:
     from baton.bench.micro.engine import EngineReport
@@ -28,7 +28,7 @@ def engine(
     context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps at each batch size; medians are shown.", min=6)] = 48,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Measure the engine, and compare it with the limits of this machine's memory and arithmetic.
 

@@ -14,7 +14,7 @@ import typer
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.model import chosen_model
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
-from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
@@ -71,7 +71,7 @@ def nodes(
     seed: Annotated[int, typer.Option(help="Seed of the workload.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Put a load on a cluster, on this machine or on several hosts, and watch each of its nodes.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def overload(
     ] = 2000.0,
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write overload.json and overload.svg to this folder.")] = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Offer a cluster ten times its capacity, and measure what it serves, how it refuses, and how soon it recovers.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import print_json, print_note, print_text
+from baton.cli.output import OUTPUT_OPTION, print_json, print_note, print_text
 
 
 class ReportFormat(enum.StrEnum):
@@ -29,7 +29,7 @@ def report(
             show_default=False,
         ),
     ],
-    output: Annotated[ReportFormat, typer.Option("-o", "--output", help="Output format.")] = ReportFormat.HTML,
+    output: Annotated[ReportFormat, OUTPUT_OPTION] = ReportFormat.HTML,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.bench.model import ModelOption, named_model
-from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 
 if TYPE_CHECKING:
     from baton.bench.micro.router import RouterReport
@@ -34,7 +34,7 @@ def router(
     rounds: Annotated[int, typer.Option(help="Rounds of each load; medians over them are shown.", min=1)] = 5,
     round_s: Annotated[float, typer.Option(help="Seconds of each round.", min=0.1)] = 2.0,
     model: ModelOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Measure what a router sustains on one core, with simulated nodes, real processes and real text.
 

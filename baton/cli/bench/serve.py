@@ -15,7 +15,7 @@ import typer
 
 from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import named_model
-from baton.cli.output import Format, print_json, print_note, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import BatonError, ExitCode, InvalidRequest, UsageError
 from baton.security.access import default_access
@@ -135,7 +135,7 @@ def serve(
     ] = "",
     report: ReportOption = None,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", "--no-progress", help="No progress bar.")] = False,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Put a load on an endpoint and measure latency and throughput, with the flags and keys of `vllm bench serve`.
 

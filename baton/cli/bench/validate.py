@@ -13,7 +13,7 @@ import typer
 from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
-from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.models.resolve import FoundModel
 
@@ -48,7 +48,7 @@ def validate(
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Compare the simulator with real processes that get the same requests at the same times.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.ask_routers import ask_any_router
-from baton.cli.output import Format, print_document, print_note, print_text
+from baton.cli.output import Format, OutputOption, print_document, print_note, print_text
 from baton.cli.steering import NodesArgument
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.errors import CacheInUse, ExitCode
@@ -37,7 +37,7 @@ def reset(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each node.", metavar="SECONDS", min=0)] = _ASK_S,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> int:
     """Empty the prefix caches of these nodes, on the device and in host memory.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel, ByteSize
 
-from baton.cli.output import Format, print_json, print_table, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_table, print_yaml
 from baton.config.load import MODELS, config_file, view
 from baton.security.redaction import without_password
 
@@ -41,7 +41,7 @@ def view_config(
     config: Annotated[
         Path | None, typer.Option(help="Configuration file. Default: ./baton.toml if it exists.", metavar="PATH")
     ] = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Print the settings that `baton up`, `baton node` or `baton router` would run with here, without any flag.
 

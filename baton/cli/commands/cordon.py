@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from baton.cli.ask_routers import ask_any_router
-from baton.cli.output import Format, print_document, print_text
-from baton.cli.steering import ANSWER_TIMEOUT_S, NodesArgument, print_warning
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.output import Format, OutputOption, print_document, print_text
+from baton.cli.steering import NodesArgument, print_warning
+from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -21,10 +19,8 @@ def cordon(
     nodes: NodesArgument,
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)
-    ] = ANSWER_TIMEOUT_S,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    timeout: AnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Stop sending new requests to these nodes, also after restarts, until `uncordon`. Running requests continue."""
     warning = ask_any_router(address, run_dir, lambda router: router.cordon(nodes, timeout))
@@ -35,10 +31,8 @@ def uncordon(
     nodes: NodesArgument,
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)
-    ] = ANSWER_TIMEOUT_S,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    timeout: AnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Send new requests to these nodes again."""
     ask_any_router(address, run_dir, lambda router: router.uncordon(nodes, timeout))

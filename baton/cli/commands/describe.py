@@ -9,8 +9,8 @@ import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
 from baton.cli.commands.requests import request
-from baton.cli.output import Format, print_document, print_text
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.output import Format, OutputOption, print_document, print_text
+from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
 from baton.did_you_mean import did_you_mean
@@ -35,8 +35,8 @@ def node(
     name: Annotated[str, typer.Argument(help="Name of the node, as `baton get nodes` lists it.", metavar="NAME")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Show the properties of a node, its load and its hand-offs.
 

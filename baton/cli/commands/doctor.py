@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, print_document, print_text
+from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
@@ -31,7 +31,7 @@ def doctor(
         ),
     ] = "",
     run_dir: RunDirOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Check this machine and this installation."""
     from baton.cli.views.doctor_facts import gather_facts

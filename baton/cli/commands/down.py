@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.output import Format, print_document, print_text
+from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.target import RunDirOption, run_dir_of
 from baton.errors import DeadlineExceeded
 
@@ -26,7 +26,7 @@ def down(
     force: Annotated[
         bool, typer.Option("--force", help="Stop all processes at once; running requests are lost.")
     ] = False,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Stop the cluster: wait until running requests have ended, then stop all processes."""
     directory = run_dir_of(run_dir)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.ask_routers import router_addresses
-from baton.cli.output import Format, fine_duration, print_document, print_text
+from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
 from baton.cli.steering import Deadline, NodesArgument, ProgressLine, TimeoutOption
 from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
 from baton.errors import BatonError, DeadlineExceeded, Unreachable
@@ -30,7 +30,7 @@ def drain(
     address: OperatorAddressOption = None,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the process of the node when it is idle.")] = False,
     timeout: TimeoutOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Cordon nodes, one after the other, and wait until each has no requests and no leased blocks left.
 

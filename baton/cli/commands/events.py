@@ -15,6 +15,7 @@ from baton.cli.ask_routers import ask_all_routers, router_addresses
 from baton.cli.output import (
     VERSION,
     ListFormat,
+    ListOutputOption,
     fine_duration,
     print_json,
     print_note,
@@ -22,8 +23,7 @@ from baton.cli.output import (
     print_text,
     print_yaml,
 )
-from baton.cli.steering import ANSWER_TIMEOUT_S
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption
 from baton.cli.views.followed_routers import follow_events
 from baton.cli.views.merged_events import EventMerger
 
@@ -49,7 +49,7 @@ def events(
         int, typer.Option(help="Only events of each router with a larger sequence number.", metavar="SEQ", min=0)
     ] = 0,
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
-    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+    output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the events of the cluster that its routers saw: nodes that joined or left, cordons, failovers and others.
 

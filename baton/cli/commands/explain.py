@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.ask_routers import ask_about_request
-from baton.cli.output import Format, fine_duration, print_document, print_table, print_text, size
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_table, print_text, size
+from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
     from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
@@ -26,8 +26,8 @@ def explain(
     request: Annotated[str, typer.Argument(help="Id of the request.", metavar="REQUEST")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    timeout: AnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Explain the placement of a request: the predicted cost of each candidate (ms), and which would have been best.
 

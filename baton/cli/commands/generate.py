@@ -18,7 +18,7 @@ from baton.cli.constraint_options import (
     RegexOption,
     constraint_fields,
 )
-from baton.cli.output import Format, print_document, print_note, print_text, size
+from baton.cli.output import Format, OutputOption, print_document, print_note, print_text, size
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster, run_dir_of
 from baton.errors import BatonError, Unreachable, UsageError
@@ -165,7 +165,7 @@ def generate(
     ] = None,
     run_dir: RunDirOption = None,
     address: AddressesOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Send a prompt and print the generated text."""
     from baton.client import GenerationClient

@@ -10,9 +10,9 @@ import typer
 
 from baton.cli.commands.leases import leases
 from baton.cli.commands.requests import requests
-from baton.cli.output import ListFormat, duration, print_list, print_note
+from baton.cli.output import ListFormat, ListOutputOption, duration, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.did_you_mean import did_you_mean
@@ -58,8 +58,8 @@ def nodes(
     watching: WatchOption = False,
     sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_SORTS)}.", metavar="KEY")] = "role",
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+    timeout: AnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the nodes and routers of the cluster. With -w, JSON is one document a line."""
     wanted = parse_selector(selector)

@@ -14,7 +14,16 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import VERSION, ListFormat, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import (
+    VERSION,
+    ListFormat,
+    ListOutputOption,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+    print_yaml,
+)
 from baton.errors import BatonError, ExitCode
 from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
@@ -80,7 +89,7 @@ def add(
 def list_keys(
     file: _FileArgument,
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
-    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+    output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the keys."""
     found = read_keys(file)

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
-from baton.cli.output import ListFormat, print_list, print_note
+from baton.cli.output import ListFormat, ListOutputOption, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
@@ -30,8 +30,8 @@ def leases(
     selector: SelectorOption = "",
     watching: WatchOption = False,
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+    timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the leases and transfers that have not ended.
 

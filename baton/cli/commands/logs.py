@@ -18,7 +18,7 @@ import typer
 from baton.cli.cluster.directory_watch import DirectoryWatch
 from baton.cli.cluster.log_files import LogFile, LogLine, merged
 from baton.cli.cluster.run_dir import RunDir
-from baton.cli.output import print_text
+from baton.cli.output import OUTPUT_OPTION, print_text
 from baton.cli.target import RunDirOption, run_dir_of
 from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
@@ -67,7 +67,7 @@ def logs(
         str, typer.Option(help="Only lines of this level or a more severe one.", metavar="|".join(_LEVELS))
     ] = "debug",
     run_dir: RunDirOption = None,
-    output: Annotated[LogForm, typer.Option("-o", "--output", help="Output format.")] = LogForm.TEXT,
+    output: Annotated[LogForm, OUTPUT_OPTION] = LogForm.TEXT,
 ) -> None:
     """Print the logs of the processes of the cluster in a run directory, the oldest line first.
 

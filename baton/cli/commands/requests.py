@@ -10,8 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.ask_routers import ask_about_request, ask_all_routers
-from baton.cli.output import Format, ListFormat, fine_duration, print_document, print_list, print_note, print_text, size
-from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
+from baton.cli.output import (
+    Format,
+    ListFormat,
+    ListOutputOption,
+    OutputOption,
+    fine_duration,
+    print_document,
+    print_list,
+    print_note,
+    print_text,
+    size,
+)
+from baton.cli.target import (
+    ANSWER_TIMEOUT_S,
+    EachAnswerTimeoutOption,
+    OperatorAddressOption,
+    RunDirOption,
+    cluster_flag,
+)
 from baton.cli.views.request_rows import ENDED_STATES, brief_ms
 from baton.cli.views.watching import WatchedItem, WatchOption, watch
 from baton.errors import RequestNotFound, UsageError
@@ -38,8 +55,8 @@ def requests(
     watching: WatchOption = False,
     sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_SORTS)}.", metavar="KEY")] = "age",
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+    timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the running requests and the latest that have ended, without their text.
 
@@ -81,8 +98,8 @@ def request(
     request_id: Annotated[str, typer.Argument(help="Id of the request.", metavar="REQUEST")],
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Show where a request is, its progress, and how it ended."""
 

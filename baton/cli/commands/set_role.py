@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from baton.cli.ask_routers import ask_any_router
-from baton.cli.output import Format, fine_duration, print_document, print_text
-from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine, TimeoutOption, print_warning
-from baton.cli.target import OperatorAddressOption, RunDirOption, cluster_flag
+from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
+from baton.cli.steering import Deadline, ProgressLine, TimeoutOption, print_warning
+from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption, cluster_flag
 from baton.cli.views.cluster_view import view_cluster
 from baton.errors import BatonError, DeadlineExceeded
 from baton.messages.cluster import NodeStatus
@@ -31,7 +31,7 @@ def set_role(
     address: OperatorAddressOption = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the role has changed.")] = True,
     timeout: TimeoutOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Make a node a prefill node or a decode node, also after restarts.
 

@@ -17,7 +17,7 @@ import typer
 
 from baton.cli.bench.files import ReportOption, write_files
 from baton.cli.bench.serve import Dataset, slo_of, usage_errors
-from baton.cli.output import Format, print_json, print_note, print_table, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.steering import ProgressLine
 from baton.errors import InvalidRequest
 
@@ -137,7 +137,7 @@ def simulate(
     save_detailed: Annotated[bool, typer.Option(help="Keep every request in the result file.")] = False,
     result_filename: Annotated[Path | None, typer.Option(help="File to which the result is written.")] = None,
     report: ReportOption = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Simulate a cluster: the real scheduler, block pool, placement and failover under a virtual clock.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from baton.cli.ask_nodes import NodeAnswers, ask_nodes, can_be_asked
 from baton.cli.commands.events import events_of_all_routers
-from baton.cli.output import Format, print_document, print_text
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.output import Format, OutputOption, print_document, print_text
+from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.status_page import Overview, overview, status_lines
 from baton.errors import BatonError, ExitCode
@@ -32,8 +32,8 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 def status(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    timeout: AnswerTimeoutOption = ANSWER_TIMEOUT_S,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Show whether the cluster serves, its load, what is degraded and the latest failures.
 

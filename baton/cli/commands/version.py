@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import platform
-from typing import Annotated
 
 import typer
 
 import baton
-from baton.cli.output import Format, print_json, print_text, print_yaml
+from baton.cli.output import Format, OutputOption, print_json, print_text, print_yaml
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -16,7 +15,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     app.command(name, help=text)(version)
 
 
-def version(output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT) -> None:
+def version(output: OutputOption = Format.TEXT) -> None:
     """Print the version."""
     found = {"version": baton.__version__, "python": platform.python_version(), "platform": platform.platform()}
     if output is Format.JSON:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.output import Format, fine_duration, print_document, print_text
+from baton.cli.output import Format, OutputOption, fine_duration, print_document, print_text
 from baton.cli.selector import SelectorOption, parse_selector, select
-from baton.cli.steering import ANSWER_TIMEOUT_S, Deadline, ProgressLine
-from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.steering import Deadline, ProgressLine
+from baton.cli.target import ANSWER_TIMEOUT_S, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable, UsageError
@@ -81,7 +81,7 @@ def wait(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
     timeout: Annotated[float, typer.Option(help="Longest time to wait, in seconds.", metavar="SECONDS", min=0)] = 60.0,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+    output: OutputOption = Format.TEXT,
 ) -> None:
     """Wait until all these nodes meet a condition.
 

@@ -10,13 +10,13 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from baton.cli.output import print_note
+from baton.cli.target import ANSWER_TIMEOUT_S
 from baton.cli.views.merged_events import EventMerger
 from baton.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
 
-_ANSWER_TIMEOUT_S = 5.0
 _CHECK_INTERVAL_S = 1.0
 """How often to look for routers that have started."""
 
@@ -116,4 +116,4 @@ def _past_events(address: str, after: int) -> list[ClusterEvent]:
     from baton.client import OperatorClient
 
     with closing(OperatorClient(address)) as client:
-        return list(client.events(after, timeout_s=_ANSWER_TIMEOUT_S))
+        return list(client.events(after, timeout_s=ANSWER_TIMEOUT_S))

@@ -36,6 +36,7 @@ class ListFormat(enum.StrEnum):
 OUTPUT_OPTION = typer.Option("-o", "--output", help="Output format.")
 OutputOption = Annotated[Format, OUTPUT_OPTION]
 ListOutputOption = Annotated[ListFormat, OUTPUT_OPTION]
+NoHeadersOption = Annotated[bool, typer.Option("--no-headers", help="Print no header line.")]
 
 
 def print_json(value: Any) -> None:

@@ -15,6 +15,7 @@ import typer
 from baton.cli.access import with_access
 from baton.cli.bench.compare import compare
 from baton.cli.bench.engine import engine
+from baton.cli.bench.load_options import DtypeOption
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.nodes import nodes
 from baton.cli.bench.overload import overload
@@ -66,7 +67,7 @@ def handoff(
     shape: Annotated[
         str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: DtypeOption = "auto",
     requests: Annotated[int, typer.Option(help="Number of requests; medians over them are shown.", min=1)] = 20,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 1024,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=4)] = 16,

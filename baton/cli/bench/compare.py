@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
+from baton.cli.bench.files import ReportOption, ResultFileOption, exit_interrupted, write_files
+from baton.cli.bench.load_options import (
+    BurstinessOption,
+    DtypeOption,
+    MoreGoodputArgument,
+    RangeRatioOption,
+    ShapeOption,
+)
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.bench.serve import slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
@@ -29,21 +36,19 @@ _QUICK_TUNE_TRIES = 3
 
 
 def compare(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    more_goodput: MoreGoodputArgument = None,
     arrangement: Annotated[
         list[str] | None,
         typer.Option(help="colocated, conditional or like 1p1d; may be repeated. Default: all; quick: no conditional."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes of each arrangement, each with one thread on one core.")] = 2,
     model: ModelOption = None,
-    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    shape: ShapeOption = "",
+    dtype: DtypeOption = "auto",
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 512,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 64,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
-    burstiness: Annotated[
-        float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even.", min=0.01)
-    ] = 1.0,
+    random_range_ratio: RangeRatioOption = 0.0,
+    burstiness: BurstinessOption = 1.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +73,7 @@ def compare(
     ] = None,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
-    result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    result_filename: ResultFileOption = None,
     report: ReportOption = None,
     output: OutputOption = Format.TEXT,
 ) -> None:

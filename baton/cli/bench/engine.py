@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from baton.cli.bench.load_options import DtypeOption, ShapeOption
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 def engine(
     model: ModelOption = None,
-    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    shape: ShapeOption = "",
+    dtype: DtypeOption = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8.")] = "auto",
     quantization: Annotated[
         Literal["off", "int8", "int4"], typer.Option(help="Quantise plain weights while they are loaded.")

@@ -12,6 +12,7 @@ import typer
 from baton.cli.output import print_note
 from baton.errors import ExitCode
 
+ResultFileOption = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
 ReportOption = Annotated[
     Path | None, typer.Option(help="Write a page with plots to this HTML file.", metavar="FILE.html")
 ]

@@ -11,7 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.files import ReportOption, ResultFileOption, write_files
+from baton.cli.bench.load_options import (
+    BurstinessOption,
+    DatasetPathOption,
+    DtypeOption,
+    GoodputOption,
+    InputLenOption,
+    MaxConcurrencyOption,
+    MoreGoodputArgument,
+    NumPromptsOption,
+    NumWarmupsOption,
+    RangeRatioOption,
+    RequestRateOption,
+    ShapeOption,
+    WorkloadSeedOption,
+)
 from baton.cli.bench.model import chosen_model
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
@@ -26,7 +41,7 @@ _COLUMNS = ("NODE", "ROLE", "RUN", "WAIT", "WAIT REMOTE KV", "KV%", "LEASED", "S
 
 
 def nodes(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    more_goodput: MoreGoodputArgument = None,
     start: Annotated[
         str, typer.Option(help="Start a cluster here: colocated, conditional or an arrangement like 1p1d.")
     ] = "",
@@ -38,38 +53,30 @@ def nodes(
             metavar="MODEL",
         ),
     ] = None,
-    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    shape: ShapeOption = "",
+    dtype: DtypeOption = "auto",
     run_dir: RunDirOption = None,
     registry: Annotated[
         str, typer.Option(help="Redis of a running cluster, on one or several hosts.", metavar="URL")
     ] = "",
     cluster: Annotated[str, typer.Option(help="The cluster's name in the registry.")] = DEFAULT_CLUSTER,
     dataset_name: Annotated[Dataset, typer.Option(help="Kind of workload.")] = Dataset.RANDOM,
-    dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Number of requests. Default: 1000, or the whole trace.", min=1)
-    ] = None,
-    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
-    burstiness: Annotated[
-        float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even.", min=0.01)
-    ] = 1.0,
-    max_concurrency: Annotated[
-        int | None, typer.Option(help="Largest number of open requests. Default: no limit.", min=1)
-    ] = None,
-    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 512,
+    dataset_path: DatasetPathOption = None,
+    num_prompts: NumPromptsOption = None,
+    request_rate: RequestRateOption = float("inf"),
+    burstiness: BurstinessOption = 1.0,
+    max_concurrency: MaxConcurrencyOption = None,
+    random_input_len: InputLenOption = 512,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 64,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
+    random_range_ratio: RangeRatioOption = 0.0,
     time_scale: Annotated[float, typer.Option(help="Replay a trace this many times as fast.", min=1e-6)] = 1.0,
     length_scale: Annotated[float, typer.Option(help="Factor of prompt and shared block lengths.", min=1e-6)] = 1,
     output_scale: Annotated[float, typer.Option(help="Factor of output lengths.", min=1e-6)] = 1.0,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Limits of a good request: ttft:MS tpot:MS e2el:MS.", metavar="SLO ...")
-    ] = None,
+    goodput: GoodputOption = None,
     processes: Annotated[int, typer.Option(help="Generator processes.", min=1)] = 1,
-    num_warmups: Annotated[int, typer.Option(help="Requests before the run that are not counted.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the workload.", min=0)] = 0,
-    result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    num_warmups: NumWarmupsOption = 0,
+    seed: WorkloadSeedOption = 0,
+    result_filename: ResultFileOption = None,
     report: ReportOption = None,
     output: OutputOption = Format.TEXT,
 ) -> None:

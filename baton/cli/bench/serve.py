@@ -14,6 +14,18 @@ from urllib.parse import urlsplit
 import typer
 
 from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
+from baton.cli.bench.load_options import (
+    DatasetPathOption,
+    GoodputOption,
+    InputLenOption,
+    MaxConcurrencyOption,
+    MoreGoodputArgument,
+    NumPromptsOption,
+    NumWarmupsOption,
+    RangeRatioOption,
+    RequestRateOption,
+    WorkloadSeedOption,
+)
 from baton.cli.bench.model import named_model
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
@@ -57,7 +69,7 @@ class RampUp(enum.StrEnum):
 
 
 def serve(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    more_goodput: MoreGoodputArgument = None,
     backend: Annotated[Backend, typer.Option(help="Baton's gRPC, or OpenAI's HTTP.")] = Backend.BATON,
     base_url: Annotated[str, typer.Option(help="http://HOST:PORT of an OpenAI endpoint.", metavar="URL")] = "",
     host: Annotated[str, typer.Option(help="Host of the endpoint. Default: the local cluster.")] = "",
@@ -78,26 +90,22 @@ def serve(
         str, typer.Option(help="Bearer token. Default: $BATON_API_KEY, or $OPENAI_API_KEY with an openai backend.")
     ] = "",
     dataset_name: Annotated[Dataset, typer.Option(help="Kind of workload.")] = Dataset.RANDOM,
-    dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Number of requests. Default: 1000, or the whole trace.", min=1)
-    ] = None,
-    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
+    dataset_path: DatasetPathOption = None,
+    num_prompts: NumPromptsOption = None,
+    request_rate: RequestRateOption = float("inf"),
     burstiness: Annotated[
         float, typer.Option(help="1: Poisson arrivals; below 1: burstier; above 1: more even; inf: equal gaps.")
     ] = 1.0,
-    max_concurrency: Annotated[
-        int | None, typer.Option(help="Largest number of open requests. Default: no limit.", min=1)
-    ] = None,
+    max_concurrency: MaxConcurrencyOption = None,
     ramp_up_strategy: Annotated[RampUp | None, typer.Option(help="How the rate changes over the run.")] = None,
     ramp_up_start_rps: Annotated[float, typer.Option(help="Rate at the start of the run.", min=0)] = 0.0,
     ramp_up_end_rps: Annotated[float, typer.Option(help="Rate at the end of the run.", min=0)] = 0.0,
-    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 1024,
+    random_input_len: InputLenOption = 1024,
     random_output_len: Annotated[
         int,
         typer.Option("--random-output-len", "--prefix-repetition-output-len", help="Tokens to generate.", min=1),
     ] = 128,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
+    random_range_ratio: RangeRatioOption = 0.0,
     prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Number of different prefixes.", min=1)] = 10,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of each prefix.", min=1)] = 256,
     prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens after the prefix.", min=1)] = 256,
@@ -112,18 +120,16 @@ def serve(
     skip_broken_lines: Annotated[bool, typer.Option(help="Skip broken lines of a trace.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Generate the full output length.")] = True,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0, max=2)] = 0.0,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Limits of a good request: ttft:MS tpot:MS e2el:MS.", metavar="SLO ...")
-    ] = None,
+    goodput: GoodputOption = None,
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, separated by commas.")] = "99",
-    num_warmups: Annotated[int, typer.Option(help="Requests before the run that are not counted.", min=0)] = 0,
+    num_warmups: NumWarmupsOption = 0,
     request_timeout_s: Annotated[
         float, typer.Option(help="Seconds after which a request is cancelled and counted as failed.", min=1)
     ] = 3600,
     processes: Annotated[
         int | None, typer.Option(help="Generator processes. Default: 1; 2 from 1000/s.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the workload.", min=0)] = 0,
+    seed: WorkloadSeedOption = 0,
     label: Annotated[str, typer.Option(help="Name of the measurement in the result.")] = "",
     save_result: Annotated[bool, typer.Option(help="Write the result to a file.")] = False,
     save_detailed: Annotated[

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
+from baton.cli.bench.files import ReportOption, ResultFileOption, exit_interrupted, write_files
+from baton.cli.bench.load_options import DtypeOption, RangeRatioOption
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
@@ -30,7 +31,7 @@ def validate(
         ),
     ] = None,
     arrangement: Annotated[str, typer.Option(help="colocated:N or xPyD, a core for each node.")] = "1p1d",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: DtypeOption = "auto",
     load: Annotated[
         list[float] | None,
         typer.Option(
@@ -39,14 +40,14 @@ def validate(
     ] = None,
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 256,
     random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 48,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.5,
+    random_range_ratio: RangeRatioOption = 0.5,
     run_s: Annotated[float, typer.Option(help="Largest number of seconds of arrivals at each load.", min=1)] = 90.0,
     rounds: Annotated[int, typer.Option(help="Short runs of each load, interleaved with the others.", min=1)] = 3,
     budget_s: Annotated[float, typer.Option(help="Seconds that the whole command may take.", min=30)] = 570.0,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
-    result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    result_filename: ResultFileOption = None,
     report: ReportOption = None,
     output: OutputOption = Format.TEXT,
 ) -> None:

@@ -16,6 +16,7 @@ from baton.cli.output import (
     VERSION,
     ListFormat,
     ListOutputOption,
+    NoHeadersOption,
     fine_duration,
     print_json,
     print_note,
@@ -48,7 +49,7 @@ def events(
     after: Annotated[
         int, typer.Option(help="Only events of each router with a larger sequence number.", metavar="SEQ", min=0)
     ] = 0,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
+    no_headers: NoHeadersOption = False,
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the events of the cluster that its routers saw: nodes that joined or left, cordons, failovers and others.

@@ -10,7 +10,7 @@ import typer
 
 from baton.cli.commands.leases import leases
 from baton.cli.commands.requests import requests
-from baton.cli.output import ListFormat, ListOutputOption, duration, print_list, print_note
+from baton.cli.output import ListFormat, ListOutputOption, NoHeadersOption, duration, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
@@ -57,7 +57,7 @@ def nodes(
     selector: SelectorOption = "",
     watching: WatchOption = False,
     sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_SORTS)}.", metavar="KEY")] = "role",
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
+    no_headers: NoHeadersOption = False,
     timeout: AnswerTimeoutOption = ANSWER_TIMEOUT_S,
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:

@@ -18,6 +18,7 @@ from baton.cli.output import (
     VERSION,
     ListFormat,
     ListOutputOption,
+    NoHeadersOption,
     print_json,
     print_note,
     print_table,
@@ -88,7 +89,7 @@ def add(
 
 def list_keys(
     file: _FileArgument,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
+    no_headers: NoHeadersOption = False,
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:
     """List the keys."""

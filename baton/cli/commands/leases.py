@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
-from baton.cli.output import ListFormat, ListOutputOption, print_list, print_note
+from baton.cli.output import ListFormat, ListOutputOption, NoHeadersOption, print_list, print_note
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import ANSWER_TIMEOUT_S, EachAnswerTimeoutOption, OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
@@ -29,7 +26,7 @@ def leases(
     address: OperatorAddressOption = None,
     selector: SelectorOption = "",
     watching: WatchOption = False,
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
+    no_headers: NoHeadersOption = False,
     timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:

@@ -14,6 +14,7 @@ from baton.cli.output import (
     Format,
     ListFormat,
     ListOutputOption,
+    NoHeadersOption,
     OutputOption,
     fine_duration,
     print_document,
@@ -54,7 +55,7 @@ def requests(
     ] = 100,
     watching: WatchOption = False,
     sort_by: Annotated[str, typer.Option(help=f"Sort key: {', '.join(_SORTS)}.", metavar="KEY")] = "age",
-    no_headers: Annotated[bool, typer.Option("--no-headers", help="Print no header line.")] = False,
+    no_headers: NoHeadersOption = False,
     timeout: EachAnswerTimeoutOption = ANSWER_TIMEOUT_S,
     output: ListOutputOption = ListFormat.TABLE,
 ) -> None:

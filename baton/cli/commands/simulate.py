@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.load_options import MoreGoodputArgument
 from baton.cli.bench.serve import Dataset, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.steering import ProgressLine
@@ -55,7 +56,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def simulate(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    more_goodput: MoreGoodputArgument = None,
     preset: Annotated[Preset | None, typer.Option(help="Begin with a published experiment.")] = None,
     arrangement: Annotated[
         list[str] | None,

@@ -17,7 +17,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
-from baton.runner.backends.cpu.kernels.product import multiply_packed, require_bias, require_input
+from baton.runner.backends.cpu.kernels.product import empty_rows, multiply_packed, require_bias, require_input
 from baton.runner.backends.float8_weight import GROUP_MULTIPLE, Float8Weight
 
 
@@ -93,14 +93,12 @@ def pack_gated_float8(gate: Float8Weight, up: Float8Weight) -> PackedFloat8Weigh
 
 def float8_rows(w: PackedFloat8Weight, index: torch.Tensor, dtype: torch.dtype | None, threads: int) -> torch.Tensor:
     """The rows `index` (int64 [rows]) of the stacked weights in a dtype: [rows, k], as Float8Weight.dequantized."""
-    if dtype not in DTYPES:
-        raise KernelArgumentError("dtype", f"of a quantised weight's rows must be float32 or bfloat16, is {dtype}")
-    out = torch.empty((index.shape[0], w.k), dtype=dtype)
+    out = empty_rows(index.shape[0], w.k, dtype)
     functions = library().functions
     check_status(
         functions.baton_float8_rows(
             w.isa,
-            DTYPES[dtype],
+            DTYPES[out.dtype],
             w.group,
             w.address,
             index.data_ptr(),

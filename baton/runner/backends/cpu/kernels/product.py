@@ -116,6 +116,13 @@ def require_bias(bias: torch.Tensor, n: int, dtype: torch.dtype) -> int:
     return bias.data_ptr()
 
 
+def empty_rows(num_rows: int, k: int, dtype: torch.dtype | None) -> torch.Tensor:
+    """Memory for rows of a quantised weight, made plain: [num_rows, k]. Raises KernelArgumentError for other dtypes."""
+    if dtype not in DTYPES:
+        raise KernelArgumentError("dtype", f"of a quantised weight's rows must be float32 or bfloat16, is {dtype}")
+    return torch.empty((num_rows, k), dtype=dtype)
+
+
 def require_input(x: torch.Tensor, k: int) -> None:
     """Raises KernelArgumentError unless x is [m, k] in float32 or bfloat16, as `require_rows` says, on the CPU."""
     if x.ndim != 2 or x.dtype not in DTYPES or not x.is_cpu:

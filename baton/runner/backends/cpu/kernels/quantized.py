@@ -18,7 +18,7 @@ from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
 from baton.runner.backends.cpu.kernels.packing import gated_columns, place_gated, place_stacked
-from baton.runner.backends.cpu.kernels.product import require_bias, require_input
+from baton.runner.backends.cpu.kernels.product import empty_rows, require_bias, require_input
 from baton.runner.backends.quantized_weight import QuantizedWeight
 
 _NUMBERS = {
@@ -96,13 +96,11 @@ def dequantized_rows(
     w: PackedQuantizedWeight, index: torch.Tensor, dtype: torch.dtype | None, threads: int
 ) -> torch.Tensor:
     """The rows `index` (int64 [rows]) of the stacked weights in a dtype: [rows, k], as QuantizedWeight.dequantized."""
-    if dtype not in DTYPES:
-        raise KernelArgumentError("dtype", f"of a quantised weight's rows must be float32 or bfloat16, is {dtype}")
-    out = torch.empty((index.shape[0], w.k), dtype=dtype)
+    out = empty_rows(index.shape[0], w.k, dtype)
     functions = library().functions
     check_status(
         functions.baton_dequantize_rows(
-            DTYPES[dtype],
+            DTYPES[out.dtype],
             ctypes.addressof(w.format),
             w.address,
             index.data_ptr(),

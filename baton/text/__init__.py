@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizer, detokenizer, chat template, stop strings, grammars. Needs no torch."""
+"""Text and token ids: tokenizer, detokenizer, chat template, stop strings, loops, grammars. Needs no torch."""

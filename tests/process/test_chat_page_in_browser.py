@@ -157,6 +157,23 @@ async def test_escape_stops_an_answer_at_the_router_too(chromium: Browser) -> No
         assert await page.read("document.querySelectorAll('.error').length") == 0
 
 
+async def test_an_answer_that_only_repeats_itself_is_stopped_at_the_router_too(chromium: Browser) -> None:
+    async with opened(chromium) as page:
+        await page.open()
+        await page.say("a")
+        call = await page.rig.next_call()
+        call.tell(chunk(0, "Fine. " * 100))
+        await call.is_closed.wait()
+        await page.until("!running")
+        assert "stopped because it only repeats itself" in await page.read("turns[1].underPart.textContent")
+        await page.read("byId('stop_loops').click()")
+        await page.say("b")
+        call = await page.rig.next_call()
+        call.tell(chunk(0, "Fine. " * 100), finished("stop"))
+        await page.until("!running")
+        assert "repeats" not in await page.read("turns[3].underPart.textContent")
+
+
 async def test_shift_and_enter_begin_a_line(chromium: Browser) -> None:
     async with opened(chromium) as page:
         await page.open()

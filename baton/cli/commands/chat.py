@@ -21,12 +21,14 @@ from baton.cli.target import RunDirOption, local_cluster, run_dir_of
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
 from baton.messages.generation import Chunk, Finished
 from baton.security.access import default_access
+from baton.text.repetition import MAX_READ_CHARS, repeated_end
 
 if TYPE_CHECKING:
     from baton.cli.commands.chat_stream import ChatClient, Endpoint
 
 _PROMPT = "> "
 _CLOSING = "the chat is over, and nothing of it is kept"
+_LOOPS = "stopped this answer because it only repeats itself; --allow-repetition lets such answers go on"
 _COMMANDS = "/exit or Ctrl-D ends the chat, /clear starts a new conversation, Ctrl-C stops an answer"
 
 
@@ -71,6 +73,12 @@ def chat(
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop an answer before this text. May be repeated.", metavar="TEXT")
     ] = None,
+    allow_repetition: Annotated[
+        bool,
+        typer.Option(
+            "--allow-repetition", help="Do not stop an answer that repeats the same text over and over, word for word."
+        ),
+    ] = False,
     model: Annotated[
         str, typer.Option(help="Name of the model. Default: the only model of the cluster.", metavar="NAME")
     ] = "",
@@ -114,6 +122,7 @@ def chat(
         {name: value for name, value in settings.items() if value is not None},
         timeout,
         Conversation(system),
+        allows_repetition=allow_repetition,
         hint=f"see {run_dir_of(run_dir).command('status')}" if not url else "is this the router's HTTP address?",
     )
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -137,9 +146,12 @@ class Session:
         settings: Mapping[str, Any],
         timeout_s: float | None,
         conversation: Conversation,
+        *,
+        allows_repetition: bool,
         hint: str,
     ) -> None:
         self.conversation = conversation
+        self._allows_repetition = allows_repetition
         self._client = client
         self._settings = settings
         self._timeout_s = timeout_s
@@ -159,8 +171,12 @@ class Session:
         return True
 
     def _answer(self, text: str) -> None:
-        """Send a message and print the answer. A partial answer becomes part of the conversation, too."""
+        """Send a message and print the answer. A partial answer becomes part of the conversation, too.
+
+        An answer in a loop is stopped, since a model does not leave it before the context is full.
+        """
         pieces: list[str] = []
+        tail, loops = "", False
         end: Finished | None = None
         question = {**self._settings, "messages": self.conversation.messages_with(text)}
         try:
@@ -169,6 +185,9 @@ class Session:
                     if isinstance(event, Chunk) and event.text:
                         pieces.append(event.text)
                         print_text(event.text, end="")
+                        tail = (tail + event.text)[-MAX_READ_CHARS:]
+                        if loops := not self._allows_repetition and bool(repeated_end(tail)):
+                            break
                     elif isinstance(event, Finished):
                         end = event
         except Unreachable as error:
@@ -180,6 +199,8 @@ class Session:
             if pieces or end is not None:
                 print_text()
         self.conversation.add(text, "".join(pieces))
+        if loops:
+            print_note(f"baton: {_LOOPS}")
         if end is not None and sys.stderr.isatty():
             print_note(f"[{end.prompt_tokens} + {end.completion_tokens} tokens, {end.finish_reason}]")
 

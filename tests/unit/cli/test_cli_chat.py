@@ -133,6 +133,33 @@ async def test_each_line_is_a_message_and_the_conversation_is_kept(
     assert "temperature" not in scripted.bodies[0]
 
 
+LOOP = [piece(position, "Fine. ") for position in range(1, 100)]
+
+
+async def test_an_answer_that_only_repeats_itself_is_stopped_and_the_chat_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = whole(piece(1, "two", reason="stop"), DONE)
+    async with router(whole(*LOOP, DONE), rest) as (scripted, url):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+        assert await asyncio.to_thread(main, ["chat", "--url", url]) == 0
+    out, err = capsys.readouterr()
+    shown, second = out.splitlines()
+    assert (set(shown.split()), second) == ({"Fine."}, "two")
+    assert 512 <= len(shown) < 520
+    assert err == (
+        "baton: stopped this answer because it only repeats itself; --allow-repetition lets such answers go on\n"
+    )
+    assert scripted.bodies[1]["messages"][1]["content"] == shown  # type: ignore[index]
+
+
+async def test_repetition_may_be_allowed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async with router(whole(*LOOP, DONE)) as (_, url):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("first\n"))
+        assert await asyncio.to_thread(main, ["chat", "--url", url, "--allow-repetition"]) == 0
+    assert capsys.readouterr() == ("Fine. " * 99 + "\n", "")
+
+
 @pytest.mark.parametrize(
     ("answer", "code", "message"),
     [

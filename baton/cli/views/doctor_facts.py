@@ -52,7 +52,6 @@ def gather_facts(found_model: FoundModel, dtype: str, registry: str = "", run_di
     found = kernels.available()
     cores = usable_cores()
     nodes = _DEFAULTS.prefill + _DEFAULTS.decode
-    redis_server, redis_reason = _redis_server()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     run_dir, installation = (run_dir or default_run_dir(os.environ)).absolute(), Path(baton.__file__).parent
     return Facts(
@@ -65,8 +64,7 @@ def gather_facts(found_model: FoundModel, dtype: str, registry: str = "", run_di
         cores=cores,
         nodes=nodes,
         threads_per_node=_DEFAULTS.threads_per_node(cores),
-        redis_server=redis_server,
-        redis_reason=redis_reason,
+        redis_server=_redis_server(),
         nixl_reason=_why_no_nixl(),
         ucx_tls=os.environ.get("UCX_TLS", ""),
         available_memory=available_memory(),
@@ -129,14 +127,14 @@ def _registry(url: str) -> ServerMemory:
         return ServerMemory(error=str(error))
 
 
-def _redis_server() -> tuple[str, str]:
-    """The path of the program, or why there is none; the other one is empty."""
+def _redis_server() -> str:
+    """The path of the program, or empty."""
     from baton.registry.embedded import find_redis_server
 
     try:
-        return str(find_redis_server()), ""
-    except ConfigError as error:
-        return "", str(error)
+        return str(find_redis_server())
+    except ConfigError:
+        return ""
 
 
 def _why_no_nixl() -> str:

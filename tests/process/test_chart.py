@@ -121,6 +121,15 @@ CASES: dict[str, dict[str, Any]] = {
         "serviceAccount": {"name": "reader", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/r"}},
         **dict.fromkeys(("router", "prefill", "decode"), SPECIAL),
     },
+    "names of digits": {
+        "tls": {"existingSecret": "1"},
+        "apiKeys": {"existingSecret": "2"},
+        "serviceAccount": {"name": "3"},
+        "redis": {"passwordSecret": "4"},
+        "prefill": {"priorityClassName": "5", "runtimeClassName": "6", "resources": None},
+        "ingress": {"enabled": True, "host": "llm.example.com", "className": "7", "tlsSecret": "8"},
+        "serviceMonitor": {"enabled": True, "keySecret": {"name": "9", "key": "on"}},
+    },
     "no account": {**OPEN, "serviceAccount": {"create": False}},
     "bare": {**OPEN, "networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
     "no protection": {},
@@ -166,10 +175,21 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "an ingress without a host": {**OPEN, "ingress": {"enabled": True}},
+    "a URL as a host": {**OPEN, "ingress": {"enabled": True, "host": "https://llm.example.com"}},
+    "a host with a space": {
+        **OPEN,
+        "gateway": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm example.com"]},
+    },
+    "a number in a variable": {**OPEN, "decode": {"extraEnv": [{"name": "A", "value": 1}]}},
+    "misspelt limits": {**OPEN, "router": {"resources": {"limit": {"memory": "1Gi"}}}},
+    "memory with a space": {**OPEN, "sharedMemory": "1 GiB"},
+    "an interval without a unit": {**OPEN, "serviceMonitor": {"enabled": True, "interval": "15"}},
+    "a budget of words": {**OPEN, "podDisruptionBudget": {"maxUnavailable": "one"}},
+    "a secret in capitals": {"tls": {"existingSecret": "TLS"}, "apiKeys": {"existingSecret": "k"}},
     "the longest name": {**OPEN, "serviceMonitor": {"enabled": True}},
     "a long name": {**OPEN, "nodes": {"kind": "LeaderWorkerSet"}},
 }
-NAMES = {"the longest name": "r" * 41, "a long name": "r" * 39}
+NAMES = {"names of digits": "20261126", "the longest name": "r" * 41, "a long name": "r" * 39}
 """The releases' names in some cases."""
 REFUSED = {
     "no protection": "tls.existingSecret",
@@ -192,6 +212,14 @@ REFUSED = {
     "two routes for a host": "b.example.com is in gateway.hostnames, too",
     "a long name": "at most 44 characters",
     "an ingress without a host": "ingress.host",
+    "a URL as a host": "/ingress/host",
+    "a host with a space": "/gateway/hostnames/0",
+    "a number in a variable": "/decode/extraEnv/0/value",
+    "misspelt limits": "/router/resources",
+    "memory with a space": "/sharedMemory",
+    "an interval without a unit": "/serviceMonitor/interval",
+    "a budget of words": "/podDisruptionBudget/maxUnavailable",
+    "a secret in capitals": "/tls/existingSecret",
 }
 WRONG_ROUTE: dict[str, Any] = {
     "apiVersion": "gateway.networking.k8s.io/v1",

@@ -42,3 +42,16 @@ def test_what_is_copied_is_in_the_checkout() -> None:
         if name == "COPY" and "--from" not in rest and "dist/" not in rest:
             *sources, _ = rest.split()
             assert all((ROOT / source).exists() for source in sources)
+
+
+def test_what_is_copied_is_sent_to_the_builder() -> None:
+    lines = (ROOT / ".containerignore").read_text().splitlines()
+    assert "*" in lines, "all that is not named is left out"
+    sent = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    copied = {
+        source
+        for name, rest in instructions()
+        if name == "COPY" and "--from" not in rest
+        for source in rest.split()[:-1]
+    }
+    assert copied == sent

@@ -4,7 +4,7 @@
 
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
@@ -112,13 +112,13 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 {{- if and .root.Values.redis.enabled .root.Values.redis.passwordSecret }}
 - name: REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ .root.Values.redis.passwordSecret }}, key: password}}
+  valueFrom: {secretKeyRef: {name: {{ quote .root.Values.redis.passwordSecret }}, key: password}}
 {{- end }}
 - name: BATON_REGISTRY
 {{- if .root.Values.redis.enabled }}
   value: redis://{{ if .root.Values.redis.passwordSecret }}:$(REDIS_PASSWORD)@{{ end }}{{ include "baton.name" .root }}-redis:6379
 {{- else if .root.Values.redis.urlSecret.name }}
-  valueFrom: {secretKeyRef: {name: {{ .root.Values.redis.urlSecret.name }}, key: {{ .root.Values.redis.urlSecret.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ quote .root.Values.redis.urlSecret.name }}, key: {{ quote .root.Values.redis.urlSecret.key }}}}
 {{- else }}
   value: {{ .root.Values.redis.url | quote }}
 {{- end }}
@@ -160,7 +160,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- with .root.Values.tls.existingSecret }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
     defaultMode: 0440
     items:
       - {key: ca.crt, path: ca.crt}
@@ -169,7 +169,7 @@ imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- end }}
 {{- with .root.Values.apiKeys.existingSecret }}
 - name: keys
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  secret: {secretName: {{ quote . }}, defaultMode: 0440}
 {{- end }}
 {{- with .own.extraVolumes }}
 {{ toYaml . }}
@@ -194,7 +194,7 @@ annotations:
 {{- end }}
 
 {{- define "baton.podSpec" -}}
-serviceAccountName: {{ include "baton.serviceAccount" .root }}
+serviceAccountName: {{ include "baton.serviceAccount" .root | trim | quote }}
 automountServiceAccountToken: false
 {{- /* Variables named after services would be taken for configuration. */}}
 enableServiceLinks: false
@@ -209,10 +209,10 @@ securityContext:
   fsGroup: 10001
   seccompProfile: {type: RuntimeDefault}
 {{- with .own.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ quote . }}
 {{- end }}
 {{- with .own.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ quote . }}
 {{- end }}
 {{- with .own.initContainers }}
 initContainers:
@@ -292,7 +292,7 @@ spec:
         - {name: metrics, containerPort: 9400}
       {{- include "baton.probes" $all | nindent 6 }}
       resources:
-        {{- $resources := deepCopy $own.resources }}
+        {{- $resources := deepCopy ($own.resources | default dict) }}
         {{- $devices := dict }}
         {{- if $own.gpus }}{{ $_ := set $devices .root.Values.gpuResource ($own.gpus | int) }}{{ end }}
         {{- if $own.rdma }}{{ $_ := set $devices .root.Values.rdmaResource ($own.rdma | int) }}{{ end }}

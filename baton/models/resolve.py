@@ -22,7 +22,7 @@ from baton.models.conversion import add_sampling, convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.known_digests import FileState, KnownDigests
 from baton.models.model_cache import ModelCache, default_cache_dir
-from baton.models.named import NAMED_MODELS, recommended_sampling, source_of
+from baton.models.named_models import NAMED_MODELS, recommended_sampling, source_of
 
 C = TypeVar("C", bound=ClusterSettings)
 

@@ -13,11 +13,11 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished, joined
 from baton.wire.codec.generation import path_to_metadata
+from router.http.answer_format import LogprobWriter, Shape
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, usage_of
 from router.http.logprobs import Spelling
-from router.http.shapes import LogprobWriter, Shape
 
 _log = logging.getLogger(__name__)
 

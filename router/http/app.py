@@ -17,7 +17,6 @@ from baton.messages.ids import new_request_id
 from baton.security.callers import current_caller
 from baton.security.matrix import is_page
 from baton.security.pages import PageAuthenticator
-from router.http.elsewhere import use_instead
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import Headers, HttpError, Kind, error_body, error_headers, kind_of
@@ -26,11 +25,12 @@ from router.http.json_body import CLOSE, ClientGone, check_headers, is_unread
 from router.http.messages.endpoint import CountTokens, MessagesEndpoint, id_headers
 from router.http.messages.errors import error_object, status_of
 from router.http.model import ServedModel
-from router.http.pages import pages
 from router.http.responses.endpoint import ResponsesEndpoint
 from router.http.responses.store import ResponseStore
 from router.http.responses.stored import stored_routes
+from router.http.status_routes import pages
 from router.http.tokens import Detokenize, Tokenize
+from router.http.unserved_paths import use_instead
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.request_limits import MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
 from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, check_output_size, longest_answer
+from router.http.answer_format import CHAT, COMPLETION, Shape
 from router.http.answers import (
     Collected,
     Events,
@@ -34,12 +35,11 @@ from router.http.bodies.completions import CompletionBody
 from router.http.bodies.generation import GenerationBody, read_generation
 from router.http.client import Client
 from router.http.errors import Headers
+from router.http.event_id import parse_event_id
 from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
 from router.http.json_body import is_small, parse_json, read_body
 from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
-from router.http.position import parse_event_id
-from router.http.shapes import CHAT, COMPLETION, Shape
 
 T = TypeVar("T")
 P = TypeVar("P", bound="EndpointRequest")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
+from router.http.answer_format import Shape, quote
 from router.http.errors import error_body
+from router.http.event_id import event_id
 from router.http.logprobs import Spelling
-from router.http.position import event_id
-from router.http.shapes import Shape, quote
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from baton.models.named import NamedModel
+from baton.models.named_models import NamedModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
 MODEL = NamedModel(

@@ -9,8 +9,8 @@ from typing import Any
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
+from router.http.answer_format import quote
 from router.http.messages.errors import error_object
-from router.http.shapes import quote
 
 
 @dataclass(frozen=True, slots=True)

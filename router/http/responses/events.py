@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
+from router.http.answer_format import quote
 from router.http.errors import error_of
 from router.http.logprobs import ChatLogprobs, Spelling
 from router.http.responses.objects import ResponseDraft, as_text, status_of
-from router.http.shapes import quote
 
 
 class ResponseWriter:

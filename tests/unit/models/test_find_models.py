@@ -15,7 +15,7 @@ from baton.config import UpConfig, load
 from baton.config.setting import flags_of
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingDefaults
-from baton.models import named, resolve
+from baton.models import named_models, resolve
 from baton.models.model_cache import sha256_of
 from baton.models.resolve import FoundModel, find_model, with_model_directory
 from baton.text.model_files import read_model_files, read_sampling_defaults
@@ -53,7 +53,7 @@ def test_a_known_file_gets_the_sampling_that_its_makers_recommend(
     plain = read_sampling_defaults(find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "plain")}).directory)
     assert plain == SamplingDefaults()
     known = replace(MODEL, sha256=sha256_of(gguf_file), sampling={"temperature": 0.2, "top_p": 0.9})
-    monkeypatch.setattr(named, "NAMED_MODELS", {"tiny": known})
+    monkeypatch.setattr(named_models, "NAMED_MODELS", {"tiny": known})
     directory = find_model(gguf_file, {"XDG_CACHE_HOME": str(tmp_path / "known")}).directory
     assert read_sampling_defaults(directory) == SamplingDefaults(temperature=0.2, top_p=0.9)
     assert read_model_files(directory).eos_token_ids, "the converter's own content stays"

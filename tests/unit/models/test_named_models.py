@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.models.named import installed_file, run_pip, source_of
+from baton.models.named_models import installed_file, run_pip, source_of
 from tests.support.named_models import CONTENT, MODEL, entries
 
 

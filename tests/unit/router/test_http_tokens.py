@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import baton
-from router.http.elsewhere import INSTEAD, use_instead
+from router.http.unserved_paths import INSTEAD, use_instead
 from tests.support.http_rig import HttpRig
 
 CHAT: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}

@@ -152,7 +152,7 @@ class RouterProcess:
             rng,
             self._responses,
             authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
-            more=live_pages(self._live),
+            more_routes=live_pages(self._live),
         )
         origins = [origin for part in config.cors_origins.split(",") if (origin := part.strip())]
         self._http = HttpServer(

@@ -15,10 +15,9 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.models.progress import bar_of_bytes, mebibytes, say
 
-_DONE = re.compile(r"(\d+) (\d+)\n?")
-"""What the converter writes about its progress: bytes that are done, and all bytes."""
-_LONGEST_REASON = 500
-"""In characters."""
+_PROGRESS_LINE = re.compile(r"(\d+) (\d+)\n?")
+"""A line of the converter about its progress: bytes that are done, and all bytes."""
+_MAX_REASON_CHARS = 500
 
 
 def convert_in_child(source: Path, directory: Path) -> None:
@@ -50,26 +49,28 @@ def _convert(source: Path, directory: Path) -> None:
     with (
         bar_of_bytes() as show,
         # A file, since a child that fills a pipe which nobody reads would wait for ever.
-        tempfile.TemporaryFile("w+", errors="replace") as complaints,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as child,
+        tempfile.TemporaryFile("w+", errors="replace") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as child,
     ):
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                if found := _DONE.fullmatch(line):
+                if found := _PROGRESS_LINE.fullmatch(line):
                     show(int(found[1]), int(found[2]))
             child.wait()
         except BaseException:
             child.kill()
             raise
         if child.returncode:
-            complaints.seek(0)
-            said = [line for line in complaints.read().splitlines() if line.strip()]
-            raise ConfigError(said[-1][:_LONGEST_REASON] if said else _how_it_ended(source, child.returncode))
+            stderr.seek(0)
+            lines = [line for line in stderr.read().splitlines() if line.strip()]
+            raise ConfigError(
+                lines[-1][:_MAX_REASON_CHARS] if lines else _reason_from_exit_code(source, child.returncode)
+            )
 
 
-def _how_it_ended(source: Path, code: int) -> str:
-    """Why there is no directory, of a converter that did not say it itself."""
+def _reason_from_exit_code(source: Path, code: int) -> str:
+    """Why a converter that wrote nothing to stderr has failed."""
     if code == -signal.SIGKILL:
         return f"the converter of {source} was killed: it may have needed more memory than there is"
     return f"the converter of {source} ended with {code}"

@@ -21,7 +21,7 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([A-Za
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _UNWANTED = ["*/*"]
 """Folders hold other forms of a model, such as ONNX."""
-_OF_THE_DISK = frozenset(
+_DISK_ERRORS = frozenset(
     {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS}
 )
 
@@ -75,13 +75,13 @@ def fetched_directory(name: HubName) -> Path:
             f"{name.repository}{revision}` where there is one, with the same HF_HOME, or name a directory"
         )
     except Exception as error:  # The library lets the exceptions of its HTTP client through.
-        reason = _why_broken(error)
+        reason = _reason_of(error)
     raise ConfigError(f"model {name} can't be fetched from {constants.ENDPOINT}: {reason}")
 
 
-def _why_broken(error: Exception) -> str:
-    """What an error of the library means that says nothing about the model itself."""
-    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+def _reason_of(error: Exception) -> str:
+    """What to tell about an error of the library that is not about this model: one of network or disk, or another."""
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         place = "" if error.filename is None else f": {error.filename}"
         return f"its cache can't be written ({error.strerror}{place}); set HF_HOME to a directory with enough room"
     lines = str(error).split("\n") if str(error) else [type(error).__name__]
@@ -90,7 +90,7 @@ def _why_broken(error: Exception) -> str:
 
 @contextmanager
 def _quiet_library() -> Iterator[None]:
-    """The library logs nothing, since it tells of each retry, and shows its bars on a terminal only."""
+    """Within this context the library logs nothing, not even its retries, and shows progress on a terminal only."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,

@@ -16,11 +16,11 @@ from pathlib import Path
 from baton.models.model_cache import sha256_of
 from baton.models.progress import mebibytes, say
 
-_LARGE = 512 << 20
-"""From this size on, in bytes, a person is told what is being read."""
+_LARGE_BYTES = 512 << 20
+"""From this size on, stderr says that the file is being read, which takes a while."""
 _SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago could change again without another ctime, on a coarse clock."""
-_LONGEST_ENTRY = 200
+_MAX_ENTRY_CHARS = 200
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -57,7 +57,7 @@ class KnownDigests:
         known = self._recall(state)
         if known is not None:
             return known
-        if state.size >= _LARGE:
+        if state.size >= _LARGE_BYTES:
             say(f"Reading {path.name} ({mebibytes(state.size)}) to identify it …")
         began_ns = self._now_ns()
         digest = self._read(path)
@@ -67,15 +67,15 @@ class KnownDigests:
 
     def _recall(self, state: FileState) -> str | None:
         try:
-            with self._place(state).open(encoding="ascii") as file:
-                text = file.read(_LONGEST_ENTRY)
+            with self._entry_path(state).open(encoding="ascii") as file:
+                text = file.read(_MAX_ENTRY_CHARS)
         except (OSError, ValueError):
             return None
         times, _, digest = text.rpartition(" ")
         return digest if times == _times(state) and _SHA256.fullmatch(digest) else None
 
     def _remember(self, state: FileState, digest: str) -> None:
-        place = self._place(state)
+        place = self._entry_path(state)
         written = place.with_name(f"{place.name}.{os.getpid()}")
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -85,7 +85,7 @@ class KnownDigests:
             with suppress(OSError):
                 written.unlink()
 
-    def _place(self, state: FileState) -> Path:
+    def _entry_path(self, state: FileState) -> Path:
         return self._root / f"{state.device}-{state.inode}"
 
 

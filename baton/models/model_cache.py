@@ -19,8 +19,8 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.models.progress import mebibytes, say
 
-_FORM = "3"
-"""Part of each directory's name. Another converter, which writes other files, gets another number."""
+_CONVERTER_VERSION = "3"
+"""Part of each directory's name. It is raised when the converter begins to write other files."""
 
 Convert = Callable[[Path, Path], None]
 """Writes the model directory of a GGUF file into an empty directory, and flushes its files."""
@@ -52,7 +52,7 @@ class ModelCache:
         Only then `find_source` is called. Raises ConfigError from it, from the conversion, or if the cache can't be
         written or has no room for `num_bytes`. Both translate their own OSErrors, so that each names what failed.
         """
-        directory = self._root / f"{sha256}-{_FORM}"
+        directory = self._root / f"{sha256}-{_CONVERTER_VERSION}"
         if directory.is_dir():
             return directory
         try:

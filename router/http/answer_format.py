@@ -1,4 +1,4 @@
-"""The differences between the answers of the two endpoints."""
+"""How answers of /v1/completions and of /v1/chat/completions differ."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
 class LogprobWriter(Protocol):
     """Writes the log-probabilities of one sequence, piece by piece."""
 
-    def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
+    def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """The lists of the format, by name, for the next positions."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerFormat:
     """The format of one endpoint's answers."""
 
     id_prefix: str
-    whole: str
-    """The name of the object that is a whole answer."""
-    event: str
-    """The name of the object of each event of a stream."""
+    object_name: str
+    """OpenAI's name (`object`) of an answer that is no stream."""
+    event_name: str
+    """OpenAI's name (`object`) of each event of a stream."""
     text_head: str
     text_tail: str
     """JSON before (`text_head`) and after the text in an event's choice."""
     opening: str
-    """The content of an event before any text; empty: there is no such event."""
+    """What the first event of a sequence has in its choice, before any text; empty: there is no such event."""
     logprobs: Callable[[Spelling], LogprobWriter]
-    in_choice: Callable[[str], dict[str, Any]]
-    """The text in a choice of a whole answer."""
+    choice_of: Callable[[str], dict[str, Any]]
+    """The fields with the text, in a choice of an answer that is no stream."""
 
     @property
     def has_one_prompt(self) -> bool:
@@ -44,23 +46,23 @@ class Shape:
         return bool(self.opening)
 
 
-COMPLETION = Shape(
+COMPLETION = AnswerFormat(
     id_prefix="cmpl-",
-    whole="text_completion",
-    event="text_completion",
+    object_name="text_completion",
+    event_name="text_completion",
     text_head='"text":',
     text_tail="",
     opening="",
     logprobs=CompletionLogprobs,
-    in_choice=lambda text: {"text": text},
+    choice_of=lambda text: {"text": text},
 )
-CHAT = Shape(
+CHAT = AnswerFormat(
     id_prefix="chatcmpl-",
-    whole="chat.completion",
-    event="chat.completion.chunk",
+    object_name="chat.completion",
+    event_name="chat.completion.chunk",
     text_head='"delta":{"content":',
     text_tail="}",
     opening='"delta":{"role":"assistant","content":""}',
     logprobs=ChatLogprobs,
-    in_choice=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    choice_of=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
 )

@@ -13,7 +13,7 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished, joined
 from baton.wire.codec.generation import path_to_metadata
-from router.http.answer_format import LogprobWriter, Shape
+from router.http.answer_format import AnswerFormat, LogprobWriter
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, usage_of
@@ -131,16 +131,22 @@ class Collected:
     finished: Finished
 
     async def choice(
-        self, shape: Shape, options: AnswerOptions, spelling: Spelling, place: int, index: int, **more: object
+        self,
+        answer_format: AnswerFormat,
+        options: AnswerOptions,
+        spelling: Spelling,
+        place: int,
+        index: int,
+        **more: object,
     ) -> str:
         """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields."""
         chunks = self.chunks[place]
         finish_reason, stop_reason = self.ends[place]
-        before = {"index": index, **shape.in_choice("".join(chunk.text for chunk in chunks))}
+        before = {"index": index, **answer_format.choice_of("".join(chunk.text for chunk in chunks))}
         after = {"finish_reason": finish_reason, "stop_reason": stop_reason, **more}
         if options.token_ids:
             after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
-        logprobs = await _logprobs_json(shape.logprobs(spelling), chunks) if options.logprobs else "null"
+        logprobs = await _logprobs_json(answer_format.logprobs(spelling), chunks) if options.logprobs else "null"
         return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {_json(after)[1:]}'
 
 
@@ -166,7 +172,7 @@ async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk]) -> str:
 
 
 async def whole_answer(
-    shape: Shape,
+    answer_format: AnswerFormat,
     label: Label,
     answers: Sequence[Collected],
     options: AnswerOptions,
@@ -180,18 +186,18 @@ async def whole_answer(
             if choices:
                 await asyncio.sleep(0)  # there may be hundreds of long ones
             # In the first choice of each prompt alone, since a prompt may be long and its choices many.
-            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not shape.has_one_prompt else {}
-            choices.append(await answer.choice(shape, options, spelling, place, len(choices), **more))
+            more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
+            choices.append(await answer.choice(answer_format, options, spelling, place, len(choices), **more))
     ends = [answer.finished for answer in answers]
     usage = usage_of(
         sum(end.prompt_tokens for end in ends),
         sum(end.completion_tokens for end in ends),
         sum(end.cached_tokens for end in ends),
     )
-    head = {"id": label.id, "object": shape.whole, "created": label.created, "model": label.model}
+    head = {"id": label.id, "object": answer_format.object_name, "created": label.created, "model": label.model}
     head["system_fingerprint"] = label.fingerprint
     tail: dict[str, object] = {"usage": usage}
-    if prompts and shape.has_one_prompt:
+    if prompts and answer_format.has_one_prompt:
         tail["prompt_token_ids"] = prompts[0]
     return f'{_json(head)[:-1]}, "choices": [{", ".join(choices)}], {_json(tail)[1:]}'.encode()
 

@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and the barrier that turns every exception into an error object of its API."""
+"""The ASGI application: its routes, and the one place where exceptions become error objects of the path's API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from router.http.model import ServedModel
 from router.http.responses.endpoint import ResponsesEndpoint
 from router.http.responses.store import ResponseStore
 from router.http.responses.stored import stored_routes
-from router.http.status_routes import pages
+from router.http.status_routes import status_routes
 from router.http.tokens import Detokenize, Tokenize
 from router.http.unserved_paths import use_instead
 
@@ -53,9 +53,9 @@ class HttpFront:
         store: ResponseStore,
         keep_alive_s: float = KEEP_ALIVE_S,
         authenticator: PageAuthenticator | None = None,
-        more: Sequence[Route] = (),
+        more_routes: Sequence[Route] = (),
     ) -> None:
-        """Without an authenticator every caller is permitted. `store`: of /v1/responses. `more`: further pages."""
+        """`store`: of /v1/responses. `more_routes`: of further pages. Without an authenticator all are permitted."""
         self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s)
@@ -73,8 +73,8 @@ class HttpFront:
                 Route("/tokenize", Tokenize(handler, model), methods=["POST"]),
                 Route("/detokenize", Detokenize(handler, model), methods=["POST"]),
                 *html_pages(),
-                *pages(model, clock.wall(), why_not_ready, figures),
-                *more,
+                *status_routes(model, clock.wall(), why_not_ready, figures),
+                *more_routes,
             ],
             redirect_slashes=False,
             default=_no_such_path,

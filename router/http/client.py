@@ -1,4 +1,4 @@
-"""The client of one HTTP exchange while it is being answered: sends to it, and notices when it leaves."""
+"""The client of one HTTP exchange while it is answered: sends to it, and notices when it disconnects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STREAM_HEADERS: Headers = [
 
 
 class Client:
-    """A context in which the current task is cancelled when the client leaves; it then continues after the context.
+    """A context in which the current task is cancelled when the client disconnects; it then goes on after the context.
 
     A separate task watches the client, so sending costs nothing more. In a stream it also sends `keep_alive`, a
     comment, when nothing was sent for `keep_alive_s` (at most twice that); None: never. The body must have been read
@@ -38,7 +38,7 @@ class Client:
         self._watcher: asyncio.Task[None] | None = None
         self._stream_headers: Headers | None = None
         self._is_sending = False
-        self._was_silent = True
+        self._was_idle = True
         self.has_begun = False
         """Whether the status was sent, so that a later error can't change it any more."""
         self.is_gone = False
@@ -68,7 +68,7 @@ class Client:
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Send a piece of the stream; returns once the connection takes more."""
         self._is_sending = True
-        self._was_silent = False
+        self._was_idle = False
         if not self.has_begun:
             self.has_begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._stream_headers or []})
@@ -85,7 +85,7 @@ class Client:
     async def _watch(self) -> None:
         """Wait until the client leaves. A fault in here ends the exchange, since nothing else would notice that."""
         try:
-            await self._until_it_leaves()
+            await self._wait_for_disconnect()
         except OSError:
             pass  # the connection failed while a comment was sent
         except Exception:
@@ -98,15 +98,15 @@ class Client:
         if self._owner is not None:
             self._owner.cancel()
 
-    async def _until_it_leaves(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._keep_alive_s):
                     message = await self._receive()
             except TimeoutError:
-                if self._was_silent and self._stream_headers is not None and not self._is_sending:
+                if self._was_idle and self._stream_headers is not None and not self._is_sending:
                     await self.write(self._keep_alive)
-                self._was_silent = True
+                self._was_idle = True
                 continue
             if message["type"] == "http.disconnect":
                 return

@@ -319,11 +319,11 @@ class _ClosingTransport:
     def drop_references(self) -> None:
         """The connection is lost: later writes are dropped, as by any transport."""
         self._connection = self._real = None
-        self.write = _to_nowhere
+        self.write = _drop_write
         self.get_extra_info = _unknown
 
 
-def _to_nowhere(_data: bytes | bytearray | memoryview) -> None:
+def _drop_write(_data: bytes | bytearray | memoryview) -> None:
     pass
 
 
@@ -332,7 +332,7 @@ def _unknown(_name: str, default: Any = None) -> Any:
 
 
 class _ConnectionFlowControl(FlowControl):
-    """uvicorn's flow control, but it is the connection that pauses its transport."""
+    """uvicorn's flow control, except that the connection, and not this, pauses the transport."""
 
     def __init__(self, connection: Connection, transport: _ClosingTransport) -> None:
         super().__init__(transport)  # type: ignore[arg-type]

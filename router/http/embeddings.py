@@ -8,7 +8,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
@@ -33,7 +33,8 @@ from router.http.json_body import parse_json, read_body
 from router.http.model import ServedModel
 
 _MOST_AT_ONCE = 32
-"""The most inputs of one call that are sent to the core at once; the others wait here, and take no place of others."""
+"""The most inputs of one call that are sent to the core at once. The others wait here, and not in the queue of all
+clients."""
 _NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
 
 
@@ -70,7 +71,7 @@ class Embeddings:
                     (b"x-request-id", request_id.encode()),
                     *path_headers(parts[0].finished),
                 ]
-                await client.answer(200, answer_headers, _whole(self._model.card.name, parts))
+                await client.answer(200, answer_headers, _answer_of(self._model.card.name, parts))
 
     def _inputs(self, body: EmbeddingBody) -> Sequence[str | Sequence[int]]:
         """The inputs as the core gets them: of each the last tokens, if that is wanted. May be called in a thread."""
@@ -127,17 +128,17 @@ class Embeddings:
         raise BatonError("a request for an embedding ended without one")
 
 
-def _whole(model: str, parts: Sequence[_Part]) -> bytes:
+def _answer_of(model: str, parts: Sequence[_Part]) -> bytes:
     num_tokens = sum(part.finished.prompt_tokens for part in parts)
     rest = json.dumps({"model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
     data = ", ".join(part.json for part in parts)
     return f'{{"object": "list", "data": [{data}], {rest[1:]}'.encode()
 
 
-def _as_base64(vector: bytes) -> Any:
+def _as_base64(vector: bytes) -> str:
     return base64.b64encode(vector).decode()
 
 
-def _as_numbers(vector: bytes) -> Any:
-    """The numbers, each of which is the same float32 when it is read again."""
+def _as_numbers(vector: bytes) -> Sequence[float]:
+    """The numbers of a vector; written as JSON and read again, each is the same float32."""
     return struct.unpack(f"<{len(vector) // 4}f", vector)

@@ -18,7 +18,7 @@ from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.request_limits import MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
 from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, check_output_size, longest_answer
-from router.http.answer_format import CHAT, COMPLETION, Shape
+from router.http.answer_format import CHAT, COMPLETION, AnswerFormat
 from router.http.answers import (
     Collected,
     Events,
@@ -72,7 +72,7 @@ class Handler(Protocol):
         ...
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Do long work in a thread, beside the event loop; raises Overloaded if too much of it waits."""
+        """Do long work in a thread, so that the event loop is free; raises Overloaded if too much of it waits."""
         ...
 
     async def in_waiting_thread(self, work: Callable[..., T], *args: object) -> T:
@@ -97,9 +97,10 @@ class Endpoint(Generic[P]):
     """The common part of the endpoints for text: an ASGI application, whose exceptions the front turns into answers."""
 
     names: Mapping[str, Sequence[str]] = {}
-    """The client's names of the core's fields that have other names here; the first one that it sent counts.
+    """For fields of the core with other names in this API: these names, for refusals.
 
-    A name of the core that a client may send by mistake, or for something else, is first in its own list.
+    A refusal names the first one of them that the client sent, or else the last one. If the API has no field with the
+    core's name, but a client may have sent one, that name is in the list, too, and comes first.
     """
     keep_alive = COMMENT
     """Sent in a stream while there is nothing else to send."""
@@ -120,8 +121,8 @@ class Endpoint(Generic[P]):
         last_event_id = headers.get(b"last-event-id")
         with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
-                about = found, scope["state"]["request_id"], timeout_s, self._model.card
-                parsed = await make_prompts(self._handler, content, found, self._parser(found), *about)
+                arguments = found, scope["state"]["request_id"], timeout_s, self._model.card
+                parsed = await make_prompts(self._handler, content, found, self._parser(found), *arguments)
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -204,26 +205,30 @@ class OptionsRequest(EndpointRequest):
 class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     """The common part of completions and chats."""
 
-    shape: Shape
+    answer_format: AnswerFormat
     can_resume = True
 
     def _writer(self, parsed: OptionsRequest, accepted: Accepted, positions: Sequence[int]) -> StreamWriter:
         label, spelling = self._label(accepted.request_id), self._spelling(parsed)
         is_new = not any(positions)
         prompt = parsed.prompts[0] if parsed.options.token_ids and is_new else ()
-        return EventWriter(self.shape, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt)
+        return EventWriter(
+            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt
+        )
 
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
         label = self._label(parsed.request_id)
-        return await whole_answer(self.shape, label, answers, parsed.options, self._spelling(parsed), prompts)
+        return await whole_answer(self.answer_format, label, answers, parsed.options, self._spelling(parsed), prompts)
 
     def _spelling(self, parsed: OptionsRequest) -> Spelling:
         return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
 
     def _label(self, request_id: str) -> Label:
         card = self._model.card
-        return Label(self.shape.id_prefix + request_id, card.name, int(self._clock.wall()), card.fingerprint or None)
+        return Label(
+            self.answer_format.id_prefix + request_id, card.name, int(self._clock.wall()), card.fingerprint or None
+        )
 
     def _prompt_of(self, prompt: str | Sequence[int], body: GenerationBody, card: ModelCard) -> str | Sequence[int]:
         """The prompt as the core gets it: token ids where its ids are returned or only its end is used."""
@@ -237,7 +242,7 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
 class Completions(_OpenAiEndpoint):
     """POST /v1/completions"""
 
-    shape = COMPLETION
+    answer_format = COMPLETION
     names = {  # noqa: RUF012
         "request_id": ("request_id", "x-request-id"),
         "next_token_index": ("last-event-id",),
@@ -263,7 +268,7 @@ class Completions(_OpenAiEndpoint):
 class ChatCompletions(_OpenAiEndpoint):
     """POST /v1/chat/completions"""
 
-    shape = CHAT
+    answer_format = CHAT
     names = {  # noqa: RUF012
         **Completions.names,
         "prompt": ("messages",),
@@ -407,10 +412,13 @@ async def gather_all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 @contextmanager
 def with_client_names(names: Mapping[str, Sequence[str]], found: Mapping[str, Any]) -> Iterator[None]:
-    """In this context InvalidRequest gets the client's name of its field; see `Endpoint.names`."""
+    """Within this context, errors of the type InvalidRequest name the client's field in place of the core's.
+
+    `names`: as `Endpoint.names`; `found`: what the client sent.
+    """
     try:
         yield
     except InvalidRequest as error:
-        theirs = names.get(error.field, (error.field,))
-        name = next((name for name in theirs if found.get(name) is not None), theirs[-1])
+        clients_names = names.get(error.field, (error.field,))
+        name = next((name for name in clients_names if found.get(name) is not None), clients_names[-1])
         raise type(error)(name, error.reason) from error

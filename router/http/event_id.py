@@ -1,7 +1,7 @@
-"""Positions of a client in its stream: the `id:` of events and, when it comes back, its `Last-Event-ID`.
+"""The id of a server-sent event, with which a client continues a stream (`Last-Event-ID`).
 
-For each sequence of the request its position (`Chunk.next_position`), joined by dots: how many of its tokens the client
-has, plus one if it has text that came without tokens. So an id is enough to continue, at any router.
+The id is the client's position in each sequence of the request (`Chunk.next_position`), joined by dots: how many of its
+tokens the client has, plus one if it has text that came without tokens. So any router can continue from an id alone.
 """
 
 from __future__ import annotations

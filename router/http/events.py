@@ -1,4 +1,4 @@
-"""Writes the server-sent events of one stream from the core's events, with as little work for each as possible."""
+"""Writes the server-sent events of a stream of completions or of a chat, with as little work for each as possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
-from router.http.answer_format import Shape, quote
+from router.http.answer_format import AnswerFormat, quote
 from router.http.errors import error_body
 from router.http.event_id import event_id
 from router.http.logprobs import Spelling
@@ -60,11 +60,11 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0)
 
 
 class EventWriter:
-    """Writes one stream. `positions`: where each sequence begins."""
+    """Writes the events of one stream."""
 
     def __init__(
         self,
-        shape: Shape,
+        answer_format: AnswerFormat,
         label: Label,
         options: AnswerOptions,
         positions: Sequence[int],
@@ -72,21 +72,26 @@ class EventWriter:
         spelling: Spelling,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        """`prompt_token_ids`: those that the stream returns, once; empty for a stream that goes on."""
-        self._shape = shape
+        """`positions`: where each sequence of the stream begins, not 0 for one that the client continues.
+        `prompt_token_ids`: those that the stream returns, once; empty if it returns none.
+        """
+        self._format = answer_format
         self._options = options
         self._ids = [event_id([position]) for position in positions]
         """The parts of the next event's id: each sequence's position. They are kept as text, since they may be many."""
         self._prompt_tokens = prompt_tokens
         self._num_tokens = sum(positions)
-        head = label.head(shape.event)
+        head = label.head(answer_format.event_name)
         self._head = head
         self._heads = [f'{head}{{"index":{index},' for index in range(len(positions))]
-        self._end = '],"usage":null}\n\n' if options.usage else "]}\n\n"
-        self._plain = f'{shape.text_tail},"logprobs":null,"finish_reason":null}}{self._end}'
+        self._plain_after_choices = '],"usage":null}\n\n' if options.usage else "]}\n\n"
+        self._plain_after_text = (
+            f'{answer_format.text_tail},"logprobs":null,"finish_reason":null}}{self._plain_after_choices}'
+        )
         self._is_plain = not (options.logprobs or options.token_ids or options.usage_in_all)
-        self._logprobs = [shape.logprobs(spelling) for _ in positions]
-        self._rests = [""] * len(positions)
+        self._logprobs = [answer_format.logprobs(spelling) for _ in positions]
+        self._held_texts = [""] * len(positions)
+        """Text without tokens, which is sent with the event that ends its sequence."""
         self._prompt_ids = f',"prompt_token_ids":{json.dumps(list(prompt_token_ids))}' if prompt_token_ids else ""
 
     @property
@@ -95,33 +100,35 @@ class EventWriter:
 
     def opening(self) -> bytes:
         """The events before all text: in chats they have the role."""
-        if not self._shape.opening:
+        if not self._format.opening:
             return b""
-        behind = f'{self._shape.opening},"logprobs":null,"finish_reason":null}}]'
+        after_text = f'{self._format.opening},"logprobs":null,"finish_reason":null}}]'
         ids, self._prompt_ids = self._prompt_ids, ""
         # The prompt's ids are in the first event alone, since a prompt may be long and the sequences many.
-        ends = [ids + self._ending()[1:], *[self._ending()[1:]] * (len(self._heads) - 1)]
-        return b"".join(self._event(f"{head}{behind}{end}") for head, end in zip(self._heads, ends, strict=True))
+        ends = [ids + self._after_choices()[1:], *[self._after_choices()[1:]] * (len(self._heads) - 1)]
+        return b"".join(self._event(f"{head}{after_text}{end}") for head, end in zip(self._heads, ends, strict=True))
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The event for tokens and their text. Text without tokens is kept for the event that ends its sequence."""
         index = chunk.sequence_index
         self._ids[index] = event_id([chunk.next_position])
         if not chunk.token_ids:
-            self._rests[index] += chunk.text
+            self._held_texts[index] += chunk.text
             return b""
         self._num_tokens += len(chunk.token_ids)
-        behind = self._plain if self._is_plain else self._behind(chunk)
-        return self._event(f"{self._heads[index]}{self._shape.text_head}{quote(chunk.text)}{behind}")
+        after_text = self._plain_after_text if self._is_plain else self._after_text(chunk)
+        return self._event(f"{self._heads[index]}{self._format.text_head}{quote(chunk.text)}{after_text}")
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The event for the end of a sequence."""
-        rest, self._rests[index] = self._rests[index], ""
-        shape = self._shape
+        held, self._held_texts[index] = self._held_texts[index], ""
+        answer_format = self._format
         # A chat's last event has an empty delta, unless there is text.
-        text = '"delta":{' if not rest and shape.opening else f"{shape.text_head}{quote(rest)}"
+        text = '"delta":{' if not held and answer_format.opening else f"{answer_format.text_head}{quote(held)}"
         reasons = f'"finish_reason":{quote(finish_reason)},"stop_reason":{json.dumps(stop_reason)}'
-        return self._event(f'{self._heads[index]}{text}{shape.text_tail},"logprobs":null,{reasons}}}{self._ending()}')
+        return self._event(
+            f'{self._heads[index]}{text}{answer_format.text_tail},"logprobs":null,{reasons}}}{self._after_choices()}'
+        )
 
     def finish(self, finished: Finished) -> bytes:
         """The last events of a request that ended well: its usage, if that is wanted, and the end."""
@@ -135,11 +142,12 @@ class EventWriter:
         return b"data: " + error_body(error) + b"\n\n"
 
     def _event(self, data: str) -> bytes:
+        """The event with this data, which ends with the empty line."""
         return f"id: {'.'.join(self._ids)}\ndata: {data}".encode()
 
-    def _behind(self, chunk: Chunk) -> str:
+    def _after_text(self, chunk: Chunk) -> str:
         """The part after the text, of an event that has more than text."""
-        parts = [self._shape.text_tail]
+        parts = [self._format.text_tail]
         logprobs = self._logprobs[chunk.sequence_index].take(chunk.logprobs) if self._options.logprobs else None
         parts.append(f',"logprobs":{json.dumps(logprobs)},"finish_reason":null')
         if self._options.token_ids:
@@ -147,10 +155,11 @@ class EventWriter:
             if chunk.sequence_index == 0:
                 parts.append(self._prompt_ids)
                 self._prompt_ids = ""
-        parts.append(f"}}{self._ending()}")
+        parts.append(f"}}{self._after_choices()}")
         return "".join(parts)
 
-    def _ending(self) -> str:
+    def _after_choices(self) -> str:
+        """The end of an event, after its choices."""
         if not self._options.usage_in_all:
-            return self._end
+            return self._plain_after_choices
         return f'],"usage":{json.dumps(usage_of(self._prompt_tokens, self._num_tokens))}}}\n\n'

@@ -54,13 +54,13 @@ def read_page(name: str) -> bytes:
 def html_pages() -> list[Route]:
     """The routes / (a chat), /docs (the reference of the API) and /openapi.json, from which that is made."""
     return [
-        Route("/", _shows("chat.html")),
-        Route("/docs", _shows("docs.html")),
+        Route("/", _show_page("chat.html")),
+        Route("/docs", _show_page("docs.html")),
         Route("/openapi.json", _openapi),
     ]
 
 
-def _shows(name: str) -> Callable[[Request], Response]:
+def _show_page(name: str) -> Callable[[Request], Response]:
     page = read_page(name)
     headers = page_headers(page)
 

@@ -1,4 +1,4 @@
-"""Reads the JSON of a request: bounded while it arrives, and unambiguous for every parser."""
+"""Reads the JSON of a request: its size is bounded while it arrives, and what parsers read differently is refused."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ MAX_BODY_BYTES = MAX_REQUEST_BYTES
 MAX_HEADER_BYTES = 8 << 10
 _SMALL_BYTES = 16 << 10
 _SMALL_CONTAINERS = 256
-_PATIENCE_S = 60.0
+"""Bodies with at most so many bytes and brackets are handled on the event loop, others in a thread."""
+_ARRIVAL_S = 60.0
 """How long a body may take to arrive."""
 
 CLOSE = (b"connection", b"close")
-_IS_READ = "body_is_read"
+_READ_TO_ITS_END = "body_is_read"
 
 
 class ClientGone(Exception):
@@ -43,12 +44,12 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     if int(headers.get(b"content-length") or 0) > MAX_BODY_BYTES:
         raise _too_long()
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_ARRIVAL_S):
             body = await _read(receive)
-            scope["state"][_IS_READ] = True
+            scope["state"][_READ_TO_ITS_END] = True
             return body
     except TimeoutError:
-        message = f"the body did not come within {_PATIENCE_S:g} s"
+        message = f"the body did not come within {_ARRIVAL_S:g} s"
         raise HttpError(Kind(408, "timeout_error", "request_timeout"), message, [CLOSE]) from None
 
 
@@ -69,7 +70,7 @@ def is_unread(scope: Scope) -> bool:
     """Whether there is a body that was not read to its end, so that the connection can't be used again."""
     headers = dict(scope["headers"])
     has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
-    return has_body and not scope.get("state", {}).get(_IS_READ, False)
+    return has_body and not scope.get("state", {}).get(_READ_TO_ITS_END, False)
 
 
 def check_headers(scope: Scope) -> None:
@@ -90,7 +91,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if len(body) > _SMALL_BYTES:
         _check_counts(body)
     try:
-        found = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
+        found = json.loads(
+            body.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except UnicodeDecodeError:
         raise InvalidRequest("body", "is not valid UTF-8") from None
     except json.JSONDecodeError as error:
@@ -142,7 +145,7 @@ def _too_deep() -> InvalidRequest:
     return InvalidRequest("body", f"is nested deeper than {MAX_BODY_DEPTH}")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -151,7 +154,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(name: str) -> Never:
+def _refuse_constant(name: str) -> Never:
     raise InvalidRequest("body", f"is not JSON: {name} is no number")
 
 

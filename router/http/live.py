@@ -1,4 +1,4 @@
-"""The live page: one HTML file, and its data as server-sent events. It can only be looked at."""
+"""The live page of the cluster: one HTML file, and its data as server-sent events. It changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LiveFeed:
         self._number = 0
         self._changed = asyncio.Event()
         self._viewers = 0
-        self._drawing: asyncio.Task[None] | None = None
+        self._updating: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
@@ -49,8 +49,8 @@ class LiveFeed:
         self._viewers += 1
         seen = 0
         try:
-            if self._drawing is None:
-                self._drawing = start_background(self._draw, "live-page", on_fault=OnFault.RESTART)
+            if self._updating is None:
+                self._updating = start_background(self._update_regularly, "live-page", on_fault=OnFault.RESTART)
             while not self._is_closed:
                 changed = self._changed
                 if self._number > seen:
@@ -60,11 +60,11 @@ class LiveFeed:
                     await changed.wait()
         finally:
             self._viewers -= 1
-            if not self._viewers and self._drawing is not None:
-                self._drawing.cancel()
-                self._drawing, self._latest, self._number = None, b"", 0
+            if not self._viewers and self._updating is not None:
+                self._updating.cancel()
+                self._updating, self._latest, self._number = None, b"", 0
 
-    async def _draw(self) -> None:
+    async def _update_regularly(self) -> None:
         while True:
             self._latest = self._data()
             self._number += 1

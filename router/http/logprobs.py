@@ -11,6 +11,7 @@ LEAST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have; as in vLLM."""
 
 Spelling = Callable[[int], bytes]
+"""The bytes that a token stands for, or a name of the token."""
 
 
 def as_token_id(token_id: int) -> bytes:
@@ -36,7 +37,7 @@ class CompletionLogprobs:
             "tokens": tokens,
             "token_logprobs": [_finite(position.logprob) for position in positions],
             "top_logprobs": [
-                {_text(self._spelling(token)): _finite(logprob) for token, logprob in _with_drawn(position)}
+                {_text(self._spelling(token)): _finite(logprob) for token, logprob in _top_and_drawn(position)}
                 for position in positions
             ],
             "text_offset": offsets,
@@ -64,7 +65,8 @@ class ChatLogprobs:
         return {"token": _text(spelling), "logprob": _finite(logprob), "bytes": list(spelling)}
 
 
-def _with_drawn(position: TokenLogprobs) -> Sequence[tuple[int, float]]:
+def _top_and_drawn(position: TokenLogprobs) -> Sequence[tuple[int, float]]:
+    """The most likely tokens of a position, and the token that was drawn, each with its log-probability."""
     if any(token == position.token_id for token, _ in position.top):
         return position.top
     return (*position.top, (position.token_id, position.logprob))

@@ -99,8 +99,8 @@ class ServedModel:
     def chat_prompt(self, body: ChatPrompt) -> list[int]:
         """The token ids of a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
         return self.prompt(
-            [_plain(message.role, message.content, message.name) for message in body.messages],
-            _checked(body.chat_template_kwargs),
+            [_as_template_message(message.role, message.content, message.name) for message in body.messages],
+            _checked_variables(body.chat_template_kwargs),
             template=self._template_of(body.chat_template),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
@@ -134,12 +134,12 @@ class ServedModel:
         return self._request_template(source)
 
 
-def _plain(role: str, content: str, name: str | None) -> Mapping[str, str]:
+def _as_template_message(role: str, content: str, name: str | None) -> Mapping[str, str]:
     message = {"role": role, "content": content}
     return message if name is None else {**message, "name": name}
 
 
-def _checked(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The variables, if a template can use them safely: their keys are names, their values scalars."""
     for name, value in (variables or {}).items():
         if not name.isidentifier():

@@ -1,4 +1,4 @@
-"""Pages: the models, the health of this router, its version and its metrics."""
+"""The routes that tell about this router: its models, its health, its version and its metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.observe.metrics import CONTENT_TYPE
 from router.http.model import ServedModel
 
 
-def pages(
+def status_routes(
     model: ServedModel, started_at: float, why_not_ready: Callable[[], str], figures: Callable[[], bytes]
 ) -> list[Route]:
     """The routes. `why_not_ready` returns an empty text if requests can be served, `figures` the metrics page."""

@@ -1,4 +1,4 @@
-"""Paths that servers like this one have and this one has not, and what a client uses instead."""
+"""Paths of other servers (vLLM, SGLang, Ollama …) that are not served here, and what a client uses instead."""
 
 from __future__ import annotations
 

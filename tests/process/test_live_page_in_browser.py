@@ -63,7 +63,7 @@ async def test_a_large_cluster_fits_on_every_screen(chromium: Browser, tmp_path:
     model = ServedModel(lambda: CARD, None, None, lambda: None)  # type: ignore[arg-type, return-value]
     clock = FakeClock()
     store = ResponseStore(BOUNDS, clock)
-    front = HttpFront(FakeHandler(), model, str, bytes, clock, Random(1), store, more=live_pages(feed))
+    front = HttpFront(FakeHandler(), model, str, bytes, clock, Random(1), store, more_routes=live_pages(feed))
     server = HttpServer(front)
     port = server.bind("127.0.0.1", 0)
     await server.start()

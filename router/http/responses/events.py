@@ -79,9 +79,11 @@ class ResponseWriter:
     def error(self, error: BatonError) -> bytes:
         """The last events of a request that failed: the error, and the failed response."""
         found = error_of(error)
-        told = {"code": found["code"] or found["type"], "message": found["message"], "param": found["param"]}
+        error_fields = {"code": found["code"] or found["type"], "message": found["message"], "param": found["param"]}
         failed = self._draft.failed(str(found["message"]))
-        return self._event("error", as_text(told)[1:-1]) + self._event("response.failed", f'"response":{failed}')
+        return self._event("error", as_text(error_fields)[1:-1]) + self._event(
+            "response.failed", f'"response":{failed}'
+        )
 
     def _all_logprobs(self) -> str:
         return f"[{', '.join(self._logprobs_so_far)}]"

@@ -21,6 +21,8 @@
 #define FLOAT8_TALL_CASES(F) F(5) F(6) F(7) F(8) F(9) F(10)
 #define FLOAT8_BLOCK_ROWS 10
 #include "linear_float8.inc.h"
+#define FEW_SCORES "few_rows_avx512.inc.h"
+#define FEW_VALUES
 #include "attention.inc.h"
 
 static int supported(void) {

@@ -1,6 +1,6 @@
-/* Attention of the few rows of one token with vdpbf16ps: keys are transposed by eight words and values are paired in registers,
- * instead of being written to panels for the whole tile and read again. Scores and outputs are the same chains of products, so
- * their bits are the same.
+/* Attention of the few rows of one token on AVX-512: keys are transposed by eight words and values are paired in registers,
+ * instead of being written to panels for the whole tile and read again. Scores and outputs are the same chains of products as
+ * tile_bfloat16's, so their bits are the same.
  *
  * The next tile is prefetched evenly meanwhile, in the order in which it will be used: panels of keys during the scores, panels of
  * values during the outputs. For each word of a panel of keys, and for each two values, that are computed, one line of the same
@@ -11,32 +11,56 @@ enum { FEW_SCORE_ROWS = 8, FEW_PANELS = 2 };
 /* Keeps an array in memory: in registers, it would leave too few of them for the sums. */
 #define IN_MEMORY(array) __asm__ volatile("" : "+m"(array))
 
-/* The address of a KV head's query as words [query_dim / 2][FEW_SCORE_ROWS]; they are behind the query rows. */
-INLINE uint32_t *query_words(const struct attention_state *state, int64_t kv) {
-    return (uint32_t *)state->query + (ATTENTION_ROWS + (size_t)kv * FEW_SCORE_ROWS) * (state->query_dim / 2);
+/* A pair of a query row or of probabilities, as the products take it. */
+#ifdef DPBF16
+typedef uint32_t few_pair;
+#else
+typedef struct {
+    float odd, even;
+} few_pair;
+#endif
+
+/* From one row of probabilities to the next. */
+enum { PROBABILITY_PAIRS = 2 * KEY_TILE * sizeof(uint16_t) / sizeof(few_pair) };
+
+/* The address of a KV head's query as pairs [query_dim / 2][FEW_SCORE_ROWS]; they are behind the query rows of all KV heads. */
+INLINE few_pair *query_pairs(const struct attention_state *state, int64_t kv) {
+    enum { QUERY_ROWS = TASK_KV_HEADS * FEW_SCORE_ROWS };
+    _Static_assert(2 * QUERY_ROWS <= ATTENTION_ROWS, "the scratch has room for two copies of the query rows");
+    return (few_pair *)state->query + (size_t)(QUERY_ROWS + kv * FEW_SCORE_ROWS) * (state->query_dim / 2);
 }
 
-/* Transposes the query rows of a KV head, so that the rows' words are side by side. */
+/* Transposes the query rows of a KV head, so that the rows' pairs are side by side. */
 INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t rows) {
-    const size_t words = state->query_dim / 2;
-    const uint32_t *query = (const uint32_t *)state->query + (size_t)kv * rows * words;
-    uint32_t *to = query_words(state, kv);
-    for (size_t w = 0; w < words; w++)
-        for (size_t row = 0; row < rows; row++) to[w * FEW_SCORE_ROWS + row] = query[row * words + w];
+    const size_t pairs = state->query_dim / 2;
+    const few_pair *query = (const few_pair *)state->query + (size_t)kv * rows * pairs;
+    few_pair *to = query_pairs(state, kv);
+    for (size_t w = 0; w < pairs; w++)
+        for (size_t row = 0; row < rows; row++) to[w * FEW_SCORE_ROWS + row] = query[row * pairs + w];
 }
 
-/* sums[ROWS][panel] += the products of a word of the query rows and of two panels. */
-INLINE void add_products(const int ROWS, const uint32_t *query, __m512i first, __m512i second, v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
+/* sums[ROWS][panel] += the products of a pair of each row, `stride` apart, and of the pairs of two panels. */
+INLINE void add_products(const int ROWS, const few_pair *row, size_t stride, __m512i first, __m512i second,
+                         v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
+#ifndef DPBF16
+    const v16 first_odd = odd_16(first), first_even = even_16(first), second_odd = odd_16(second), second_even = even_16(second);
+#endif
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-        __m512bh pair = (__m512bh)_mm512_set1_epi32((int)query[m]);
+    for (int m = 0; m < ROWS; m++, row += stride) {
+#ifdef DPBF16
+        __m512bh pair = (__m512bh)_mm512_set1_epi32((int)*row);
         sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)first, pair);
         sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)second, pair);
+#else
+        v16 odd = v_set1(row->odd), even = v_set1(row->even);
+        sums[m][0] = v_fma(first_even, even, v_fma(first_odd, odd, sums[m][0]));
+        sums[m][1] = v_fma(second_even, even, v_fma(second_odd, odd, sums[m][1]));
+#endif
     }
 }
 
 /* Computes scores[ROWS][key] for FEW_PANELS panels of keys, from key first on. */
-INLINE void score_panels(const int ROWS, struct attention_state *state, const uint32_t *query, int64_t first) {
+INLINE void score_panels(const int ROWS, struct attention_state *state, const few_pair *query, int64_t first) {
     const struct tile_rows *rows = &state->rows[state->here], *next = &state->rows[1 - state->here];
     const size_t words = state->query_dim / 2, line = state->line_ahead;
     const uint32_t *seen[FEW_PANELS * LANES], *const *keys = (const uint32_t *const *)rows->key + first;
@@ -62,7 +86,7 @@ INLINE void score_panels(const int ROWS, struct attention_state *state, const ui
         for (int i = 0; i < 8; i++, ahead[0] += line, ahead[1] += line) {
             __builtin_prefetch(ahead[0]);
             __builtin_prefetch(ahead[1]);
-            add_products(ROWS, query + (w + (size_t)i) * FEW_SCORE_ROWS, pairs[0][i], pairs[1][i], sums);
+            add_products(ROWS, query + (w + (size_t)i) * FEW_SCORE_ROWS, 1, pairs[0][i], pairs[1][i], sums);
         }
     }
     if (w < words) {
@@ -71,7 +95,7 @@ INLINE void score_panels(const int ROWS, struct attention_state *state, const ui
         transpose_four_words(keys + LANES, w, pairs[1]);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
-            add_products(ROWS, query + (w + (size_t)i) * FEW_SCORE_ROWS, pairs[0][i], pairs[1][i], sums);
+            add_products(ROWS, query + (w + (size_t)i) * FEW_SCORE_ROWS, 1, pairs[0][i], pairs[1][i], sums);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
@@ -83,7 +107,7 @@ INLINE void score_panels(const int ROWS, struct attention_state *state, const ui
 /* output[ROWS][32 columns from d on] += probabilities * values of the tile; the rows attend to the whole tile. */
 INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d, float *output) {
     const struct tile_rows *rows = &state->rows[state->here], *next = &state->rows[1 - state->here];
-    const uint32_t *probabilities = (const uint32_t *)state->probabilities;
+    const few_pair *probabilities = (const few_pair *)state->probabilities;
     const size_t line = state->line_ahead;
     v16 sums[FEW_SCORE_ROWS][FEW_PANELS];
 #pragma GCC unroll 8
@@ -101,12 +125,7 @@ INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d
                 __builtin_prefetch(ahead);
                 __builtin_prefetch(ahead + line);
                 interleave_32((const uint16_t *)rows->value[i] + d, (const uint16_t *)rows->value[i + 1] + d, pairs);
-#pragma GCC unroll 8
-                for (int m = 0; m < ROWS; m++) {
-                    __m512bh pair = (__m512bh)_mm512_set1_epi32((int)probabilities[m * KEY_TILE + i / 2]);
-                    sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)pairs[0], pair);
-                    sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)pairs[1], pair);
-                }
+                add_products(ROWS, probabilities + i / 2, PROBABILITY_PAIRS, pairs[0], pairs[1], sums);
             }
         }
     }
@@ -121,7 +140,7 @@ INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d
 
 /* Computes scores[row][key] of the tile for count rows, from a row on, all of one KV head. */
 INLINE void few_scores(struct attention_state *state, int64_t kv, size_t row, size_t count, int64_t key_dim) {
-    const uint32_t *query = query_words(state, kv);
+    const few_pair *query = query_pairs(state, kv);
     (void)row, (void)key_dim;
     for (int64_t first = 0; first < KEY_TILE; first += FEW_PANELS * LANES) switch (count) {
 #define CASE(MM)                                \

@@ -39,25 +39,33 @@ INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t ro
         for (size_t row = 0; row < rows; row++) to[w * FEW_SCORE_ROWS + row] = query[row * pairs + w];
 }
 
-/* sums[ROWS][panel] += the products of a pair of each row, `stride` apart, and of the pairs of two panels. */
+#ifdef DPBF16
+/* sums[ROWS][panel] += the products of a pair of each row, `stride` pairs apart, and of the pairs of two panels. */
 INLINE void add_products(const int ROWS, const few_pair *row, size_t stride, __m512i first, __m512i second,
                          v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
-#ifndef DPBF16
-    const v16 first_odd = odd_16(first), first_even = even_16(first), second_odd = odd_16(second), second_even = even_16(second);
-#endif
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++, row += stride) {
-#ifdef DPBF16
-        __m512bh pair = (__m512bh)_mm512_set1_epi32((int)*row);
+    for (int m = 0; m < ROWS; m++) {
+        __m512bh pair = (__m512bh)_mm512_set1_epi32((int)row[(size_t)m * stride]);
         sums[m][0] = _mm512_dpbf16_ps(sums[m][0], (__m512bh)first, pair);
         sums[m][1] = _mm512_dpbf16_ps(sums[m][1], (__m512bh)second, pair);
-#else
-        v16 odd = v_set1(row->odd), even = v_set1(row->even);
-        sums[m][0] = v_fma(first_even, even, v_fma(first_odd, odd, sums[m][0]));
-        sums[m][1] = v_fma(second_even, even, v_fma(second_odd, odd, sums[m][1]));
-#endif
     }
 }
+#else
+/* sums[ROWS][panel] += the products of an element of each row, `stride` pairs apart, and of two vectors. */
+INLINE void add_element(const int ROWS, const float *element, size_t stride, v16 first, v16 second, v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+        v16 factor = v_set1(element[2 * (size_t)m * stride]);
+        sums[m][0] = v_fma(first, factor, sums[m][0]);
+        sums[m][1] = v_fma(second, factor, sums[m][1]);
+    }
+}
+INLINE void add_products(const int ROWS, const few_pair *row, size_t stride, __m512i first, __m512i second,
+                         v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
+    add_element(ROWS, &row->odd, stride, odd_16(first), odd_16(second), sums);
+    add_element(ROWS, &row->even, stride, even_16(first), even_16(second), sums);
+}
+#endif
 
 /* Computes scores[ROWS][key] for FEW_PANELS panels of keys, from key first on. */
 INLINE void score_panels(const int ROWS, struct attention_state *state, const few_pair *query, int64_t first) {
@@ -104,6 +112,43 @@ INLINE void score_panels(const int ROWS, struct attention_state *state, const fe
     }
 }
 
+/* The sums of 32 columns of an output. Without vdpbf16ps they are those of the even and of the odd columns, which is how 32 bfloat16
+ * values are widened in the fewest instructions. */
+INLINE void load_columns(const float *output, v16 sums[FEW_PANELS]) {
+    v16 first = v_load(output), second = v_load(output + LANES);
+#ifdef DPBF16
+    sums[0] = first;
+    sums[1] = second;
+#else
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    sums[0] = _mm512_permutex2var_ps(first, even, second);
+    sums[1] = _mm512_permutex2var_ps(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), second);
+#endif
+}
+INLINE void store_columns(float *output, const v16 sums[FEW_PANELS]) {
+#ifdef DPBF16
+    v_store(output, sums[0]);
+    v_store(output + LANES, sums[1]);
+#else
+    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    v_store(output, _mm512_permutex2var_ps(sums[0], low, sums[1]));
+    v_store(output + LANES, _mm512_permutex2var_ps(sums[0], _mm512_add_epi32(low, _mm512_set1_epi32(8)), sums[1]));
+#endif
+}
+
+/* sums[ROWS] += the products of the probabilities of two keys and of 32 columns of their values. */
+INLINE void add_values(const int ROWS, const few_pair *probabilities, const uint16_t *even, const uint16_t *odd,
+                       v16 sums[FEW_SCORE_ROWS][FEW_PANELS]) {
+#ifdef DPBF16
+    __m512i pairs[FEW_PANELS];
+    interleave_32(even, odd, pairs);
+    add_products(ROWS, probabilities, PROBABILITY_PAIRS, pairs[0], pairs[1], sums);
+#else
+    add_element(ROWS, &probabilities->odd, PROBABILITY_PAIRS, v_load_even(odd), v_load_odd(odd), sums);
+    add_element(ROWS, &probabilities->even, PROBABILITY_PAIRS, v_load_even(even), v_load_odd(even), sums);
+#endif
+}
+
 /* output[ROWS][32 columns from d on] += probabilities * values of the tile; the rows attend to the whole tile. */
 INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d, float *output) {
     const struct tile_rows *rows = &state->rows[state->here], *next = &state->rows[1 - state->here];
@@ -111,29 +156,21 @@ INLINE void value_panels(const int ROWS, struct attention_state *state, size_t d
     const size_t line = state->line_ahead;
     v16 sums[FEW_SCORE_ROWS][FEW_PANELS];
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-        sums[m][0] = v_load(output + (size_t)m * state->out_stride + d);
-        sums[m][1] = v_load(output + (size_t)m * state->out_stride + d + LANES);
-    }
+    for (int m = 0; m < ROWS; m++) load_columns(output + (size_t)m * state->out_stride + d, sums[m]);
     for (int panel = 0; panel < KEY_TILE; panel += LANES) {
         const char *ahead = next->value[panel] + d / 2 * line;
         for (int j = panel; j < panel + LANES; j += 4) {
             if (line == 0) ask_ahead(state, 1);
 #pragma GCC unroll 2
             for (int i = j; i < j + 4; i += 2, ahead += 2 * line) {
-                __m512i pairs[FEW_PANELS];
                 __builtin_prefetch(ahead);
                 __builtin_prefetch(ahead + line);
-                interleave_32((const uint16_t *)rows->value[i] + d, (const uint16_t *)rows->value[i + 1] + d, pairs);
-                add_products(ROWS, probabilities + i / 2, PROBABILITY_PAIRS, pairs[0], pairs[1], sums);
+                add_values(ROWS, probabilities + i / 2, (const uint16_t *)rows->value[i] + d, (const uint16_t *)rows->value[i + 1] + d, sums);
             }
         }
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-        v_store(output + (size_t)m * state->out_stride + d, sums[m][0]);
-        v_store(output + (size_t)m * state->out_stride + d + LANES, sums[m][1]);
-    }
+    for (int m = 0; m < ROWS; m++) store_columns(output + (size_t)m * state->out_stride + d, sums[m]);
 }
 
 #define FEW_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8)

@@ -123,9 +123,7 @@ INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {
 #ifdef DPBF16
     v_store_factors(row + key, p);
 #else
-    uint16_t rounded[LANES];
-    v_store_bf16(rounded, p);
-    widen_row((bf16_row *)row + key, rounded, LANES);
+    v_store_rounded_pairs((bf16_row *)row + key, p);
 #endif
 }
 

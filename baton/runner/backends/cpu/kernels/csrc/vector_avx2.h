@@ -115,6 +115,13 @@ INLINE void v_store_bf16(uint16_t *p, v16 x) {
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xD8));
 }
 
+/* Stores x rounded to bfloat16 as floats, the odd element of each pair first. */
+INLINE __m256i rounded_pairs_8(__m256 x) { return _mm256_shuffle_epi32(_mm256_slli_epi32(round_bf16_8(x), 16), 0xB1); }
+INLINE void v_store_rounded_pairs(float *p, v16 x) {
+    _mm256_storeu_si256((__m256i *)p, rounded_pairs_8(x.a));
+    _mm256_storeu_si256((__m256i *)(p + 8), rounded_pairs_8(x.b));
+}
+
 #define v_store_two_factors(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))
 
 /* the odd and the even elements of 16 bfloat16 pairs */

@@ -90,13 +90,21 @@ INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
 #ifdef ROUND_BF16 /* by an instruction, which differs only in the payload of NaN */
 INLINE void v_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
 #else
-INLINE void v_store_bf16(uint16_t *p, v16 a) {
+/* The bits of a rounded to bfloat16 are the upper halves. */
+INLINE __m512i rounded_bf16_16(v16 a) {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
     __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7FC00000));
-    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+    return _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7FC00000));
+}
+INLINE void v_store_bf16(uint16_t *p, v16 a) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16_16(a), 16)));
+}
+/* Stores a rounded to bfloat16 as floats, the odd element of each pair first. */
+INLINE void v_store_rounded_pairs(float *p, v16 a) {
+    __m512i upper = _mm512_and_si512(rounded_bf16_16(a), _mm512_set1_epi32((int)0xFFFF0000u));
+    _mm512_storeu_si512(p, _mm512_shuffle_epi32(upper, _MM_PERM_CDAB));
 }
 #endif
 

@@ -75,12 +75,17 @@ INLINE void v_widen_e4m3(uint16_t *to, const uint8_t *from) {
         for (int i = 0; i < 32; i++) to[32 * half + i] = (uint16_t)(to_bits(of_e4m3(from[i / 8 * 16 + 8 * half + i % 8])) >> 16);
 }
 
+INLINE uint16_t rounded_bf16(float a) {
+    uint32_t bits = to_bits(a);
+    bits = a != a ? 0x7FC00000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
+    return (uint16_t)(bits >> 16);
+}
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
-    for (int i = 0; i < 16; i++) {
-        uint32_t bits = to_bits(a.f[i]);
-        bits = a.f[i] != a.f[i] ? 0x7FC00000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
-        p[i] = (uint16_t)(bits >> 16);
-    }
+    for (int i = 0; i < 16; i++) p[i] = rounded_bf16(a.f[i]);
+}
+/* Stores a rounded to bfloat16 as floats, the odd element of each pair first. */
+INLINE void v_store_rounded_pairs(float *p, v16 a) {
+    for (int i = 0; i < 16; i++) p[i ^ 1] = from_bits((uint32_t)rounded_bf16(a.f[i]) << 16);
 }
 
 #define v_store_two_factors(p, a, b) (v_store_bf16((p), (a)), v_store_bf16((p) + 16, (b)))

@@ -3,6 +3,8 @@
 #include "kernels.h"
 #include "quantized.h"
 
+#include <unistd.h>
+
 const struct isa *const isas[] = {
 #if defined(__x86_64__) && defined(__linux__)
     &isa_amx_bf16,
@@ -26,6 +28,17 @@ int baton_default_isa(void) {
     while (!isas[isa]->supported() || (isas[isa] == &isa_avx512_bf16 && __builtin_cpu_is("intel"))) isa++;
 #endif
     return isa;
+}
+
+size_t few_piece_bytes = 16 << 10;
+
+/* Asked once, when the library is loaded: in a virtual machine each answer costs an exit to the host. Caches of 32 KB, which may
+ * belong to two threads of a core, lose a piece of 16 KB before its last rows are computed. */
+__attribute__((constructor)) static void choose_few_piece_bytes(void) {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    long cache = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    if (cache > 0 && cache < 48 << 10) few_piece_bytes = 8 << 10;
+#endif
 }
 
 /* How much of the second-level cache the sums of one task may fill; the piece of x that they share fills as much again. */

@@ -151,6 +151,9 @@ struct quantized_kernels;
 /* With at most this many rows, reading the weights from memory takes longer than computing the products. */
 enum { FEW_ROWS = 48 };
 
+/* The length of a piece of quantized weights that stays in the first-level cache, with room for the next piece and for x. */
+extern size_t few_piece_bytes;
+
 typedef void (*task_function)(const void *job, size_t task, void *scratch);
 
 /* One instruction set: its kernels, indexed by enum dtype, and the sizes of tasks that suit them. */

@@ -60,13 +60,14 @@ INLINE void multiply_quantized(const enum dtype dtype, const struct linear_call 
     const struct quantized_format *f = call->format;
     struct linear_task part = linear_task(call, task);
     size_t rows = part.end - part.row, blocks = call->k / f->block;
-    size_t most = (rows <= FEW_ROWS ? FEW_PIECE_BYTES : MANY_PIECE_BYTES) / codes_bytes(f, f->block);
+    size_t most = (rows <= FEW_ROWS ? few_piece_bytes : MANY_PIECE_BYTES) / codes_bytes(f, f->block);
     if (most > PIECE_BLOCKS) most = PIECE_BLOCKS;
     size_t pieces = (blocks + most - 1) / most, depth = pieces > 0 ? (blocks + pieces - 1) / pieces : 0;
     const char *x = (const char *)call->x + part.row * call->x_stride;
     enum numbers numbers;
     const piece_function multiply = piece_function_of(f, &numbers);
     struct piece piece;
+    piece.ahead = few_piece_bytes;
     for (size_t group = part.group; group < part.group_end; group++) {
         const uint8_t *columns = (const uint8_t *)call->packed + group * quantized_columns_bytes(f, call->k);
         struct epilogue epilogue;

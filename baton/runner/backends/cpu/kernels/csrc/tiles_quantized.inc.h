@@ -1,9 +1,9 @@
 /* Tiles of products with quantized weights: a few rows of x times a piece of k, which stays in a cache while block after block of
  * rows is multiplied with it. Included by product_quantized.inc.h. */
 
-/* The length of a piece of k in bytes of codes, and in blocks: of the first-level cache while there are few rows, else of the
- * second-level cache. And how far ahead weights are prefetched. */
-enum { FEW_PIECE_BYTES = 16 << 10, MANY_PIECE_BYTES = 64 << 10, PIECE_BLOCKS = 64, CODES_AHEAD = FEW_PIECE_BYTES };
+/* The length of a piece of k in bytes of codes, and in blocks: few_piece_bytes of the first-level cache while there are few rows,
+ * else a part of the second-level cache. Weights are prefetched few_piece_bytes ahead. */
+enum { MANY_PIECE_BYTES = 64 << 10, PIECE_BLOCKS = 64 };
 
 /* How a tile reads scales: float16 as they are in the record, for formats without offsets; or float32, to which all other numbers
  * are widened once for all tiles of a piece. */
@@ -21,7 +21,7 @@ struct piece_block {
 };
 
 struct piece {
-    size_t blocks;
+    size_t blocks, ahead;
     struct piece_block block[PIECE_BLOCKS];
     struct widened_numbers widened[PIECE_BLOCKS];
 };
@@ -69,7 +69,7 @@ INLINE void open_piece(const struct quantized_format *f, enum numbers numbers, c
     piece->blocks = 0;
     for (; from < to; block = 0, widened++) {
         const struct quantized_group group = group_of_record(f, record, in_record);
-        for (const uint8_t *line = group.scales; line < group.codes; line += 64) __builtin_prefetch(line + CODES_AHEAD);
+        for (const uint8_t *line = group.scales; line < group.codes; line += 64) __builtin_prefetch(line + piece->ahead);
         if (numbers != HALVES) widen_numbers(f->scales, group.scales, group.scale_factors, widened->scales);
         if (numbers == WIDENED_OFFSETS) widen_numbers(f->offsets, group.offsets, group.offset_factors, widened->offsets);
         for (; block < blocks && from < to; block++, from++)
@@ -91,16 +91,16 @@ INLINE const struct quantized_block *row_block(const char *x, size_t ldx, int m)
     return (const struct quantized_block *)(x + (size_t)m * ldx);
 }
 
-/* Loads the codes of four elements of k, of NU panels. */
-INLINE void load_four(const int BITS, const int NU, const uint8_t *codes, i16 w[4]) {
+/* Loads the codes of four elements of k, of NU panels, and prefetches those that are `ahead` bytes behind them. */
+INLINE void load_four(const int BITS, const int NU, const uint8_t *codes, size_t ahead, i16 w[4]) {
 #pragma GCC unroll 4
     for (int u = 0; u < NU; u++) {
         if (BITS == 8) {
             w[u] = i_load(codes + u * 64);
-            __builtin_prefetch(codes + u * 64 + CODES_AHEAD);
+            __builtin_prefetch(codes + ahead + u * 64);
         } else if (u % 2 == 0) {
             i16 both = i_load(codes + u * 32);
-            __builtin_prefetch(codes + u * 32 + CODES_AHEAD);
+            __builtin_prefetch(codes + ahead + u * 32);
             w[u] = i_low(both);
             w[u + 1] = i_high(both);
         }
@@ -117,10 +117,10 @@ INLINE void add_four(const int BITS, const int NU, const struct quantized_block 
 }
 
 /* Adds the products of four elements of k to sums[MM][NU]. */
-INLINE void add_step(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t place,
-                     i16 sums[12][4]) {
+INLINE void add_step(const int BITS, const int MM, const int NU, const char *x, size_t ldx, const uint8_t *codes, size_t ahead,
+                     size_t place, i16 sums[12][4]) {
     i16 w[4];
-    load_four(BITS, NU, codes, w);
+    load_four(BITS, NU, codes, ahead, w);
 #pragma GCC unroll 12
     for (int m = 0; m < MM; m++) add_four(BITS, NU, row_block(x, ldx, m), place, w, sums[m]);
     IN_ORDER();
@@ -158,7 +158,8 @@ INLINE void add_block(const enum numbers NUMBERS, const int NU, const struct qua
  * beside the integer products of the next. */
 INLINE void tile_quantized(const int BITS, const enum numbers NUMBERS, const size_t BLOCK, const int MM, const int NU, size_t length,
                            const char *x, size_t ldx, const struct piece *piece, size_t panel, float *c) {
-    const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8, first = panel * LANES, last = (BLOCK > 0 ? BLOCK : length) - 4;
+    const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8, first = panel * LANES, ahead = piece->ahead;
+    const size_t last = (BLOCK > 0 ? BLOCK : length) - 4;
     c += first;
     for (const struct piece_block *block = piece->block, *end = block + piece->blocks; block < end; block++) {
         const uint8_t *codes = block->codes + panel * 64 * BITS / 8, *zeros = block->zeros == NULL ? NULL : block->zeros + first;
@@ -170,11 +171,11 @@ INLINE void tile_quantized(const int BITS, const enum numbers NUMBERS, const siz
         size_t place = 0;
         if (BLOCK > 0)
 #pragma GCC unroll 8
-            for (; place < last; place += 4, codes += four_bytes) add_step(BITS, MM, NU, x, ldx, codes, place, sums);
+            for (; place < last; place += 4, codes += four_bytes) add_step(BITS, MM, NU, x, ldx, codes, ahead, place, sums);
         else
 #pragma GCC unroll 1
-            for (; place < last; place += 4, codes += four_bytes) add_step(BITS, MM, NU, x, ldx, codes, place, sums);
-        load_four(BITS, NU, codes, w);
+            for (; place < last; place += 4, codes += four_bytes) add_step(BITS, MM, NU, x, ldx, codes, ahead, place, sums);
+        load_four(BITS, NU, codes, ahead, w);
 #pragma GCC unroll 4
         for (int u = 0; u < NU; u++) scale[u] = NUMBERS == HALVES ? v_load_f16(halves + 2 * u * LANES) : v_load(scales + u * LANES);
 #pragma GCC unroll 12

@@ -38,9 +38,18 @@ It is part of such models' fingerprints: nodes that would read the same files di
 
 _MOST = {"vocab_size": 1 << 27, "max_position_embeddings": LONGEST_CONTEXT}
 """The largest vocabulary and the longest context that a config.json may ask for."""
-_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-"""Numbers that some models lack, or name differently; transformers divides by them."""
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Numbers that some models lack, or name differently; transformers divides by them, and makes tensors of them."""
 _LARGEST_SIZE = 1 << 27
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""The number of experts, by its names."""
 
 _log = logging.getLogger(__name__)
 
@@ -273,7 +282,7 @@ def _weights(
 
 
 def _config(checkpoint: Checkpoint) -> Any:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     _check_sizes(checkpoint, checkpoint.config.get)
     try:
@@ -281,6 +290,12 @@ def _config(checkpoint: Checkpoint) -> Any:
     # transformers has no list of what it raises for a configuration that it does not expect.
     except Exception as error:
         name = checkpoint.config.get("model_type", "without a model_type")
+        if name in list(CONFIG_MAPPING):
+            # Of several lines the first has the field, and the others what is wrong with it.
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"{checkpoint.directory} has a config.json that can't be read ({said}); copy it again"
+            ) from error
         raise ConfigError(
             f"{checkpoint.directory} is of type {name!r}, which this version of transformers can't load "
             f"({_first_line(error)}); choose another model or upgrade transformers"
@@ -299,12 +314,19 @@ def _check_numbers(checkpoint: Checkpoint, config: Any) -> None:
             raise _wrong_number(checkpoint, name, value)
     # Once more, for numbers with another name in the file, such as n_head.
     _check_sizes(checkpoint, lambda name: getattr(config, name, None))
+    num_experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), 0)
+    # A model without experts may have any number here.
+    for name, most in (("num_experts_per_tok", num_experts), ("moe_intermediate_size", _LARGEST_SIZE)):
+        value = getattr(config, name, None)
+        if num_experts and value is not None and (type(value) is not int or not 0 < value <= most):
+            raise _wrong_number(checkpoint, name, value)
 
 
 def _check_sizes(checkpoint: Checkpoint, value_of: Callable[[str], Any]) -> None:
     for name in _SIZES:
         value = value_of(name)
-        if type(value) is int and not 0 < value <= _LARGEST_SIZE:
+        # Some models have a list, one number a layer.
+        if isinstance(value, int | float | str) and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
             raise _wrong_number(checkpoint, name, value)
 
 

@@ -152,10 +152,36 @@ def test_a_bad_directory_is_refused_in_one_line(directory: Path, damage: Callabl
 
 @pytest.mark.parametrize("model", ["qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize("number", [0, -2, 1 << 40])
-@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "num_key_value_heads"])
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
 def test_a_size_that_no_model_has_is_refused_by_its_name(directory: Path, model: str, field: str, number: int) -> None:
     edit_config(directory, model_type=model, **{field: number})
     assert refuse(directory).endswith(f"has {field} {number} in its config.json; copy it again")
+
+
+@pytest.mark.parametrize("number", [0, -1, 16.5, True, "64"])
+@pytest.mark.parametrize("field", ["intermediate_size", "num_hidden_layers", "head_dim"])
+def test_what_is_no_size_is_refused_before_anything_is_made_of_it(
+    directory: Path, field: str, number: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "_skeleton", None)
+    edit_config(directory, **{field: number})
+    assert refuse(directory).endswith(f"has {field} {number!r} in its config.json; copy it again")
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("number", [0, -1, 99])
+def test_more_experts_than_there_are_or_none_at_all_are_refused(tmp_path: Path, model: str, number: int) -> None:
+    directory = tmp_path / "mixed"
+    write_random_model(directory, TINY_MODELS[model], seed=1)
+    edit_config(directory, num_experts_per_tok=number)
+    assert refuse(directory).endswith(f"has num_experts_per_tok {number} in its config.json; copy it again")
+
+
+def test_what_transformers_says_of_a_field_is_said_whole(directory: Path) -> None:
+    edit_config(directory, rms_norm_eps="small")
+    assert re.search(
+        r"config.json that can't be read \(.*'rms_norm_eps'.*'small'\)\); copy it again", refuse(directory)
+    )
 
 
 def test_a_size_under_another_name_is_refused(directory: Path) -> None:

@@ -239,12 +239,15 @@ def test_a_file_in_place_of_the_run_directory_is_refused(shell: Shell, tmp_path:
     assert said.endswith("can't be used (Not a directory): name another with --run-dir") or "File exists" in said
 
 
-def test_the_demo_answers_with_the_bundled_model_and_stops(shell: Shell) -> None:
-    done = shell.run([sys.executable, "-m", "baton.cli.main", "demo"], cwd=ROOT)
+def test_the_demo_answers_with_the_bundled_model_and_stops(shell: Shell, tmp_path: Path) -> None:
+    places = tmp_path / "temporary"
+    places.mkdir()
+    done = shell.run([sys.executable, "-m", "baton.cli.main", "demo"], {"TMPDIR": str(places)}, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     table = next(number for number, line in enumerate(lines) if line.startswith("PROMPT"))
     assert all("  prefill-0  " in line and "  decode-0  " in line for line in lines[table + 1 : table + 5])
     assert all(len(line) <= 80 for line in lines[table : table + 5])
     assert lines[-1] == "All processes are stopped."
+    assert not list(places.glob("baton-demo-*"))
     shell.assert_nothing_left()

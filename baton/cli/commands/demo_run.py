@@ -1,6 +1,7 @@
 """Runs the demo: starts a cluster on this machine, sends several prompts at once, and shows how each was served.
 
-It stops all processes that it started, also when it fails or is interrupted. `--model smollm2` serves a model that was
+It stops all processes that it started, also when it fails or is interrupted. Only after a failure the directory with
+the logs of the processes stays. `--model smollm2` serves a model that was
 trained to chat, and asks it questions; every other model that `baton up` serves works, too.
 """
 
@@ -10,6 +11,7 @@ import inspect
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +31,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from baton.cli.cluster.run_dir import RunDir
 from baton.cli.commands.generate import Answer, tokens_per_second
 from baton.cli.interrupts import interrupts_deferred
 from baton.cli.output import print_table, size
@@ -95,7 +98,8 @@ def questions(model_dir: Path) -> list[DemoRequest]:
 def run_demo(model: Path | None) -> int:
     """Run the demo and return its exit code. `model`: what `baton up --model` takes; None: the bundled model.
 
-    Raises BatonErrors: DemoFailed if the cluster does not start, ConfigError for a model that can't be served.
+    Raises BatonErrors: DemoFailed if the cluster does not start or a prompt fails, ConfigError for a model that is not
+    served.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         # Set here, because a background job of a shell starts with SIGINT ignored.
@@ -105,19 +109,17 @@ def run_demo(model: Path | None) -> int:
     try:
         runs = _requests(model)
         settings = [] if model is None else ["--model", str(model)]
-        with (
-            tempfile.TemporaryDirectory(prefix="baton-demo-") as run_dir,
-            _cluster(Path(run_dir), settings, console) as cluster,
-        ):
-            console.print(f"Sending {len(runs)} prompts at once.\n")
-            _send(runs, cluster["grpc_address"], console)
-            _show_summary(runs, console)
+        with _run_dir() as run_dir:
+            with _cluster(run_dir.path, settings, console) as cluster:
+                console.print(f"Sending {len(runs)} prompts at once.\n")
+                _send(runs, cluster["grpc_address"], console)
+                _show_summary(runs, console)
+            if failed := [run for run in runs if run.error]:
+                reason = f"{len(failed)} of {len(runs)} prompts failed; all processes are stopped"
+                raise DemoFailed(f"{reason}, and their logs are in {run_dir.logs}", ExitCode.FAILED)
     except KeyboardInterrupt:
         console.print("interrupted; all processes are stopped")
         return int(ExitCode.INTERRUPTED)
-    if failed := [run for run in runs if run.error]:
-        console.print(f"{len(failed)} of {len(runs)} prompts failed; all processes are stopped")
-        return int(ExitCode.FAILED)
     console.print("All processes are stopped.")
     return int(ExitCode.OK)
 
@@ -131,11 +133,27 @@ def _requests(model: Path | None) -> list[DemoRequest]:
 
 
 class DemoFailed(BatonError):
-    """The cluster of the demo did not start. Its exit code is that of `baton up`."""
+    """A prompt failed, or the cluster of the demo did not start: then its exit code is that of `baton up`."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
         self.exit_code = ExitCode(exit_code) if exit_code in list(ExitCode) else ExitCode.FAILED
+
+
+@contextmanager
+def _run_dir() -> Iterator[RunDir]:
+    """A new run directory. It stays if the block fails when a process has written a log, which says why."""
+    directory = RunDir(Path(tempfile.mkdtemp(prefix="baton-demo-")))
+    try:
+        yield directory
+    except DemoFailed:
+        if not any(log.stat().st_size for log in directory.logs.glob("*.log")):
+            shutil.rmtree(directory.path)
+        raise
+    except BaseException:
+        shutil.rmtree(directory.path)
+        raise
+    shutil.rmtree(directory.path)
 
 
 @contextmanager

@@ -21,10 +21,15 @@ _MAX_REASON_CHARS = 500
 
 
 def convert_in_child(source: Path, directory: Path) -> None:
-    """Write the model directory of a GGUF file into an empty directory; raises ConfigError with the converter's reason.
+    """Write the model directory of a GGUF file into an empty directory; raises ConfigError with the reason.
 
-    The progress is shown on stderr, as a bar if that is a terminal.
+    The header is read first, so that nothing is said about a conversion of a file that can't be converted. The progress
+    is shown on stderr, as a bar if that is a terminal.
     """
+    # The reader's modules are imported only where a file is converted, which is once.
+    from baton.model_formats.gguf.directory_files import check_header
+
+    check_header(source)
     try:
         say(f"Converting {source.name} ({mebibytes(source.stat().st_size)}) once …")
         _convert(source, directory)

@@ -48,5 +48,4 @@ def test_the_demo_asks_a_chat_model_questions(shell: Shell, tmp_path: Path, gguf
 def test_a_file_that_is_none_is_refused_before_anything_starts(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     done = shell.baton("up", "--model", tmp_path / "bad.gguf", environment={"XDG_CACHE_HOME": str(tmp_path)})
-    done.stderr = done.stderr.removeprefix("Converting bad.gguf (0.0 MiB) once …\n")
     assert refusal(done, 78).startswith(f"{tmp_path / 'bad.gguf'} is not a sound GGUF file: version 0")

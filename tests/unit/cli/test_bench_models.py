@@ -36,8 +36,7 @@ def test_each_benchmark_converts_a_gguf_file(
     (tmp_path / "bad.gguf").write_bytes(b"other")
     assert command.main(["bench", *words, str(tmp_path / "bad.gguf")]) == 78
     said = capfd.readouterr().err
-    assert said.startswith("Converting bad.gguf")
-    assert "bad.gguf is not a sound GGUF file: it does not begin with GGUF" in said
+    assert said == f"baton: {tmp_path}/bad.gguf is not a sound GGUF file: it does not begin with GGUF\n"
 
 
 def test_the_model_of_a_benchmark_has_the_name_that_was_given() -> None:

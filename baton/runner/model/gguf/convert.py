@@ -24,10 +24,10 @@ import tokenizers
 import torch
 
 from baton.errors import ConfigError, ExitCode
-from baton.model_formats.gguf.architectures import Architecture, architecture_of, configuration
+from baton.model_formats.gguf.architectures import Architecture, architecture_of
 from baton.model_formats.gguf.container import TensorPlace, open_gguf
+from baton.model_formats.gguf.directory_files import directory_files
 from baton.model_formats.gguf.facts import Facts
-from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
 from baton.runner.model.gguf.read import PLAIN_DTYPES, read_weight, weight_places
 from baton.runner.model.quantization.gguf import part_of, quantization_config
 from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
@@ -43,15 +43,13 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
     """
     with open_gguf(source) as file:
         facts = Facts(file)
-        config, architecture = configuration(facts), architecture_of(facts)
+        texts, architecture = directory_files(facts), architecture_of(facts)
+        config = texts["config.json"]
         places = weight_places(file, architecture, config)
         formats = _quantized_formats(places.values())
-        texts = {
-            "config.json": config | ({"quantization_config": quantization_config(formats)} if formats else {}),
-            "generation_config.json": generation_config_json(facts),
-            "tokenizer_config.json": tokenizer_config_json(facts),
-            "tokenizer.json": _checked_tokenizer(source, tokenizer_json(facts)),
-        }
+        _check_tokenizer(source, texts["tokenizer.json"])
+        if formats:
+            texts["config.json"] = config | {"quantization_config": quantization_config(formats)}
         try:
             for name, content in texts.items():
                 _write(directory / name, json.dumps(content, ensure_ascii=False, indent=1).encode())
@@ -68,12 +66,11 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
             ) from error
 
 
-def _checked_tokenizer(source: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_tokenizer(source: Path, content: Mapping[str, Any]) -> None:
     try:
         tokenizers.Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # The library raises plain Exception.
         raise ConfigError(f"{source} has a tokenizer that can't be built: {str(error).splitlines()[0]}") from error
-    return content
 
 
 def _quantized_formats(tensors: Iterable[TensorPlace]) -> list[str]:

@@ -39,7 +39,7 @@ async def test_a_response_is_created_continued_read_and_deleted() -> None:
         assert listed == ["hi", "cd", "more"]
         assert (await client.responses.retrieve(first.id)).output_text == "cd"
         await client.responses.delete(first.id)
-        with pytest.raises(openai.NotFoundError, match=r"kept for 3600 s"):
+        with pytest.raises(openai.NotFoundError, match=r"kept for 60 s"):
             await client.responses.retrieve(first.id)
         with pytest.raises(openai.NotFoundError) as lost:
             await client.responses.create(**HELLO, previous_response_id=first.id)

@@ -21,6 +21,7 @@ def test_generate_answers_in_every_format(shell: Shell, cluster: ProcessCluster)
     assert (as_json.returncode, as_json.stderr) == (0, "")
     answer = json.loads(as_json.stdout)
     assert {key: sorted(value) if isinstance(value, dict) else None for key, value in answer.items()} == {
+        "version": None,
         "text": None,
         "token_ids": None,
         "finish_reason": None,
@@ -46,7 +47,7 @@ def test_generate_answers_in_every_format(shell: Shell, cluster: ProcessCluster)
 def test_generate_answers_with_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("generate", "hello", "--max-tokens", 8, "--seed", 5, "--run-dir", cluster.run_dir)
     answer = json.loads(shell.baton(*ask, "-n", 3, "-o", "json").stdout)
-    assert sorted(answer) == ["choices", "kv_bytes", "path", "timings", "usage"]
+    assert sorted(answer) == ["choices", "kv_bytes", "path", "timings", "usage", "version"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert [sorted(choice) for choice in answer["choices"]] == [["finish_reason", "index", "text", "token_ids"]] * 3
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])

@@ -25,7 +25,7 @@ def test_the_converters_reason_is_the_error(tmp_path: Path) -> None:
 
 
 def test_a_converter_that_writes_much_to_stderr_does_not_wait_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path
 ) -> None:
     program = tmp_path / "python"
     program.write_text(
@@ -33,9 +33,8 @@ def test_a_converter_that_writes_much_to_stderr_does_not_wait_for_ever(
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    (tmp_path / "some.gguf").touch()
     with pytest.raises(ConfigError, match="the reason"):
-        convert_in_child(tmp_path / "some.gguf", tmp_path)
+        convert_in_child(gguf_file, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +46,13 @@ def test_a_converter_that_writes_much_to_stderr_does_not_wait_for_ever(
     ],
 )
 def test_a_converter_that_says_nothing_is_told_by_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path, program: str, reason: str
 ) -> None:
     (tmp_path / "python").write_text(program)
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "some.gguf").touch()
     with pytest.raises(ConfigError, match=reason):
-        convert_in_child(tmp_path / "some.gguf", tmp_path)
+        convert_in_child(gguf_file, tmp_path)
 
 
 def test_a_conversion_that_fills_the_disk_names_the_variable(tmp_path: Path, gguf_file: Path) -> None:

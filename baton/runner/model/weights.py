@@ -291,7 +291,7 @@ def _config(checkpoint: Checkpoint) -> Any:
     except Exception as error:
         name = checkpoint.config.get("model_type", "without a model_type")
         if name in list(CONFIG_MAPPING):
-            # Of several lines the first has the field, and the others what is wrong with it.
+            # The error's first line names the field, and the others say what is wrong with it.
             said = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"{checkpoint.directory} has a config.json that can't be read ({said}); copy it again"

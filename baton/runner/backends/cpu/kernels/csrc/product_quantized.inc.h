@@ -67,7 +67,6 @@ INLINE void multiply_quantized(const enum dtype dtype, const struct linear_call 
     enum numbers numbers;
     const piece_function multiply = piece_function_of(f, &numbers);
     struct piece piece;
-    piece.ahead = few_piece_bytes;
     for (size_t group = part.group; group < part.group_end; group++) {
         const uint8_t *columns = (const uint8_t *)call->packed + group * quantized_columns_bytes(f, call->k);
         struct epilogue epilogue;

@@ -21,7 +21,7 @@ struct piece_block {
 };
 
 struct piece {
-    size_t blocks, ahead;
+    size_t blocks;
     struct piece_block block[PIECE_BLOCKS];
     struct widened_numbers widened[PIECE_BLOCKS];
 };
@@ -69,7 +69,7 @@ INLINE void open_piece(const struct quantized_format *f, enum numbers numbers, c
     piece->blocks = 0;
     for (; from < to; block = 0, widened++) {
         const struct quantized_group group = group_of_record(f, record, in_record);
-        for (const uint8_t *line = group.scales; line < group.codes; line += 64) __builtin_prefetch(line + piece->ahead);
+        for (const uint8_t *line = group.scales; line < group.codes; line += 64) __builtin_prefetch(line + few_piece_bytes);
         if (numbers != HALVES) widen_numbers(f->scales, group.scales, group.scale_factors, widened->scales);
         if (numbers == WIDENED_OFFSETS) widen_numbers(f->offsets, group.offsets, group.offset_factors, widened->offsets);
         for (; block < blocks && from < to; block++, from++)
@@ -158,7 +158,7 @@ INLINE void add_block(const enum numbers NUMBERS, const int NU, const struct qua
  * beside the integer products of the next. */
 INLINE void tile_quantized(const int BITS, const enum numbers NUMBERS, const size_t BLOCK, const int MM, const int NU, size_t length,
                            const char *x, size_t ldx, const struct piece *piece, size_t panel, float *c) {
-    const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8, first = panel * LANES, ahead = piece->ahead;
+    const size_t four_bytes = GROUP_COLUMNS * 4 * BITS / 8, first = panel * LANES, ahead = few_piece_bytes;
     const size_t last = (BLOCK > 0 ? BLOCK : length) - 4;
     c += first;
     for (const struct piece_block *block = piece->block, *end = block + piece->blocks; block < end; block++) {

@@ -23,15 +23,10 @@ _MAX_REASON_CHARS = 500
 def convert_in_child(source: Path, directory: Path) -> None:
     """Write the model directory of a GGUF file into an empty directory; raises ConfigError with the reason.
 
-    The header is read first, so that nothing is said about a conversion of a file that can't be converted. The progress
-    is shown on stderr, as a bar if that is a terminal.
+    The conversion is announced on stderr when the converter has found the file's header sound. Its progress is shown
+    there, too, as a bar if that is a terminal.
     """
-    # The reader's modules are imported only where a file is converted, which is once.
-    from baton.model_formats.gguf.directory_files import check_header
-
-    check_header(source)
     try:
-        say(f"Converting {source.name} ({mebibytes(source.stat().st_size)}) once …")
         _convert(source, directory)
     except OSError as error:
         raise ConfigError(f"the converter of {source} can't be run: {error}") from error
@@ -52,16 +47,19 @@ def add_sampling(directory: Path, sampling: Mapping[str, float]) -> None:
 def _convert(source: Path, directory: Path) -> None:
     command = [sys.executable, "-P", "-m", "baton.runner.model.gguf.convert", str(source), str(directory)]
     with (
-        bar_of_bytes() as show,
         # A file, since a child that fills a pipe which nobody reads would wait for ever.
         tempfile.TemporaryFile("w+", errors="replace") as stderr,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as child,
     ):
         try:
             assert child.stdout is not None
-            for line in child.stdout:
-                if found := _PROGRESS_LINE.fullmatch(line):
-                    show(int(found[1]), int(found[2]))
+            found = (_PROGRESS_LINE.fullmatch(line) for line in child.stdout)
+            reports = ((int(report[1]), int(report[2])) for report in found if report)
+            if next(reports, None) is not None:
+                say(f"Converting {source.name} ({mebibytes(source.stat().st_size)}) once …")
+                with bar_of_bytes() as show:
+                    for done, total in reports:
+                        show(done, total)
             child.wait()
         except BaseException:
             child.kill()

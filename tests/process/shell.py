@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -82,6 +83,13 @@ class Shell:
             except OSError:
                 continue
         return found
+
+    def wait_for_process(self, words: str) -> None:
+        """Wait until a process that was started here has these words in its command line."""
+        deadline = time.monotonic() + BOUND_S
+        while not any(words in command for command in self.remaining_processes().values()):
+            assert time.monotonic() < deadline, f"no process has {words!r} in its command line"
+            os.sched_yield()
 
     def assert_nothing_left(self) -> None:
         """Fail unless every process that was started here has ended or is about to; kill those that stay."""

@@ -4,7 +4,8 @@ Quantised weights stay in the blocks of the file (baton/runner/model/quantizatio
 keep their numbers.
 
 Run as a process of its own (`python -m baton.runner.model.gguf.convert FILE DIRECTORY`), so that the command that needs
-the directory does not keep torch in memory. It prints a line with the bytes written and their total after each tensor.
+the directory does not keep torch in memory. It prints lines with the bytes written and their total: the first once all
+of the file but its weights was found sound, and one after each tensor.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import tokenizers
 import torch
 
 from baton.errors import ConfigError, ExitCode
-from baton.model_formats.gguf.architectures import Architecture, architecture_of
+from baton.model_formats.gguf.architectures import Architecture, architecture_of, configuration
 from baton.model_formats.gguf.container import TensorPlace, open_gguf
-from baton.model_formats.gguf.directory_files import directory_files
 from baton.model_formats.gguf.facts import Facts
+from baton.model_formats.gguf.tokenizer import generation_config_json, tokenizer_config_json, tokenizer_json
 from baton.runner.model.gguf.read import PLAIN_DTYPES, read_weight, weight_places
 from baton.runner.model.quantization.gguf import part_of, quantization_config
 from baton.runner.model.quantization.gguf_blocks import QUANTIZED_FORMATS
@@ -39,17 +40,20 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
     """Write the model directory of `source` into `directory`, an existing empty one, and flush it to the disk.
 
     Only one tensor is in memory at a time. Calls `on_progress` with the bytes of weights that are written, and their
-    total. Raises ConfigError for a file that is malformed, of an unknown architecture, or can't be written.
+    total; with 0 once all of the file but its weights was found sound. Raises ConfigError for a file that is malformed,
+    of an unknown architecture, or can't be written.
     """
     with open_gguf(source) as file:
         facts = Facts(file)
-        texts, architecture = directory_files(facts), architecture_of(facts)
-        config = texts["config.json"]
+        config, architecture = configuration(facts), architecture_of(facts)
         places = weight_places(file, architecture, config)
         formats = _quantized_formats(places.values())
-        _check_tokenizer(source, texts["tokenizer.json"])
-        if formats:
-            texts["config.json"] = config | {"quantization_config": quantization_config(formats)}
+        texts = {
+            "config.json": config | ({"quantization_config": quantization_config(formats)} if formats else {}),
+            "generation_config.json": generation_config_json(facts),
+            "tokenizer_config.json": tokenizer_config_json(facts),
+            "tokenizer.json": _checked_tokenizer(source, tokenizer_json(facts)),
+        }
         try:
             for name, content in texts.items():
                 _write(directory / name, json.dumps(content, ensure_ascii=False, indent=1).encode())
@@ -66,11 +70,12 @@ def convert(source: Path, directory: Path, on_progress: Callable[[int, int], Non
             ) from error
 
 
-def _check_tokenizer(source: Path, content: Mapping[str, Any]) -> None:
+def _checked_tokenizer(source: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         tokenizers.Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # The library raises plain Exception.
         raise ConfigError(f"{source} has a tokenizer that can't be built: {str(error).splitlines()[0]}") from error
+    return content
 
 
 def _quantized_formats(tensors: Iterable[TensorPlace]) -> list[str]:
@@ -121,6 +126,7 @@ def _write_weights(
         header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    on_progress(0, end)
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for entry in entries:

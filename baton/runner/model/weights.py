@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from baton.errors import ConfigError
-from baton.model_formats.limits import LONGEST_CONTEXT
 from baton.runner.backends.device import CPU
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
 from baton.runner.model.checkpoint_names import CheckpointNames
+from baton.runner.model.config_numbers import check_file_numbers, check_numbers
 from baton.runner.model.layers import EXPERTS_NAME
 from baton.runner.model.mapped_files import DuplicateTensor, TensorOnFile, tensors_on_file
 from baton.runner.model.quantization.formats import format_of
@@ -35,21 +35,6 @@ READING = 1
 
 It is part of such models' fingerprints: nodes that would read the same files differently refuse each other.
 """
-
-_MOST = {"vocab_size": 1 << 27, "max_position_embeddings": LONGEST_CONTEXT}
-"""The largest vocabulary and the longest context that a config.json may ask for."""
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-"""Numbers that some models lack, or name differently; transformers divides by them, and makes tensors of them."""
-_LARGEST_SIZE = 1 << 27
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""The number of experts, by its names."""
 
 _log = logging.getLogger(__name__)
 
@@ -143,8 +128,8 @@ def load_model(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = _config(checkpoint)
-    _check_numbers(checkpoint, config)
     model_class = _model_class(checkpoint, config)
+    check_numbers(checkpoint, config)
     try:
         with tensors_on_file(checkpoint.weight_files) as tensors:
             if not 0 < config.num_hidden_layers <= len(tensors):
@@ -186,8 +171,9 @@ def parameter_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     Raises ConfigError.
     """
     config = _config(checkpoint)
-    _check_numbers(checkpoint, config)
-    skeleton = _skeleton(_model_class(checkpoint, config), config)
+    model_class = _model_class(checkpoint, config)
+    check_numbers(checkpoint, config)
+    skeleton = _skeleton(model_class, config)
     return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
 
 
@@ -284,7 +270,7 @@ def _weights(
 def _config(checkpoint: Checkpoint) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    _check_sizes(checkpoint, checkpoint.config.get)
+    check_file_numbers(checkpoint)
     try:
         config = AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True, trust_remote_code=False)
     # transformers has no list of what it raises for a configuration that it does not expect.
@@ -305,33 +291,6 @@ def _config(checkpoint: Checkpoint) -> Any:
         if hasattr(config, name):
             delattr(config, name)
     return config
-
-
-def _check_numbers(checkpoint: Checkpoint, config: Any) -> None:
-    for name, most in _MOST.items():
-        value = getattr(config, name, 1)
-        if type(value) is not int or not 0 < value <= most:
-            raise _wrong_number(checkpoint, name, value)
-    # Once more, for numbers with another name in the file, such as n_head.
-    _check_sizes(checkpoint, lambda name: getattr(config, name, None))
-    num_experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), 0)
-    # A model without experts may have any number here.
-    for name, most in (("num_experts_per_tok", num_experts), ("moe_intermediate_size", _LARGEST_SIZE)):
-        value = getattr(config, name, None)
-        if num_experts and value is not None and (type(value) is not int or not 0 < value <= most):
-            raise _wrong_number(checkpoint, name, value)
-
-
-def _check_sizes(checkpoint: Checkpoint, value_of: Callable[[str], Any]) -> None:
-    for name in _SIZES:
-        value = value_of(name)
-        # Some models have a list, one number a layer.
-        if isinstance(value, int | float | str) and not (type(value) is int and 0 < value <= _LARGEST_SIZE):
-            raise _wrong_number(checkpoint, name, value)
-
-
-def _wrong_number(checkpoint: Checkpoint, name: str, value: Any) -> ConfigError:
-    return ConfigError(f"{checkpoint.directory} has {name} {value!r:.40} in its config.json; copy it again")
 
 
 def _model_class(checkpoint: Checkpoint, config: Any) -> Any:

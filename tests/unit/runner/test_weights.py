@@ -177,6 +177,76 @@ def test_more_experts_than_there_are_or_none_at_all_are_refused(tmp_path: Path, 
     assert refuse(directory).endswith(f"has num_experts_per_tok {number} in its config.json; copy it again")
 
 
+@pytest.mark.parametrize(
+    ("model", "field", "number"),
+    [
+        ("mixtral", "num_local_experts", 0),
+        ("mixtral", "num_local_experts", -4),
+        ("qwen3_moe", "num_experts", 0),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "moe_intermediate_size", 0),
+        ("deepseek_v3", "n_routed_experts", 0),
+        ("deepseek_v3", "n_group", 0),
+        ("deepseek_v3", "n_group", 3),
+        ("deepseek_v3", "topk_group", 0),
+        ("deepseek_v3", "topk_group", 3),
+        ("deepseek_v3", "n_shared_experts", -1),
+        ("deepseek_v3", "q_lora_rank", 0),
+        ("deepseek_v3", "kv_lora_rank", 0),
+        ("deepseek_v3", "qk_rope_head_dim", 0),
+        ("deepseek_v3", "v_head_dim", -1),
+        ("gpt_oss", "num_local_experts", 0),
+        ("mistral", "sliding_window", 0),
+        ("mistral", "sliding_window", -16),
+        ("gemma3_text", "sliding_window", 0),
+        ("gemma3_text", "sliding_window_pattern", 0),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "final_logit_softcapping", 0.0),
+        ("gpt2", "n_inner", 0),
+        ("opt", "ffn_dim", 0),
+        ("opt", "word_embed_proj_dim", 0),
+    ],
+)
+def test_a_number_of_one_architecture_is_refused_by_its_name(
+    tmp_path: Path, model: str, field: str, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "wrong"
+    write_random_model(directory, TINY_MODELS[model], seed=1)
+    monkeypatch.setattr(weights_module, "_skeleton", None)
+    # Not what transformers writes, which has other names for some numbers.
+    (directory / "config.json").write_text(json.dumps({**TINY_MODELS[model], field: number}))
+    assert refuse(directory).endswith(f"has {field} {number} in its config.json; copy it again")
+
+
+@pytest.mark.parametrize("number", [0, -1.0, float("nan"), float("inf"), "10000", True])
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default", "rope_theta": 10000.0}])
+def test_a_wrong_base_of_positions_is_refused(directory: Path, number: object, rope: object) -> None:
+    edit_config(directory, rope_theta=number, rope_parameters=rope)
+    assert refuse(directory).endswith(f"has rope_theta {number!r} in its config.json; copy it again")
+
+
+@pytest.mark.parametrize(
+    ("field", "rope", "number"),
+    [
+        ("rope_theta", {"rope_type": "default", "rope_theta": "10000"}, "'10000'"),
+        ("rope_theta", {"full_attention": {"rope_type": "default", "rope_theta": 0}}, "0"),
+        ("factor", {"rope_type": "linear", "factor": 0.0, "rope_theta": 10000.0}, "0.0"),
+        ("original_max_position_embeddings", {"original_max_position_embeddings": -1}, "-1"),
+    ],
+)
+@pytest.mark.parametrize("outer", ["rope_parameters", "rope_scaling"])
+def test_a_wrong_number_of_positions_is_refused(
+    directory: Path, outer: str, field: str, rope: object, number: str
+) -> None:
+    edit_config(directory, **{"rope_parameters": None, outer: rope})
+    assert refuse(directory).endswith(f"has {outer}.{field} {number} in its config.json; copy it again")
+
+
+def test_a_number_that_nothing_uses_may_be_any(directory: Path) -> None:
+    edit_config(directory, num_local_experts=0, num_experts_per_tok=0, use_sliding_window=False, sliding_window=0)
+    assert load_model(directory, "float32").architecture == "Qwen2ForCausalLM"
+
+
 def test_what_transformers_says_of_a_field_is_said_whole(directory: Path) -> None:
     edit_config(directory, rms_norm_eps="small")
     assert re.search(

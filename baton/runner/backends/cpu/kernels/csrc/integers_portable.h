@@ -28,13 +28,13 @@ INLINE v16 v_from_i(i16 a) {
 }
 /* sum + the products of the 4 bytes of each lane; codes are below 2^BITS. */
 INLINE i16 i_dot(const int BITS, i16 sum, i16 codes, i16 x) {
-    uint8_t w[64];
-    int8_t v[64];
     (void)BITS;
-    memcpy(w, codes.i, sizeof w);
-    memcpy(v, x.i, sizeof v);
-    EACH(sum.i[i] + w[4 * i] * v[4 * i] + w[4 * i + 1] * v[4 * i + 1] + w[4 * i + 2] * v[4 * i + 2] +
-         w[4 * i + 3] * v[4 * i + 3]);
+    for (int byte = 0; byte < 32; byte += 8) /* in lanes of 32 bits, which compilers make vectors of */
+        for (int i = 0; i < 16; i++) {
+            int32_t code = (int32_t)((uint32_t)codes.i[i] >> byte & 0xFF), element = (int32_t)((uint32_t)x.i[i] << (24 - byte)) >> 24;
+            sum.i[i] += code * element;
+        }
+    return sum;
 }
 /* sum + a * b; a is below 2^15 and not negative, and b fits into 16 bits. */
 INLINE i16 i_add_product(i16 sum, i16 a, i16 b) { EACH(sum.i[i] + a.i[i] * b.i[i]); }

@@ -116,7 +116,8 @@ def run_demo(model: Path | None) -> int:
                 _show_summary(runs, console)
             if failed := [run for run in runs if run.error]:
                 reason = f"{len(failed)} of {len(runs)} prompts failed; all processes are stopped"
-                raise DemoFailed(f"{reason}, and their logs are in {run_dir.logs}", ExitCode.FAILED)
+                where = f", and their logs are in {run_dir.logs}" if _has_logs(run_dir) else ""
+                raise DemoFailed(reason + where, ExitCode.FAILED)
     except KeyboardInterrupt:
         console.print("interrupted; all processes are stopped")
         return int(ExitCode.INTERRUPTED)
@@ -147,13 +148,17 @@ def _run_dir() -> Iterator[RunDir]:
     try:
         yield directory
     except DemoFailed:
-        if not any(log.stat().st_size for log in directory.logs.glob("*.log")):
+        if not _has_logs(directory):
             shutil.rmtree(directory.path)
         raise
     except BaseException:
         shutil.rmtree(directory.path)
         raise
     shutil.rmtree(directory.path)
+
+
+def _has_logs(directory: RunDir) -> bool:
+    return any(log.stat().st_size for log in directory.logs.glob("*.log"))
 
 
 @contextmanager

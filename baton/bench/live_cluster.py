@@ -82,7 +82,7 @@ def live_cluster(*flags: str, environment: Mapping[str, str] | None = None) -> I
         words = (*ports, "--placement", "least-loaded", *flags)
         up = _baton("up", "--detach", "--run-dir", run_dir, "-o", "json", *words, environment=environment)
         if up.returncode:
-            raise ConfigError(f"baton up failed: {up.stderr.strip()}")
+            raise ConfigError(f"baton up failed: {up.stderr.strip().removeprefix('baton: ')}")
         state: dict[str, Any] = json.loads(up.stdout)
         try:
             yield LiveCluster(state["grpc_address"], state["operator_address"], state["http_address"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Collection, Sequence
@@ -107,6 +108,7 @@ def _tree(loaded: Collection[str]) -> Any:
     """All commands, of which those in `loaded` have their options and subcommands."""
     tree = typer.main.get_command(_build(loaded))
     _list_whole_summaries(tree)
+    _refuse_nan(tree)
     return tree
 
 
@@ -115,6 +117,25 @@ def _list_whole_summaries(group: Any) -> None:
     for command in getattr(group, "commands", {}).values():
         command.short_help = command.get_short_help_str(sys.maxsize)
         _list_whole_summaries(command)
+
+
+def _refuse_nan(command: Any) -> None:
+    """Let options with a range refuse NaN, of which typer finds that it is neither below nor above the range."""
+    for one in getattr(command, "commands", {}).values():
+        _refuse_nan(one)
+    for one in command.params:
+        if one.type.name == "float range":
+            one.type.convert = _checked_for_nan(one.type.convert)
+
+
+def _checked_for_nan(convert: Any) -> Any:
+    def checked(value: Any, param: Any, ctx: Any) -> Any:
+        number = convert(value, param, ctx)
+        if math.isnan(number):
+            raise typer.BadParameter(f"{value!r} is not a number", ctx, param)
+        return number
+
+    return checked
 
 
 def _print_error(text: str) -> None:

@@ -115,7 +115,9 @@ def read_step_times(path: Path) -> StepTimes:
             int(values.get("context_tokens", 0)),
             float(values.get("context_token_ms", 0.0)) / 1e3,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise InvalidRequest(str(path), f"not a table of step times: it has no field {error}") from None
+    except (TypeError, ValueError) as error:
         raise InvalidRequest(str(path), f"not a table of step times: {error!r}") from None
 
 

@@ -73,6 +73,9 @@ class WorkloadSpec:
             return self._trace()
         if self.dataset not in DATASETS:
             raise InvalidRequest("--dataset-name", f"{self.dataset!r} is not one of {', '.join(DATASETS)}")
+        if self.dataset_path:
+            reason = f"the dataset {self.dataset} reads no file: choose one with --dataset-name {' or '.join(_TRACES)}"
+            raise InvalidRequest("--dataset-path", reason)
         if self.dataset == "multi_turn":
             return MultiTurn(
                 self._arrivals(),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, ResultFileOption, exit_interrupted, write_files
+from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
 from baton.cli.bench.load_options import (
     BurstinessOption,
     DtypeOption,
@@ -91,6 +91,7 @@ def compare(
     from baton.bench.compare.run import compare as run_comparison
     from baton.bench.workloads.spec import WorkloadSpec
 
+    check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
         arrangements = chosen(arrangement or (), nodes)

@@ -19,7 +19,7 @@ def engine(
     model: ModelOption = None,
     shape: ShapeOption = "",
     dtype: DtypeOption = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="Dtype of the KV cache.")] = "auto",
     quantization: Annotated[
         Literal["off", "int8", "int4"], typer.Option(help="Quantise plain weights while they are loaded.")
     ] = "off",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +11,25 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from baton.cli.output import print_note
-from baton.errors import ExitCode
+from baton.errors import ExitCode, UsageError
 
 ResultFileOption = Annotated[Path | None, typer.Option(help="Write the result to this file.")]
 ReportOption = Annotated[
     Path | None, typer.Option(help="Write a page with plots to this HTML file.", metavar="FILE.html")
 ]
+
+
+def check_files(*files: Path | None) -> None:
+    """Raises UsageError for a file that can't be written, before anything is measured for it."""
+    for file in files:
+        if file is None:
+            continue
+        if file.is_dir():
+            raise UsageError(f"{file} is a folder: name a file in it")
+        # Folders that are missing are made.
+        folder = next(one for one in file.absolute().parents if one.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"{file} can't be written: {folder} is not a folder that you may write to")
 
 
 def write_files(result: Mapping[str, Any], result_file: Path | None, report: Path | None) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+DtypeOption = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of the model.")]
 ShapeOption = Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")]
 MoreGoodputArgument = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")]
 """The limits after the first one of --goodput, which the command line takes for arguments."""

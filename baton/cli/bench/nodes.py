@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, ResultFileOption, write_files
+from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, write_files
 from baton.cli.bench.load_options import (
     BurstinessOption,
     DatasetPathOption,
@@ -31,7 +31,7 @@ from baton.cli.bench.model import chosen_model
 from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
-from baton.errors import UsageError
+from baton.errors import InvalidRequest, UsageError
 from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def nodes(
     from baton.bench.workloads.spec import WorkloadSpec
 
     _check(start, shape, model, registry, run_dir)
+    check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
         workload = WorkloadSpec(
@@ -167,8 +168,10 @@ def _cluster(
     if start:
         # A cluster that is started here has no TLS and no keys.
         default_access.set(Access())
-        with usage_errors():
+        try:
             (arrangement,) = chosen_arrangements([start], num_nodes)
+        except InvalidRequest as error:
+            raise UsageError(f"--start: {error.reason}") from None
         with (
             chosen_model(model, shape) as chosen,
             pinned_cluster(arrangement, chosen, dtype) as found,

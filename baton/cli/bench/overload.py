@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.bench.files import check_files
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.errors import ExitCode
 
@@ -46,6 +47,7 @@ def overload(
     """
     from baton.bench.overload.overload import OverloadConfig, run
 
+    check_files(None if out is None else out / "overload.json")
     config = OverloadConfig(
         backend="baton" if front is Front.GRPC else "openai",
         factor=factor,

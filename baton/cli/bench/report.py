@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.bench.serve import usage_errors
 from baton.cli.output import OUTPUT_OPTION, print_json, print_note, print_text
 
 
@@ -46,7 +47,8 @@ def report(
     from baton.bench.report.tabular import to_csv, to_json
     from baton.bench.results.result_file import read_result, write_text
 
-    measured = parse_result(read_result(result))
+    with usage_errors():
+        measured = parse_result(read_result(result))
     if output is ReportFormat.HTML:
         path = out or result.with_suffix(".html")
         write_text(page(measured), path)

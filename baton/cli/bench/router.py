@@ -23,7 +23,9 @@ class Front(enum.StrEnum):
 
 
 def router(
-    streams: Annotated[list[int] | None, typer.Option(help="Open streams; may be repeated. Default: 1000.")] = None,
+    streams: Annotated[
+        list[int] | None, typer.Option(help="Open streams; may be repeated. Default: 1000.", min=1, max=100_000)
+    ] = None,
     nodes: Annotated[int, typer.Option(help="Simulated nodes.", min=2)] = 64,
     front: Annotated[Front, typer.Option(help="Protocol of the clients.")] = Front.GRPC,
     connections: Annotated[int, typer.Option(help="Connections that gRPC streams share.", min=1)] = 8,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from baton.cli.bench.files import ReportOption, exit_interrupted, write_files
+from baton.cli.bench.files import ReportOption, check_files, exit_interrupted, write_files
 from baton.cli.bench.load_options import (
     DatasetPathOption,
     GoodputOption,
@@ -153,6 +153,9 @@ def serve(
     from baton.bench.load.run import LoadPlan, run_load
     from baton.bench.workloads.spec import WorkloadSpec
 
+    is_kept = bool(save_result or save_detailed or result_filename)
+    named = result_dir / result_filename
+    check_files((named / "result.json" if named.is_dir() else named) if is_kept else None, report)
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
         percentiles = _percentiles(metric_percentiles)
@@ -207,7 +210,6 @@ def serve(
     )
     with show_progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
         run = run_load(plan, on_progress)
-    is_kept = save_result or save_detailed or result_filename
     path = result_path(result_dir, result_filename, plan, datetime.now(UTC)) if is_kept else None
     _finish(plan, run, slo, percentiles, label, output, path, report)
 
@@ -279,6 +281,8 @@ def _locate_endpoint(
         if backend is Backend.BATON:
             raise UsageError("--base-url needs an OpenAI endpoint: add --backend openai")
         url = urlsplit(base_url if "//" in base_url else f"//{base_url}")
+        if url.scheme not in ("", "http", "https"):
+            raise UsageError(f"--base-url begins with {url.scheme}://; use http:// or https://")
         if url.path.strip("/") not in ("", "v1"):  # OpenAI's own clients expect the v1 there
             raise UsageError(f"--base-url has the path {url.path!r}; give the path with --endpoint")
         is_tls = url.scheme == "https"

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.bench.files import ReportOption, ResultFileOption, exit_interrupted, write_files
+from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
 from baton.cli.bench.load_options import DtypeOption, RangeRatioOption
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
@@ -77,6 +77,7 @@ def validate(
         seed=seed * 1000,
     )
     flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--kv-cache-memory", kv_cache_memory)
+    check_files(result_filename, report)
     names, clock = model or [BUNDLED, *_SHAPES], SystemClock()
     end_s = clock.monotonic() + budget_s
     validated: list[Validated] = []

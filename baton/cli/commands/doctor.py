@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(help="What `baton up --model` takes. Default: the bundled model.", metavar="MODEL")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Dtype of the model: auto, float32 or bfloat16.")] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of the model.")] = "auto",
     registry: Annotated[
         str,
         typer.Option(

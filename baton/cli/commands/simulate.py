@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.files import ReportOption, check_files, write_files
 from baton.cli.bench.load_options import MoreGoodputArgument
-from baton.cli.bench.serve import Dataset, slo_of, usage_errors
+from baton.cli.bench.serve import Dataset, count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.steering import ProgressLine
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 
 if TYPE_CHECKING:
     from baton.bench.simulator.plan import SimulationPlan
     from baton.bench.simulator.simulation import Failure
 
+_MOST_NODES = 10_000
 _SECONDS = r"([0-9]+(?:\.[0-9]+)?)"
 _FAILURE = re.compile(rf"([a-z]+-[0-9]+)@{_SECONDS}(?:\+{_SECONDS})?\Z")
 
@@ -62,7 +63,9 @@ def simulate(
         list[str] | None,
         typer.Option(help="Arrangement of nodes: colocated:N, xPyD or conditional:xPyD. May be repeated."),
     ] = None,
-    splits: Annotated[int | None, typer.Option(help="Simulate every arrangement of N nodes.", min=2)] = None,
+    splits: Annotated[
+        int | None, typer.Option(help="Simulate every arrangement of N nodes.", min=2, max=_MOST_NODES)
+    ] = None,
     policy: Annotated[list[Policy] | None, typer.Option(help="Placement policy. May be repeated.")] = None,
     choices: Annotated[
         int | None,
@@ -149,6 +152,7 @@ def simulate(
     from baton.bench.results.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
 
+    check_files(result_filename, report)
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
         plan = _plan(preset, dataset_path, seed)
@@ -198,7 +202,7 @@ def simulate(
         plan = _changed(plan, policies=[one.value for one in policy] if policy else None)
         plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
         _check(plan)
-        total = len(plan.workload.build())
+        total = count_requests(plan.workload)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
@@ -211,6 +215,8 @@ def simulate(
     for line in _failures(result):
         print_note(line)
     write_files(result, result_filename, report)
+    if not any(rate["summary"]["completed"] for one in result["arrangements"] for rate in one["rates"]):
+        raise BatonError("no request was served; the errors are listed above")
 
 
 def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPlan:
@@ -260,6 +266,8 @@ def _check(plan: SimulationPlan) -> None:
 
     spec = plan.workload
     for arrangement in plan.arrangements:
+        if arrangement.num_nodes > _MOST_NODES:
+            raise InvalidRequest("--arrangement", f"{arrangement} has more than {_MOST_NODES:,} nodes")
         cell_configs(replace(plan.config, arrangement=arrangement))
     if plan.finds_goodput and not plan.slo:
         raise InvalidRequest("--find-goodput", "needs --goodput")

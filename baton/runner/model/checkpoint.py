@@ -64,7 +64,8 @@ def check_model_dir(directory: Path) -> Mapping[str, Any]:
 def _checked_config(directory: Path) -> Mapping[str, Any]:
     if not directory.is_dir():
         raise ConfigError(
-            f"model directory {directory} does not exist; name a directory with config.json and *.safetensors"
+            f"model directory {directory} {'is a file' if directory.exists() else 'does not exist'}; "
+            "name a directory with config.json and *.safetensors"
         )
     config = _read_json(directory / "config.json")
     if "auto_map" in config and "model_type" not in config:

@@ -355,7 +355,7 @@ class TestPrograms:
         file.write_text("{}")
         assert main(["bench", "report", str(file)]) == 2
         assert "not a result" in capfd.readouterr().err
-        assert main(["bench", "report", str(tmp_path / "none.json")]) == 1
+        assert main(["bench", "report", str(tmp_path / "none.json")]) == 2
         assert list(tmp_path.iterdir()) == [file]
 
     def test_a_refused_result_does_not_overwrite_an_earlier_page(self, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from baton.config import bundled_model_dir
-from baton.errors import UsageError
+from baton.errors import ConfigError, UsageError
 from baton.models.resolve import FoundModel, find_model
 
 ModelOption = Annotated[
@@ -21,7 +21,11 @@ ModelOption = Annotated[
 
 def named_model(model: Path | None) -> FoundModel:
     """The directory and the name of the model, fetched and converted first if need be. Raises ConfigError."""
-    return find_model(model or bundled_model_dir(), os.environ)
+    found = find_model(model or bundled_model_dir(), os.environ)
+    if not (found.directory / "config.json").is_file():
+        # Said here once, and not by each cluster that is started for a part of the measurement.
+        raise ConfigError(f"model {found.directory} is no directory with a config.json; give --model another one")
+    return found
 
 
 @contextmanager

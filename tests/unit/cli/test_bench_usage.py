@@ -58,6 +58,16 @@ def test_a_wrong_command_line_is_refused_in_one_line(words: str, said: str, capf
     assert (printed.out, printed.err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize("name", ["engine", "handoff", "router", "compare"])
+@pytest.mark.usefixtures("folder")
+def test_a_model_that_there_is_not_is_refused_before_anything_starts(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["bench", name, "--model", "folder"]) == 78
+    reason = "model folder is no directory with a config.json; give --model another one"
+    assert capfd.readouterr() == ("", f"baton: {reason}\n")
+
+
 def test_a_simulation_that_serves_no_request_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["simulate", "--num-prompts", "3", "--cache-tokens", "16"]) == 1
     *_, reason, last = capfd.readouterr().err.splitlines()

@@ -12,6 +12,7 @@ import typer
 from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
 from baton.cli.bench.load_options import (
     BurstinessOption,
+    CacheMemoryOption,
     DtypeOption,
     MoreGoodputArgument,
     RangeRatioOption,
@@ -71,7 +72,7 @@ def compare(
             min=64,
         ),
     ] = None,
-    kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
+    kv_cache_memory: CacheMemoryOption = "256MiB",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: ResultFileOption = None,
     report: ReportOption = None,

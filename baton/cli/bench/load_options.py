@@ -6,9 +6,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ByteSize, TypeAdapter
+
+
+def _checked_size(size: str) -> str:
+    try:
+        is_size = TypeAdapter(ByteSize).validate_python(size) > 0
+    except ValueError:
+        is_size = False
+    if not is_size:
+        raise typer.BadParameter(f"{size!r} is not a number of bytes such as 256MiB")
+    return size
+
 
 DtypeOption = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of the model.")]
 ShapeOption = Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")]
+CacheMemoryOption = Annotated[str, typer.Option(help="KV cache of each node.", callback=_checked_size)]
 MoreGoodputArgument = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")]
 """The limits after the first one of --goodput, which the command line takes for arguments."""
 RangeRatioOption = Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)]

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
-from baton.cli.bench.load_options import DtypeOption, RangeRatioOption
+from baton.cli.bench.load_options import CacheMemoryOption, DtypeOption, RangeRatioOption
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
@@ -45,7 +45,7 @@ def validate(
     rounds: Annotated[int, typer.Option(help="Short runs of each load, interleaved with the others.", min=1)] = 3,
     budget_s: Annotated[float, typer.Option(help="Seconds that the whole command may take.", min=30)] = 570.0,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
-    kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
+    kv_cache_memory: CacheMemoryOption = "256MiB",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: ResultFileOption = None,
     report: ReportOption = None,
@@ -68,8 +68,9 @@ def validate(
 
     with usage_errors():
         nodes, loads = Arrangement.parse(arrangement), load or [0.2, 0.4, 0.6]
-        if any(not share > 0 for share in loads):
-            raise InvalidRequest("--load", "is not above 0")
+        for share in loads:
+            if not share > 0:
+                raise InvalidRequest("--load", f"{share:g} is not above 0")
     workload = WorkloadSpec(
         random_input_len=random_input_len,
         random_output_len=random_output_len,

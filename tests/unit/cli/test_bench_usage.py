@@ -33,6 +33,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench overload --out empty.json", "empty.json/overload.json can't be written: "),
         ("bench compare --report folder", "folder is a folder: name a file in it"),
         ("bench validate --result-filename folder", "folder is a folder: name a file in it"),
+        (
+            "bench compare --kv-cache-memory much",
+            "Invalid value for '--kv-cache-memory': 'much' is not a number of bytes",
+        ),
+        ("bench validate --kv-cache-memory 0", "Invalid value for '--kv-cache-memory': '0' is not a number of bytes"),
+        ("bench validate --load 0", "--load: 0 is not above 0"),
         ("bench nodes --start 1p1d --result-filename empty.json/x", "empty.json/x can't be written: "),
         ("bench serve --port 1 --result-filename empty.json/x", "empty.json/x can't be written: "),
         ("bench serve --port 1 --report folder", "folder is a folder: name a file in it"),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.timeout(600)  # a compiler works for minutes on the widest vectors in plain C, beside other tests
+@pytest.mark.timeout(600)  # a compiler works for a minute on vectors in plain C, and longer beside other tests
 def test_the_kernels_compile_and_use_neon(tmp_path: Path) -> None:
     # The flags of setup.py, which have no -march.
     listed = re.search(r"extra_compile_args=\[(.*?)\]", (ROOT / "setup.py").read_text(), re.DOTALL)

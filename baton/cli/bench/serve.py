@@ -26,10 +26,10 @@ from baton.cli.bench.load_options import (
     RequestRateOption,
     WorkloadSeedOption,
 )
-from baton.cli.bench.model import named_model
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_text, print_yaml
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import BatonError, ExitCode, InvalidRequest, UsageError
+from baton.models.resolve import find_model
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def serve(
         api_key=api_key or os.environ.get("BATON_API_KEY" if backend is Backend.BATON else "OPENAI_API_KEY", ""),
         temperature=temperature,
         ignore_eos=ignore_eos,
-        tokenizer=str(named_model(tokenizer).directory) if tokenizer is not None else "",
+        tokenizer=str(find_model(tokenizer, os.environ).directory) if tokenizer is not None else "",
         tls_ca=str(default_access.get().tls_ca or ""),
     )
     plan = LoadPlan(

@@ -39,6 +39,14 @@ def test_each_benchmark_converts_a_gguf_file(
     assert said == f"baton: {tmp_path}/bad.gguf is not a sound GGUF file: it does not begin with GGUF\n"
 
 
+def test_the_tokenizer_of_a_load_needs_no_model_beside_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((bundled_model_dir() / "tokenizer.json").read_bytes())
+    words = ["--backend", "openai", "--host", "127.0.0.1", "--port", "1", "--model", "any", "--tokenizer"]
+    assert command.main(["bench", "serve", *words, str(tmp_path)]) != 0
+    # Nothing listens there: the load has come as far as its first request.
+    assert capfd.readouterr().err.startswith("baton: 127.0.0.1:1 can't be reached: ")
+
+
 def test_the_model_of_a_benchmark_has_the_name_that_was_given() -> None:
     assert named_model(None) == FoundModel(bundled_model_dir(), "demo_model")
     with chosen_model(None, "0.5b-kv") as chosen:

@@ -46,6 +46,8 @@ SecondsFromOneToAnHour = Annotated[float, Field(ge=1, le=3600)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 OnOff = Literal["on", "off"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 KVDigests = Literal["auto", "on", "sampled", "off"]
 
 

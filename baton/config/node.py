@@ -20,7 +20,9 @@ from baton.config.cluster import ClusterSettings, ProcessSettings
 from baton.config.kinds import (
     Count,
     CountOrZero,
+    Dtype,
     HostPort,
+    KVCacheDtype,
     KVDigests,
     Milliseconds,
     Name,
@@ -37,9 +39,7 @@ class NodeSettings(ClusterSettings):
 
     heading: ClassVar[str] = "Every node"
 
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Number format; auto: bfloat16 where the device computes it natively."
-    )
+    dtype: Dtype = Field("auto", description="Number format; auto: bfloat16 where the device computes it natively.")
     quantization: Literal["off", "int8", "int4"] = Field(
         "off",
         description="Quantise the weights of a plain checkpoint while it is loaded: int8 (8.5 bits a weight) or int4 "
@@ -64,7 +64,7 @@ class NodeSettings(ClusterSettings):
     kv_cache_memory: ByteSize = Field(
         ByteSize(256 << 20), gt=0, description="Size of a node's KV cache, such as 256MiB."
     )
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
+    kv_cache_dtype: KVCacheDtype = Field(
         "auto",
         description="What the KV cache holds: numbers of the model's format (auto), or 8 bits for each number and a "
         "scale for each key and value of a head, which halves the cache and what is moved, and rounds.",

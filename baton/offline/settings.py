@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from pydantic import ValidationError
 
 from baton.config import NodeConfig
+from baton.config.kinds import Dtype, KVCacheDtype
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError
 
@@ -17,14 +18,14 @@ class EngineSettings(TypedDict, total=False):
     """Settings of nodes that concern the engine alone; docs/configuration.md describes each."""
 
     model_name: str
-    dtype: Literal["auto", "float32", "bfloat16"]
+    dtype: Dtype
     quantization: Literal["off", "int8", "int4"]
     dequantize: bool
     device: str
     threads: int | None
     block_size: int
     kv_cache_memory: int | str
-    kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    kv_cache_dtype: KVCacheDtype
     host_cache_memory: int | str
     preemption_mode: Literal["recompute", "swap", "auto"]
     async_scheduling: Literal["on", "off"]

@@ -10,6 +10,7 @@ import typer
 from baton.cli.bench.load_options import DtypeOption, ShapeOption
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
+from baton.config.kinds import KVCacheDtype
 
 if TYPE_CHECKING:
     from baton.bench.micro.engine import EngineReport
@@ -19,7 +20,7 @@ def engine(
     model: ModelOption = None,
     shape: ShapeOption = "",
     dtype: DtypeOption = "auto",
-    kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="Dtype of the KV cache.")] = "auto",
+    kv_cache_dtype: Annotated[KVCacheDtype, typer.Option(help="Dtype of the KV cache.")] = "auto",
     quantization: Annotated[
         Literal["off", "int8", "int4"], typer.Option(help="Quantise plain weights while they are loaded.")
     ] = "off",

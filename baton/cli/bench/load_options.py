@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from pydantic import ByteSize, TypeAdapter
+
+from baton.config.kinds import Dtype
 
 
 def _checked_size(size: str) -> str:
@@ -19,7 +21,7 @@ def _checked_size(size: str) -> str:
     return size
 
 
-DtypeOption = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of the model.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the model.")]
 ShapeOption = Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")]
 CacheMemoryOption = Annotated[str, typer.Option(help="KV cache of each node.", callback=_checked_size)]
 MoreGoodputArgument = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")]

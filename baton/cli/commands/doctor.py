@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from baton.cli.output import Format, OutputOption, print_document, print_text
 from baton.cli.target import RunDirOption
 from baton.cli.views.doctor_checks import Finding, Level, run_checks, worst_level
 from baton.config import bundled_model_dir
+from baton.config.kinds import Dtype
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -23,7 +24,7 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(help="What `baton up --model` takes. Default: the bundled model.", metavar="MODEL")
     ] = None,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Dtype of the model.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the model.")] = "auto",
     registry: Annotated[
         str,
         typer.Option(

@@ -4,14 +4,15 @@
 #include <math.h>
 #include <string.h>
 
-#ifndef LONG_INLINE /* vector_portable.h has its own */
-#define LONG_INLINE INLINE
+/* Precedes functions of many operations on vectors, which vector_portable.h keeps from being inlined. */
+#ifndef LONG_FUNCTION
+#define LONG_FUNCTION INLINE
 #endif
 
 #define ROUND_SHIFT 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
 
 /* e^x for x <= 88, zero below -87.3; Cephes' polynomial */
-LONG_INLINE v16 v_exp(v16 x) {
+LONG_FUNCTION v16 v_exp(v16 x) {
     v16 shifted = v_fma(x, v_set1(1.44269504f), v_set1(ROUND_SHIFT));
     v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
     v16 r = v_fma(n, v_set1(-0.693359375f), x);
@@ -27,7 +28,7 @@ LONG_INLINE v16 v_exp(v16 x) {
 }
 
 /* 2^x for x < 127, zero below -126; within 2e-7 */
-LONG_INLINE v16 v_exp2(v16 x) {
+LONG_FUNCTION v16 v_exp2(v16 x) {
     v16 shifted = v_add(x, v_set1(ROUND_SHIFT));
     v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
     v16 r = v_sub(x, n);
@@ -41,7 +42,7 @@ LONG_INLINE v16 v_exp2(v16 x) {
 }
 
 /* cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1) */
-LONG_INLINE v16 v_softcap(v16 x, float cap) {
+LONG_FUNCTION v16 v_softcap(v16 x, float cap) {
     v16 y = v_div(x, v_set1(cap));
     y = v_max(v_min(y, v_set1(20.0f)), v_set1(-20.0f));
     v16 e = v_exp(v_add(y, y));
@@ -50,13 +51,13 @@ LONG_INLINE v16 v_softcap(v16 x, float cap) {
 }
 
 /* x / (1 + e^-y). The bound is the first argument of v_min, so that NaN passes: the vectors return the second one for NaN. */
-LONG_INLINE v16 v_times_sigmoid(v16 x, v16 y) {
+LONG_FUNCTION v16 v_times_sigmoid(v16 x, v16 y) {
     v16 e = v_exp(v_min(v_set1(88.0f), v_sub(v_zero(), y)));
     return v_div(x, v_add(v_set1(1.0f), e));
 }
 
 /* x * (1 + erf(x / sqrt 2)) / 2; Abramowitz and Stegun 7.1.26 */
-LONG_INLINE v16 v_gelu(v16 x) {
+LONG_FUNCTION v16 v_gelu(v16 x) {
     v16 z = v_mul(v_max(x, v_sub(v_zero(), x)), v_set1(0.70710678f));
     v16 t = v_div(v_set1(1.0f), v_fma(z, v_set1(0.3275911f), v_set1(1.0f)));
     v16 p = v_set1(1.061405429f);
@@ -68,7 +69,7 @@ LONG_INLINE v16 v_gelu(v16 x) {
     return v_mul(x, v_where_less(x, v_zero(), tail, v_sub(v_set1(1.0f), tail)));
 }
 
-LONG_INLINE v16 v_activate(enum activation activation, v16 x) {
+LONG_FUNCTION v16 v_activate(enum activation activation, v16 x) {
     if (activation == GATE_SILU) return v_times_sigmoid(x, x);
     if (activation == GATE_GELU) return v_gelu(x);
     v16 inner = v_mul(x, v_fma(v_mul(x, x), v_set1(0.0713548163f), v_set1(1.5957691216f))); /* tanh(u) = 2 sigmoid(2u) - 1 */
@@ -76,7 +77,7 @@ LONG_INLINE v16 v_activate(enum activation activation, v16 x) {
 }
 
 /* Loads up to 16 elements from an index on; the other lanes are zero. */
-LONG_INLINE v16 load_lanes(const enum dtype dtype, const void *from, size_t index, size_t count) {
+LONG_FUNCTION v16 load_lanes(const enum dtype dtype, const void *from, size_t index, size_t count) {
     uint32_t part[LANES] = {0};
     if (dtype == DTYPE_FLOAT32) {
         const float *p = (const float *)from + index;
@@ -88,7 +89,7 @@ LONG_INLINE v16 load_lanes(const enum dtype dtype, const void *from, size_t inde
     return v_load_bf16(p);
 }
 
-LONG_INLINE void store_lanes(const enum dtype dtype, void *to, size_t index, size_t count, v16 v) {
+LONG_FUNCTION void store_lanes(const enum dtype dtype, void *to, size_t index, size_t count, v16 v) {
     if (dtype == DTYPE_FLOAT32) {
         float part[LANES], *p = (float *)to + index;
         v_store(count < LANES ? part : p, v);
@@ -111,7 +112,7 @@ INLINE v16 v_rounded(const enum dtype dtype, v16 v) {
 INLINE size_t lanes_left(size_t index, size_t end) { return end - index < LANES ? end - index : LANES; }
 
 /* The sum of 16 lanes, always added in the same order. */
-LONG_INLINE float v_total(v16 v) {
+LONG_FUNCTION float v_total(v16 v) {
     float lanes[LANES];
     v_store(lanes, v);
     for (int width = LANES / 2; width > 0; width /= 2)

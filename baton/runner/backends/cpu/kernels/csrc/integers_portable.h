@@ -29,9 +29,10 @@ INLINE v16 v_from_i(i16 a) {
 /* sum + the products of the 4 bytes of each lane; codes are below 2^BITS. */
 INLINE i16 i_dot(const int BITS, i16 sum, i16 codes, i16 x) {
     (void)BITS;
-    for (int byte = 0; byte < 32; byte += 8) /* in lanes of 32 bits, which compilers make vectors of */
+    for (int shift = 0; shift < 32; shift += 8) /* in lanes of 32 bits, which compilers make vectors of */
         for (int i = 0; i < 16; i++) {
-            int32_t code = (int32_t)((uint32_t)codes.i[i] >> byte & 0xFF), element = (int32_t)((uint32_t)x.i[i] << (24 - byte)) >> 24;
+            int32_t code = (int32_t)((uint32_t)codes.i[i] >> shift & 0xFF);
+            int32_t element = (int32_t)((uint32_t)x.i[i] << (24 - shift)) >> 24;
             sum.i[i] += code * element;
         }
     return sum;

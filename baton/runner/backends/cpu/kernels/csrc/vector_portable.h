@@ -6,12 +6,12 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-/* For functions of many operations on vectors. An operation is a loop here, and inlined everywhere they take the compiler minutes. */
-#define LONG_INLINE static __attribute__((noinline))
+/* Each operation on vectors is a loop here: inlined everywhere, functions of many of them take minutes to compile. */
+#define LONG_FUNCTION static __attribute__((noinline))
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__)
-#define FMA_INLINE INLINE
+#define FMA_FUNCTION INLINE
 #else
-#define FMA_INLINE LONG_INLINE /* sixteen calls of fmaf */
+#define FMA_FUNCTION LONG_FUNCTION /* sixteen calls of fmaf */
 #endif
 
 typedef struct {
@@ -38,7 +38,7 @@ INLINE v16 v_zero(void) { EACH(0.0f); }
 INLINE v16 v_set1(float a) { EACH(a); }
 INLINE v16 v_load(const float *p) { EACH(p[i]); }
 INLINE void v_store(float *p, v16 a) { memcpy(p, a.f, sizeof a.f); }
-FMA_INLINE v16 v_fma(v16 a, v16 b, v16 c) { EACH(fmaf(a.f[i], b.f[i], c.f[i])); }
+FMA_FUNCTION v16 v_fma(v16 a, v16 b, v16 c) { EACH(fmaf(a.f[i], b.f[i], c.f[i])); }
 INLINE v16 v_add(v16 a, v16 b) { EACH(a.f[i] + b.f[i]); }
 INLINE v16 v_sub(v16 a, v16 b) { EACH(a.f[i] - b.f[i]); }
 INLINE v16 v_mul(v16 a, v16 b) { EACH(a.f[i] * b.f[i]); }

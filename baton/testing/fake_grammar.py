@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,10 @@ class FakeMatcher:
             if token_id not in self.next_tokens:
                 raise EngineFault(f"json_schema: token {token_id} may not follow {self.tokens}")
             self.tokens.append(int(token_id))
+
+    def forced_tokens(self) -> Sequence[int]:
+        following = self._allowed[len(self.tokens) :]
+        return [token for allowed in takewhile(lambda allowed: len(allowed) == 1, following) for token in allowed]
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         if len(self.tokens) == self._too_complex_at:

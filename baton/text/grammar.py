@@ -19,6 +19,8 @@ from baton.text.tokenizer import TOKENIZER_FILE
 
 Mask = npt.NDArray[np.int32]
 
+_MAX_FORCED_BYTES = 256
+"""The most forced bytes that become tokens at a time: 64 KB, as in a constant, would take 50 ms at every token."""
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 """Part of llguidance's message for a token that is not allowed; its errors differ only in their text."""
 
@@ -61,7 +63,7 @@ class Grammars:
         matcher is compiled anew, since copies would share the automaton that they extend while they match, and its
         limits.
         """
-        return GrammarMatcher(compile_constraint(text, self._tokenizer, kind), self._all_but_eos, kind)
+        return GrammarMatcher(compile_constraint(text, self._tokenizer, kind), self._tokenizer, self._all_but_eos, kind)
 
 
 class GrammarMatcher:
@@ -71,12 +73,15 @@ class GrammarMatcher:
     limits are reached at the same token.
     """
 
-    def __init__(self, matcher: LLMatcher, all_but_eos: Mask, kind: ConstraintKind) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, all_but_eos: Mask, kind: ConstraintKind) -> None:
         """`all_but_eos`: a mask with the bits of all tokens that don't end the output. `kind`: what errors name."""
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._kind = kind
         self._all_but_eos = all_but_eos
         self._num_tokens = 0
+        self._last_token_ids: list[int] = []
+        """The last token, or none at the beginning."""
         self._is_masked = False
         """Whether the mask of the next token has been computed."""
 
@@ -91,7 +96,15 @@ class GrammarMatcher:
             self._matcher.consume_token(int(token_id))
             self._check()
             self._num_tokens += 1
+            self._last_token_ids = [int(token_id)]
             self._is_masked = False
+
+    def forced_tokens(self) -> Sequence[int]:
+        # Both calls walk along the forced bytes as the next mask would. If that reaches a limit, the mask reports it.
+        forced = self._matcher.compute_ff_bytes()
+        if len(forced) <= _MAX_FORCED_BYTES:
+            return self._matcher.compute_ff_tokens() if forced else ()
+        return self._tokenizer.tokenize_partial(forced[:_MAX_FORCED_BYTES], self._last_token_ids)[0]
 
     def fill(self, mask: Mask) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

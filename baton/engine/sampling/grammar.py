@@ -28,6 +28,14 @@ class TokenMatcher(Protocol):
         """Append the sequence's next tokens; raises EngineFault for a token that the grammar does not allow."""
         ...
 
+    def forced_tokens(self) -> Sequence[int]:
+        """A guess at the next tokens, from the text with which every output must go on; often empty.
+
+        The model may write the same text with other tokens, which the masks permit, so the caller verifies each of
+        them, as any speculated token. The call changes neither the masks nor the token at which a limit is reached.
+        """
+        ...
+
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Set bit i % 32 of word i / 32 for each token i that may come next, and clear the others.
 

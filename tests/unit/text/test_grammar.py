@@ -238,6 +238,76 @@ def test_the_mask_of_a_matcher_depends_only_on_the_tokens_it_was_given(grammars:
         assert allowed(at_once) == allowed(one_by_one) == allowed(at_once)
 
 
+LONG = "Lorem ipsum dolor sit amet, consetetur sadipscing elitr. " * 20
+GUESSED: dict[str, tuple[ConstraintKind, str]] = {
+    **{name: ("json_schema", schema_text(name)) for name in SCHEMAS},
+    **{name: (kind, text) for name, (kind, text, _) in CONSTRAINTS.items()},
+    "long": ("json_schema", json.dumps({"const": LONG})),
+    "recursive": ("grammar", SUM),
+}
+
+
+@pytest.mark.parametrize("name", GUESSED)
+def test_guessing_the_forced_tokens_does_not_change_the_masks(name: str, grammars: Grammars) -> None:
+    kind, text = GUESSED[name]
+    for seed in range(3):
+        rng = Random(seed)
+        plain, guessing, again = (grammars.matcher(text, kind) for _ in range(3))
+        tokens: list[int] = []
+        while EOS not in tokens:
+            guess = guessing.forced_tokens()
+            permitted = allowed(plain)
+            assert allowed(guessing) == permitted
+            assert list(guessing.forced_tokens()) == list(guess)
+            assert set(guess[:1]) <= set(permitted)
+            # Another tokenisation than the guessed one is often permitted, too.
+            tokens.append(guess[0] if guess and rng.random() < 0.7 else rng.choice(permitted))
+            plain.advance(tokens[-1:])
+            guessing.advance(tokens[-1:])
+        assert not guessing.forced_tokens()
+        again.advance(tokens)
+        assert again.num_tokens == len(tokens)
+
+
+def test_forced_tokens_are_those_of_the_text_that_must_follow(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"properties": {"first_name": {"type": "integer"}}, "required": ["first_name"], "type": "object"}
+    matcher = grammars.matcher(json.dumps(schema | {"additionalProperties": False}))
+    matcher.advance(body(tokenizer, '{"')[:-1])
+    guess = matcher.forced_tokens()
+    assert tokenizer.decode(guess) == "first_name"
+    matcher.advance(guess)
+    assert not matcher.forced_tokens()  # a token may end behind the quotation mark, or further on
+    matcher.advance(body(tokenizer, '":')[:-1])
+    assert not matcher.forced_tokens()
+
+
+def test_a_long_forced_text_is_guessed_in_pieces(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher, tokens = grammars.matcher(*GUESSED["long"][::-1]), list[int]()
+    while guess := matcher.forced_tokens():
+        assert len(tokenizer.decode(guess).encode()) <= 256
+        matcher.advance(guess)
+        tokens += guess
+    assert tokenizer.decode(tokens) == json.dumps(LONG)
+
+
+def test_guessing_reaches_limits_at_the_same_token(grammars: Grammars) -> None:
+    costly = json.dumps({"type": "string", "pattern": "^(.*a){12}.{300}b$"})
+    behind = json.dumps({"type": "string", "pattern": "^" + "(forced)" * 20 + "(.*a){12}.{300}b$"})
+    for schema in (costly, behind):
+        plain, guessing = grammars.matcher(schema), grammars.matcher(schema)
+        rng, tokens = Random(1), list[int]()
+        with pytest.raises(InvalidRequest, match="lexer error"):
+            walk(plain, rng, tokens)
+        for token in tokens:
+            guessing.forced_tokens()
+            allowed(guessing)
+            guessing.advance([token])
+        guessing.forced_tokens()
+        with pytest.raises(InvalidRequest, match="lexer error"):
+            allowed(guessing)
+        assert not guessing.forced_tokens()
+
+
 def test_the_budget_of_one_request_does_not_depend_on_another(grammars: Grammars) -> None:
     """The library shares what it builds while matching between copies, and with it the limits."""
     costly = json.dumps({"type": "string", "pattern": "^(.*a){12}.{300}b$"})

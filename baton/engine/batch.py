@@ -78,6 +78,9 @@ class SchedulerOutput:
     scheduled_cached_reqs: Sequence[CachedRequestData]
     num_scheduled_tokens: Mapping[str, int]
     total_num_scheduled_tokens: int
+    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Drafts of what follows a request's last token, by request id. They are computed behind its known tokens, counted
+    in `num_scheduled_tokens`, and stand only as far as they are what the runner samples."""
     blocks_to_copy: Sequence[BlockCopy] = ()
     blocks_to_swap_in: Sequence[BlockCopy] = ()
     blocks_to_swap_out: Sequence[BlockCopy] = ()
@@ -113,6 +116,7 @@ class ModelRunnerOutput:
     """The results of one step. A request whose prompt is not computed to its end has no sampled ids."""
 
     sampled_token_ids: Mapping[str, Sequence[int]]
+    """One token for each request that samples, and as many more as its leading drafts were right."""
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that failed alone (non-finite logits), with the reason."""

@@ -161,6 +161,10 @@ class ModelRunner(Protocol):
 
     The runner remembers the tokens that it sampled: a later step that names a request does not repeat its last token.
     A request that the runner has failed fails again in each later step that names it.
+
+    With drafts (`scheduled_spec_decode_tokens`) the runner samples at a request's last token and at each draft, as it
+    would without drafts, up to the first token that differs from the draft there. The KV of the other drafts is void:
+    later steps compute their positions again.
     """
 
     @property

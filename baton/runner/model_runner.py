@@ -22,9 +22,10 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.embedding import embedding_of
-from baton.runner.execution.input_batch import FlatBatch, RequestState, RequestTable, flatten
-from baton.runner.execution.sampler import SamplingState, sample
+from baton.runner.execution.input_batch import FlatBatch, RequestState, RequestTable, Scheduled, flatten
+from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks
+from baton.runner.execution.verification import sample_and_verify
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.quantization.quantize import Quantization
@@ -89,13 +90,38 @@ class TorchModelRunner:
         if not scheduled:
             return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
-        samplers = [share.state for share in scheduled if share.samples]
+        samplers = [share for share in scheduled if share.samples]
         embeddings: dict[str, bytes] = {}
-        if any(state.embeds for state in samplers):
+        if any(share.state.embeds for share in samplers):
             logits, samplers = self._take_embeddings(batch, samplers, embeddings, failed)
         else:
             logits = self._transformer.compute(batch)
-        masks, unmasked = self._masks.fill(samplers)
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        invalid = set()
+        for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
+            request_id, first = share.state.request_id, results[0]
+            if first.error is not None:
+                failed[request_id] = first.error
+                if first.is_invalid:
+                    invalid.add(request_id)
+                continue
+            tokens[request_id] = [result.token_id for result in results]
+            if first.logprobs is not None:
+                logprobs[request_id] = [result.logprobs for result in results if result.logprobs is not None]
+        self._requests.commit(scheduled, tokens)
+        return ModelRunnerOutput(
+            tokens,
+            logprobs,
+            failed,
+            invalid,
+            embeddings,
+            copy_seconds=copy_seconds,
+            compute_seconds=time.perf_counter() - copied,
+        )
+
+    def _sample(self, logits: npt.NDArray[np.float32], states: Sequence[RequestState]) -> list[Sampled]:
+        masks, unmasked = self._masks.fill(states)
         results = sample(
             logits,
             [
@@ -107,50 +133,37 @@ class TorchModelRunner:
                     masks.get(state.request_id) if masks else None,
                     state.counts,
                 )
-                for state in samplers
+                for state in states
             ],
         )
-        tokens: dict[str, int] = {}
-        logprobs: dict[str, list[TokenLogprobs]] = {}
-        for state, result in zip(samplers, results, strict=True):
-            error = result.error or unmasked.get(state.request_id)
-            if error is not None:
-                failed[state.request_id] = str(error)
-                continue
-            tokens[state.request_id] = result.token_id
-            if result.logprobs is not None:
-                logprobs[state.request_id] = [result.logprobs]
-        self._requests.commit(scheduled, tokens)
-        return ModelRunnerOutput(
-            {name: [token] for name, token in tokens.items()},
-            logprobs,
-            failed,
-            frozenset(name for name, error in unmasked.items() if isinstance(error, InvalidRequest)),
-            embeddings,
-            copy_seconds=copy_seconds,
-            compute_seconds=time.perf_counter() - copied,
-        )
+        if not unmasked:
+            return results
+        return [
+            Sampled(-1, error=str(error), is_invalid=isinstance(error, InvalidRequest)) if error is not None else result
+            for result, error in zip(results, (unmasked.get(state.request_id) for state in states), strict=True)
+        ]
 
     def _take_embeddings(
         self,
         batch: FlatBatch,
-        states: Sequence[RequestState],
+        samplers: Sequence[Scheduled],
         embeddings: dict[str, bytes],
         failed: dict[str, str],
-    ) -> tuple[npt.NDArray[np.float32], list[RequestState]]:
+    ) -> tuple[npt.NDArray[np.float32], list[Scheduled]]:
         """Compute a step in which some requests ask for an embedding.
 
-        Adds the embeddings to `embeddings` and failures to `failed`; returns the logits and states of the others.
+        Adds the embeddings to `embeddings` and failures to `failed`; returns the logits and shares of the others.
         """
         computed = self._transformer.compute_with_hidden(batch)
-        others = [row for row, state in enumerate(states) if not state.embeds]
-        for state, hidden in zip(states, computed.hidden, strict=True):
-            if state.embeds:
+        owners = [share for share in samplers for _ in range(share.num_sampled_rows)]
+        others = [row for row, share in enumerate(owners) if not share.state.embeds]
+        for share, hidden in zip(owners, computed.hidden, strict=True):
+            if share.state.embeds:
                 try:
-                    embeddings[state.request_id] = embedding_of(hidden)
+                    embeddings[share.state.request_id] = embedding_of(hidden)
                 except ArithmeticError as error:
-                    failed[state.request_id] = str(error)
-        return computed.logits[others], [states[row] for row in others]
+                    failed[share.state.request_id] = str(error)
+        return computed.logits[others], [share for share in samplers if not share.state.embeds]
 
 
 def load_runner(

@@ -195,7 +195,7 @@ class SimulatedRunner:
         copy_seconds, compute_seconds = self._seconds(scheduled, num_copied)
         if self._spec.sleep is not None and (scheduled or num_copied):
             self._spec.sleep(copy_seconds + compute_seconds)
-        tokens: dict[str, int] = {}
+        tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         embeddings: dict[str, bytes] = {}
         for share in scheduled:
@@ -207,15 +207,13 @@ class SimulatedRunner:
             if state.embeds:
                 embeddings[state.request_id] = embedding_of_number(_digest(kv), _EMBEDDING_SIZE)
                 continue
-            token_id = _next_token(kv, state.sampling_params, state.num_output_tokens, self._spec)
-            tokens[state.request_id] = token_id
-            top = state.sampling_params.logprobs
-            if top is not None:
-                likeliest = likeliest_tokens(kv, max(top, 1), self._spec.vocab_size)
-                logprobs[state.request_id] = [TokenLogprobs(token_id, likeliest[0][1], 1, likeliest[:top])]
+            sampled = self._sample_and_verify(state, kv, share.drafts)
+            tokens[state.request_id] = [one.token_id for one in sampled]
+            if state.sampling_params.logprobs is not None:
+                logprobs[state.request_id] = sampled
         self._requests.commit(scheduled, tokens)
         return ModelRunnerOutput(
-            {name: [token] for name, token in tokens.items()},
+            tokens,
             logprobs,
             failed,
             embeddings=embeddings,
@@ -231,12 +229,26 @@ class SimulatedRunner:
 
     def _store(self, share: Scheduled) -> None:
         state, start = share.state, share.state.num_computed_tokens
-        rows = _head_rows(self._layout)
+        rows, token_ids = _head_rows(self._layout), state.rows(start, share.stop)
         before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
         for position in range(start, share.stop):
-            slot = _slot(before, int(state.token_ids[position]), position, rows)
+            slot = _slot(before, int(token_ids[position - start]), position, rows)
             self._slot_at(state, position)[...] = slot
             before = slot.tobytes()
+
+    def _sample_and_verify(self, state: RequestState, kv: Bytes, drafts: Sequence[int]) -> list[TokenLogprobs]:
+        """Append the next token, and further ones while the drafts are right. `kv`: of all tokens and drafts."""
+        sampled = []
+        top = state.sampling_params.logprobs
+        for draft in (*drafts, None):
+            history = kv[: state.num_tokens]
+            token_id = _next_token(history, state.sampling_params, state.num_output_tokens, self._spec)
+            likeliest = likeliest_tokens(history, max(top, 1), self._spec.vocab_size) if top is not None else []
+            sampled.append(TokenLogprobs(token_id, likeliest[0][1] if likeliest else 0.0, 1, likeliest[:top]))
+            state.append_token(token_id)
+            if token_id != draft:
+                break
+        return sampled
 
     def _slot_at(self, state: RequestState, position: int) -> Bytes:
         block, offset = divmod(position, self._spec.block_size)
@@ -248,7 +260,7 @@ class SimulatedRunner:
         time = self._spec.step_time
         if not scheduled:
             return num_copied * time.per_copied_block, 0.0
-        decoding = sum(share.count == 1 and share.samples for share in scheduled)
+        decoding = sum(share.count for share in scheduled if share.count == share.num_sampled_rows)
         prefilling = sum(share.count for share in scheduled) - decoding
         computing = time.per_step + prefilling * time.per_prefill_token + decoding * time.per_decode_seq
         return num_copied * time.per_copied_block, computing

@@ -202,7 +202,8 @@ class FakeRunner:
             if known.failure:
                 failed[request_id] = known.failure
                 continue
-            last_slot = self._compute(request_id, known, num_tokens)
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            last_slot = self._compute(request_id, known, num_tokens - len(drafts))
             if request_id in self.failures:
                 failed[request_id] = known.failure = self.failures.pop(request_id)
             elif known.num_computed_tokens < len(known.token_ids):
@@ -210,13 +211,12 @@ class FakeRunner:
             elif known.embeds:
                 embeddings[request_id] = embedding_of_number(last_slot, _EMBEDDING_SIZE)
             else:
+                slots = self._sample_and_verify(request_id, known, last_slot, drafts)
+                sampled[request_id] = known.token_ids[len(known.token_ids) - len(slots) :]
                 top = known.sampling_params.logprobs
                 if top is not None:
-                    likeliest = likeliest_tokens(last_slot, max(top, 1), self.model.vocab_size)
-                    logprobs[request_id] = [TokenLogprobs(*likeliest[0], 1, likeliest[:top])]
-                token_id = _draw(last_slot, known.sampling_params.seed, self.model.vocab_size)
-                known.token_ids.append(token_id)
-                sampled[request_id] = [token_id]
+                    likeliest = [likeliest_tokens(slot, max(top, 1), self.model.vocab_size) for slot in slots]
+                    logprobs[request_id] = [TokenLogprobs(*best[0], 1, best[:top]) for best in likeliest]
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=logprobs,
@@ -283,6 +283,28 @@ class FakeRunner:
                 self._slots[self._slot(known.block_ids, position, group)] = _of_group(before, group)
         known.num_computed_tokens = stop
         return before
+
+    def _sample_and_verify(
+        self, request_id: str, known: _RequestState, last_slot: int, drafts: Sequence[int]
+    ) -> list[int]:
+        """Append the next token, and further ones while the drafts are right; returns the slot before each of them."""
+        slots = []
+        for draft in (*drafts, None):
+            slots.append(last_slot)
+            known.token_ids.append(_draw(last_slot, known.sampling_params.seed, self.model.vocab_size))
+            if known.token_ids[-1] != draft:
+                break
+            last_slot = self._compute(request_id, known, 1)
+        void = drafts[len(slots) - 1 :]
+        if void:
+            # Their KV is written all the same, so that a request that used it would get other tokens.
+            kept, num_computed_tokens = known.token_ids.pop(), known.num_computed_tokens
+            known.token_ids += void
+            self._compute(request_id, known, len(void))
+            del known.token_ids[-len(void) :]
+            known.token_ids.append(kept)
+            known.num_computed_tokens = num_computed_tokens
+        return slots
 
     def _sees_its_history(self, known: _RequestState, position: int) -> bool:
         """Whether all slots that a query at `position` sees, in all groups, are right."""

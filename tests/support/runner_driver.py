@@ -61,8 +61,15 @@ class RunnerDriver:
         self.requests[request_id] = request
         return request
 
-    def step(self, counts: Mapping[str, int], finished: Iterable[str] = ()) -> ModelRunnerOutput:
-        """Run one step with this number of tokens for each request."""
+    def step(
+        self,
+        counts: Mapping[str, int],
+        finished: Iterable[str] = (),
+        drafts: Mapping[str, Sequence[int]] | None = None,
+    ) -> ModelRunnerOutput:
+        """Run one step with this number of tokens for each request, and drafts behind them."""
+        drafts = drafts or {}
+        scheduled = {name: count + len(drafts.get(name, ())) for name, count in counts.items()}
         new, cached = [], []
         for name in counts:
             request = self.requests[name]
@@ -83,7 +90,13 @@ class RunnerDriver:
         self._step += 1
         out = self.runner.execute_model(
             SchedulerOutput(
-                self._step, new, cached, dict(counts), sum(counts.values()), finished_req_ids=frozenset(finished)
+                self._step,
+                new,
+                cached,
+                scheduled,
+                sum(scheduled.values()),
+                scheduled_spec_decode_tokens=drafts,
+                finished_req_ids=frozenset(finished),
             )
         )
         for name, count in counts.items():
@@ -91,8 +104,9 @@ class RunnerDriver:
             if name in out.failed:
                 request.failed = out.failed[name]
                 continue
-            request.num_computed += count
-            request.output.extend(out.sampled_token_ids.get(name, ()))
+            tokens = out.sampled_token_ids.get(name, ())
+            request.num_computed += count + max(0, len(tokens) - 1)
+            request.output.extend(tokens)
         self.last = out
         return out
 

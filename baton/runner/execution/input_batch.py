@@ -6,7 +6,7 @@ Needs only numpy, since the simulated runner uses it, too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +101,17 @@ class RequestState:
         if self._counts is not None:
             self._counts.add(token_id)
 
+    def set_drafts(self, drafts: Sequence[int]) -> None:
+        """Write drafts behind the tokens, where a step reads them. The next tokens that are appended replace them."""
+        stop = self.num_tokens + len(drafts)
+        if stop > self._tokens.size:
+            self._tokens = np.resize(self._tokens, max(stop, 2 * self._tokens.size))
+        self._tokens[self.num_tokens : stop] = drafts
+
+    def rows(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens [start, stop) and, where they go further, the drafts behind them."""
+        return self._tokens[start:stop]
+
     def replace_last_token(self, token_id: int) -> None:
         """Replace the sampled token, as for a beam that continues with another one."""
         if self._counts is not None:
@@ -136,20 +147,26 @@ class RequestState:
 
 @value(frozen=True, slots=True)
 class Scheduled:
-    """One request's share of a step: `count` tokens from its `num_computed_tokens` on."""
+    """One request's share of a step: `count` tokens from its `num_computed_tokens` on, the last ones drafts."""
 
     state: RequestState
     count: int
+    drafts: Sequence[int] = ()
 
     @property
     def stop(self) -> int:
-        """How many of the request's tokens are computed after the step."""
+        """How many tokens, drafts included, are computed after the step."""
         return self.state.num_computed_tokens + self.count
 
     @property
     def samples(self) -> bool:
         """Whether the step computes the request's last token, so that a token is sampled or the embedding taken."""
-        return self.stop == self.state.num_tokens
+        return self.stop == self.state.num_tokens + len(self.drafts)
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """How many of its rows give logits: the last token's, and each draft's."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 class RequestTable:
@@ -178,23 +195,34 @@ class RequestTable:
             self._states[new.request_id] = RequestState(new)
         for cached in output.scheduled_cached_reqs:
             self._refresh(cached)
-        scheduled, failed = [], {}
+        scheduled, failed, drafted = [], {}, output.scheduled_spec_decode_tokens
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
-            reason = "the runner does not know this request" if state is None else self._fault(state, count)
+            drafts: Sequence[int] = ()
+            if drafted and state is not None and request_id in drafted:
+                drafts = self._possible(drafted[request_id])
+                count -= len(drafted[request_id]) - len(drafts)
+                state.set_drafts(drafts)
+            reason = (
+                "the runner does not know this request" if state is None else self._fault(state, count, len(drafts))
+            )
             if reason is not None or state is None:
                 failed[request_id] = reason or ""
             elif count:
-                scheduled.append(Scheduled(state, count))
+                scheduled.append(Scheduled(state, count, drafts))
         return scheduled, failed
 
-    def commit(self, scheduled: Iterable[Scheduled], sampled: dict[str, int]) -> None:
-        """After the step was computed, advance all its requests and append their sampled tokens."""
+    def commit(self, scheduled: Iterable[Scheduled], sampled: Container[str]) -> None:
+        """Advance all requests of a computed step, in which those of `sampled` were appended tokens."""
         for share in scheduled:
-            share.state.num_computed_tokens = share.stop
-            token_id = sampled.get(share.state.request_id)
-            if token_id is not None:
-                share.state.append_token(token_id)
+            state = share.state
+            # The last token that was sampled is not computed yet, and neither is any draft that it replaced.
+            state.num_computed_tokens = state.num_tokens - 1 if state.request_id in sampled else share.stop
+
+    def _possible(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The drafts before the first one that is no token of the model: no such token is ever sampled."""
+        wrong = (place for place, token_id in enumerate(drafts) if not 0 <= token_id < self._vocab_size)
+        return drafts[: next(wrong, len(drafts))]
 
     def _forks(self, forked: Iterable[ForkedRequestData]) -> dict[str, RequestState]:
         parents = ((data, self._states.get(data.parent_id)) for data in forked)
@@ -216,10 +244,10 @@ class RequestTable:
         if cached.last_token_id is not None:
             state.replace_last_token(cached.last_token_id)
 
-    def _fault(self, state: RequestState, count: int) -> str | None:
+    def _fault(self, state: RequestState, count: int, num_drafts: int) -> str | None:
         """Why a share would read or write out of bounds, or None; checked so that only its own request fails."""
         start, stop = state.num_computed_tokens, state.num_computed_tokens + count
-        if count < 0 or start < 0 or stop > state.num_tokens:
+        if count < 0 or start < 0 or stop > state.num_tokens + num_drafts:
             return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
         if stop > self._max_model_len:
             return f"position {stop - 1} is beyond the model's {self._max_model_len} tokens"
@@ -228,7 +256,7 @@ class RequestTable:
             return f"{size} blocks don't hold {stop} tokens"
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
-        tokens = state.token_ids[start:stop]
+        tokens = state.rows(start, stop)
         # A single token needs no minimum and maximum, which saves time in decode steps.
         lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
         return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
@@ -239,8 +267,8 @@ class FlatBatch:
     """A step's requests as rows, padding at the end; int64 unless said otherwise.
 
     token_ids and positions [padded], slots [groups, padded], query_start int32 [B + 1], sample_start int32 [B + 1]
-    (the same, counting only rows that sample), seq_lens int32 [B], block_tables int32 [groups, B, W], logits_rows
-    [samplers].
+    (the same, counting only rows that sample, the last ones of their sequence), seq_lens int32 [B], block_tables int32
+    [groups, B, W], logits_rows [rows that sample].
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -258,7 +286,7 @@ def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) 
     size, block_size, groups = len(scheduled), layout.block_size, len(layout.groups)
     counts = np.fromiter((share.count for share in scheduled), dtype=np.int64, count=size)
     starts = np.fromiter((share.state.num_computed_tokens for share in scheduled), dtype=np.int64, count=size)
-    sampling = np.fromiter((share.samples for share in scheduled), dtype=bool, count=size)
+    sampling = np.fromiter((share.num_sampled_rows for share in scheduled), dtype=np.int64, count=size)
     query_start, sample_start = np.zeros(size + 1, dtype=np.int32), np.zeros(size + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
     np.cumsum(sampling, out=sample_start[1:])
@@ -278,9 +306,10 @@ def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) 
     positions[:num_rows] = at
     slots[:, :num_rows] = block_tables[:, owners, at // block_size].astype(np.int64) * block_size + at % block_size
     if size:
-        pieces = [share.state.token_ids[share.state.num_computed_tokens : share.stop] for share in scheduled]
+        pieces = [share.state.rows(share.state.num_computed_tokens, share.stop) for share in scheduled]
         np.concatenate(pieces, out=token_ids[:num_rows])
-    logits_rows = query_start[1:][sampling].astype(np.int64) - 1
+    sample_ends = np.repeat(query_start[1:].astype(np.int64) - sample_start[1:], sampling)
+    logits_rows = sample_ends + np.arange(sample_ends.size)
     return FlatBatch(
         token_ids,
         positions,

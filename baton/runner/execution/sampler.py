@@ -56,6 +56,8 @@ class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    is_invalid: bool = False
+    """Whether the error is the request's own: another node would fail it, too."""
 
 
 def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:

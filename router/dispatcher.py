@@ -274,9 +274,9 @@ class Dispatcher:
                 self.requests.feed(active, GiveUp(self._shutting_down()))
 
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
-        encode = self._codec.encode if self._codec is not None else None
-        card = self._card()
-        args = raw, card, encode, self._rng, self._limits.min_priority
+        codec = self._codec
+        encode, encode_part = (codec.encode, codec.encode_rendered) if codec is not None else (None, None)
+        args = raw, self._card(), encode, self._rng, self._limits.min_priority, encode_part
         if len(raw.prompt or ()) + _num_constraint_chars(raw) > self._limits.thread_text_chars:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:

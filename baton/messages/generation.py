@@ -26,6 +26,8 @@ class GenerateRequest:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Sequence[str] = ()

@@ -29,6 +29,12 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CHOICES = 10_000
 """The most texts of a `choice`."""
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_BYTES = 4096
+"""The longest that the `bad_words` of a request may be together."""
+MAX_BAD_WORD_TOKENS = 2 * (MAX_BAD_WORD_BYTES + MAX_BAD_WORDS)
+"""The most tokens of all spellings of a request's `bad_words`: a byte is at most a token, a word has two spellings."""
 MAX_LOGPROBS = 20
 MAX_SALT_BYTES = 256
 

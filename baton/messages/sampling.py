@@ -62,6 +62,10 @@ class SamplingParams:
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
     repetition_penalty: float = _number(1.0, 0.0, 2.0, above_low=True)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be sampled; empty: any."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Tokens that the output must not have in a row: the spellings of a request's `bad_words`, by the router."""
     logprobs: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0

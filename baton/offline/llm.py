@@ -205,7 +205,8 @@ class LLM:
 
     def _validated(self, place: int, request: Callable[[int], GenerateRequest]) -> ValidRequest:
         try:
-            valid = validate(request(place), self._card, self._codec.encode, self._rng)
+            codec = self._codec
+            valid = validate(request(place), self._card, codec.encode, self._rng, encode_part=codec.encode_rendered)
             if (constraint := valid.sampling_params.constraint) is not None:
                 self._constraints.check(*constraint)
             return valid

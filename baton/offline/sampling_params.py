@@ -38,6 +38,10 @@ class SamplingParams:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """A number that is added to the logit of a token, by token id."""
+    allowed_token_ids: Sequence[int] = ()
+    """The only tokens that may be sampled. Default: all."""
+    bad_words: Sequence[str] = ()
+    """Texts that the output must not contain."""
     max_tokens: int | None = None
     """The most tokens of the output. Default: 16; of a chat, as many as the model takes."""
     min_tokens: int | None = None
@@ -84,6 +88,8 @@ class SamplingParams:
             | {
                 "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
                 "choice": tuple(self.choice),
+                "allowed_token_ids": tuple(self.allowed_token_ids),
+                "bad_words": tuple(self.bad_words),
                 "logit_bias": dict(self.logit_bias),
                 "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
             },

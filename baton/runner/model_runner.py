@@ -102,8 +102,8 @@ class TorchModelRunner:
         for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
             request_id, first = share.state.request_id, results[0]
             if first.error is not None:
-                failed[request_id] = first.error
-                if first.is_invalid:
+                failed[request_id] = str(first.error)
+                if isinstance(first.error, InvalidRequest):
                     invalid.add(request_id)
                 continue
             tokens[request_id] = [result.token_id for result in results]
@@ -131,6 +131,7 @@ class TorchModelRunner:
                     state.num_prompt_tokens,
                     self._model.eos_token_ids,
                     masks.get(state.request_id) if masks else None,
+                    state.rules,
                     state.counts,
                 )
                 for state in states
@@ -139,7 +140,7 @@ class TorchModelRunner:
         if not unmasked:
             return results
         return [
-            Sampled(-1, error=str(error), is_invalid=isinstance(error, InvalidRequest)) if error is not None else result
+            result if error is None else Sampled(-1, error=error)
             for result, error in zip(results, (unmasked.get(state.request_id) for state in states), strict=True)
         ]
 

@@ -14,6 +14,9 @@ from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_GRAMMAR_SEQUENCES,
     MAX_LOGIT_BIAS,
@@ -42,7 +45,10 @@ DEFAULT_MAX_TOKENS = 16
 _WITH_BEAMS = frozenset(
     ("n", "beam_width", "length_penalty", "early_stopping", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
 )
-_NOT_WITH_BEAMS = ("best_of", "stop", *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS))
+_NOT_WITH_BEAMS = (
+    *("best_of", "stop", "bad_words"),
+    *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS | {"bad_words_token_ids"}),
+)
 _SEED_BITS = 53
 """The bits of a drawn seed: few enough for every JSON reader to keep them exactly."""
 
@@ -53,11 +59,13 @@ def validate(
     encode: Callable[[str], list[int]] | None,
     rng: Random,
     min_priority: int = MIN_PRIORITY,
+    encode_part: Callable[[str], list[int]] | None = None,
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
-    `encode` tokenizes; without it only token ids are accepted. May be run in a thread, as tokenizing a long text takes
-    a while. The JSON schema is checked elsewhere, since that takes longer (see schemas.py).
+    `encode` tokenizes; without it only token ids are accepted. `encode_part` tokenizes a part of a text, without
+    special tokens; None: `encode` does. May be run in a thread, as tokenizing a long text takes a while. The JSON
+    schema is checked elsewhere, since that takes longer (see schemas.py).
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
@@ -70,6 +78,7 @@ def validate(
         return _for_embedding(raw, card, encode, request_id)
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(_with_defaults(raw, card), card, rng)
+    sampling = replace(sampling, bad_words_token_ids=_bad_words(raw.bad_words, card, encode_part or encode))
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
     ttft_slo_ms = _milliseconds("ttft_slo_ms", raw.ttft_slo_ms)
     tpot_slo_ms = _milliseconds("tpot_slo_ms", raw.tpot_slo_ms)
@@ -234,6 +243,7 @@ def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingPar
         top_k=_top_k(raw.top_k, card.vocab_size),
         seed=_seed(raw.seed, rng),
         logit_bias=_logit_bias(raw, card.vocab_size),
+        allowed_token_ids=_allowed_token_ids(raw.allowed_token_ids, card.vocab_size),
         logprobs=None if raw.logprobs is None else _integer("logprobs", raw.logprobs, 0, MAX_LOGPROBS),
         stop_token_ids=frozenset(raw.stop_token_ids),
         ignore_eos=bool(raw.ignore_eos),
@@ -387,3 +397,31 @@ def _logit_bias(raw: GenerateRequest, vocab_size: int) -> dict[int, float]:
         if not math.isfinite(bias):
             raise InvalidRequest("logit_bias", f"of token {token} is {bias}")
     return dict(raw.logit_bias)
+
+
+def _allowed_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if len(token_ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidRequest("allowed_token_ids", f"has {len(token_ids)}; at most {MAX_ALLOWED_TOKEN_IDS} are taken")
+    check_token_ids("allowed_token_ids", token_ids, vocab_size)
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _bad_words(
+    words: Sequence[str], card: ModelCard, encode: Callable[[str], list[int]] | None
+) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, spelled at the beginning of a text and behind a space.
+
+    Unlike vLLM it also keeps a spelling behind a space that has another number of tokens.
+    """
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest("bad_words", f"has {len(words)} texts; at most {MAX_BAD_WORDS} are taken")
+    _check_name("bad_words", "".join(words), MAX_BAD_WORD_BYTES)
+    if not all(word.strip() for word in words):
+        raise InvalidRequest("bad_words", "contains an empty text")
+    if not words:
+        return ()
+    if encode is None:
+        raise InvalidRequest("bad_words", "this model is served without a tokenizer; use logit_bias")
+    spellings = [tuple(encode(before + word.lstrip())) for word in words for before in ("", " ")]
+    # A token beyond the model's vocabulary is never sampled.
+    return tuple(dict.fromkeys(one for one in spellings if one and max(one) < card.vocab_size))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.messages.request_limits import MAX_LOGPROBS, MAX_SEQUENCES, MAX_STOP_BYTES, MAX_STOP_STRINGS
+from baton.messages.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+)
 
 _NO_EFFECT = "Accepted; changes no answer."
 _ONE_VALUE = "Only this value is served."
@@ -40,6 +47,8 @@ FIELDS: Mapping[str, str] = {
     "frequency_penalty": "Lowers the logits of tokens by how often the output has them.",
     "repetition_penalty": "Divides the logits of tokens that the prompt or the output has.",
     "logit_bias": "Added to the logits of tokens, by token id.",
+    "allowed_token_ids": f"The only tokens that may be drawn, at most {MAX_ALLOWED_TOKEN_IDS}.",
+    "bad_words": f"Up to {MAX_BAD_WORDS} texts that the output must not contain.",
     # Where the output ends
     "max_tokens": "Most tokens of the output. Default: what the model takes; of completions 16.",
     "max_completion_tokens": "The same as max_tokens, by its newer name.",

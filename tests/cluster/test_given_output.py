@@ -34,6 +34,13 @@ SAMPLINGS = {
         temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, seed=12
     ),
     "biased": SamplingParams(temperature=1.0, seed=13, min_tokens=12, logit_bias={5: 3.0, 17: -4.0}, logprobs=0),
+    "ruled": SamplingParams(
+        temperature=1.0,
+        seed=14,
+        allowed_token_ids=tuple(range(3, 40)),
+        bad_words_token_ids=((7,), *((first, second) for first in range(3, 40) for second in (8, 9, 10, 11))),
+        logprobs=1,
+    ),
 }
 
 

@@ -225,6 +225,21 @@ async def test_fields_beyond_their_bounds_are_refused_by_name_before_the_handler
             pb.GenerateRequest(sampling_params=params(logit_bias=dict.fromkeys(range(301), 1.0))).SerializeToString(),
             "logit_bias",
         ),
+        (
+            "Generate",
+            pb.GenerateRequest(sampling_params=params(allowed_token_ids=[1] * 4097)).SerializeToString(),
+            "allowed_token_ids",
+        ),
+        (
+            "Generate",
+            pb.GenerateRequest(sampling_params=params(bad_words=["a"] * 257)).SerializeToString(),
+            "bad_words",
+        ),
+        (
+            "Generate",
+            pb.GenerateRequest(sampling_params=params(bad_words_token_ids=[pb.TokenIds(ids=[1])])).SerializeToString(),
+            "bad_words_token_ids",
+        ),
         ("Generate", pb.GenerateRequest(text="x").SerializeToString() + unknown_field * 100_000, "request"),
         ("Generate", pb.GenerateRequest(text="x" * 100_000).SerializeToString() + unknown_field, "2047"),
         ("Resume", pb.ResumeRequest(next_token_index=[0] * 129).SerializeToString(), "next_token_index"),

@@ -69,6 +69,14 @@ PARAMS: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
             st.just(dict.fromkeys(range(301), 0.5)),
         ),
     ),
+    "allowed_token_ids": (
+        st.lists(st.integers(0, 96), max_size=3),
+        st.one_of(st.lists(UINT32, max_size=3), st.just([1] * 4097)),
+    ),
+    "bad_words": (
+        st.lists(st.text(min_size=1, max_size=3).filter(lambda text: "\0" not in text and text.strip()), max_size=3),
+        st.sampled_from([["x"] * 257, [""], [" "], ["x" * 4097], ["\0"]]),
+    ),
     "max_tokens": (st.integers(1, 24), UINT32),
     "min_tokens": (st.integers(0, 3), UINT32),
     "stop": (

@@ -80,6 +80,9 @@ def _wrong_ids(pb: GenerateRequest, present: dict[str, Any], served: Served) -> 
     stops = pb.sampling_params.stop_token_ids
     if len(stops) > 256 or any(token not in vocab for token in stops):
         wrong.add("stop_token_ids")
+    allowed = pb.sampling_params.allowed_token_ids
+    if len(allowed) > 4096 or any(token not in vocab for token in allowed):
+        wrong.add("allowed_token_ids")
     biases = pb.sampling_params.logit_bias
     if len(biases) > 300 or any(token not in vocab or not math.isfinite(bias) for token, bias in biases.items()):
         wrong.add("logit_bias")
@@ -97,6 +100,9 @@ def _wrong_texts(pb: GenerateRequest, served: Served) -> set[str]:
     stops = pb.sampling_params.stop
     if len(stops) > 16 or any(not 0 < len(stop.encode()) <= 256 or "\0" in stop for stop in stops):
         wrong.add("stop")
+    words = pb.sampling_params.bad_words
+    if len(words) > 256 or len("".join(words).encode()) > 4096 or any(not w.strip() or "\0" in w for w in words):
+        wrong.add("bad_words")
     return wrong | _wrong_schema(pb)
 
 
@@ -137,7 +143,7 @@ def _wrong_beams(present: dict[str, Any]) -> set[str]:
     wrong = {name for name in _NOT_WITH_BEAMS if name in present}
     if present.get("temperature") == 0.0:
         wrong.discard("temperature")
-    wrong |= {name for name in ("stop", "logit_bias") if present.get(name)}
+    wrong |= {name for name in ("stop", "logit_bias", "allowed_token_ids", "bad_words") if present.get(name)}
     if present.get("n", 1) > width:
         wrong.add("n")
     return wrong

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.node import Leg, NodeDescription, Role, Submit
-from baton.messages.request_limits import MAX_CHOICES, MAX_GRAMMAR_SEQUENCES, MAX_SEQUENCES
+from baton.messages.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_CHOICES,
+    MAX_GRAMMAR_SEQUENCES,
+    MAX_SEQUENCES,
+)
 from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
@@ -71,6 +77,10 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "min_tokens": params.min_tokens >= 0,
         "top_k": params.top_k >= -1,
         "logit_bias": all(0 <= k < vocab_size and math.isfinite(v) for k, v in params.logit_bias.items()),
+        "allowed_token_ids": len(params.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS
+        and all(0 <= token_id < vocab_size for token_id in params.allowed_token_ids),
+        "bad_words_token_ids": sum(map(len, params.bad_words_token_ids)) <= MAX_BAD_WORD_TOKENS
+        and all(word and min(word) >= 0 and max(word) < vocab_size for word in params.bad_words_token_ids),
         "n": 1 <= params.n <= (params.beam_width or (MAX_GRAMMAR_SEQUENCES if params.has_grammar else MAX_SEQUENCES)),
         "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,

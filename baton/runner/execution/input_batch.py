@@ -17,6 +17,7 @@ from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
+from baton.runner.execution.token_rules import TokenRules, has_rules
 from baton.values import value
 
 _ROOM = 256
@@ -42,6 +43,7 @@ class RequestState:
         "num_prompt_tokens",
         "num_tokens",
         "request_id",
+        "rules",
         "sampling_params",
     )
 
@@ -54,6 +56,7 @@ class RequestState:
         self._tokens[self.num_prompt_tokens : self.num_tokens] = data.output_token_ids
         self._counts: TokenCounts | None = None
         self.sampling_params: SamplingParams = data.sampling_params
+        self.rules = TokenRules(self.sampling_params) if has_rules(self.sampling_params) else None
         self.matcher = data.matcher
         self.embeds = data.embeds
         self.num_computed_tokens = data.num_computed_tokens

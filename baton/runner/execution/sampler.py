@@ -1,10 +1,10 @@
 """From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
 
-As in vLLM V1: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
-temperature, top_n_sigma (which vLLM lacks), min_p, top_k, top_p and one draw by inverse transform. Tokens that a
-grammar does not allow have a logit of minus infinity, in the log-probabilities as well. The draw for output position i
-uses one random number that is a function of (seed, i) alone (philox.py), so any node samples the same token. Everything
-runs in numpy on one thread, so that the number of threads can't change the order of a sum.
+As in vLLM V1: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens, allowed_token_ids,
+bad_words; then greedy, or temperature, top_n_sigma (which vLLM lacks), min_p, top_k, top_p and one draw by inverse
+transform. Tokens that a grammar does not allow have a logit of minus infinity, in the log-probabilities as well. The
+draw for output position i uses one random number that is a function of (seed, i) alone (philox.py), so any node samples
+the same token. Everything runs in numpy on one thread, so that the number of threads can't change the order of a sum.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from baton.errors import BatonError, EngineFault, InvalidRequest
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.execution.philox import uniform
 from baton.runner.execution.token_counts import TokenCounts
+from baton.runner.execution.token_rules import TokenRules, has_rules
 from baton.values import value
 
 Row = npt.NDArray[np.float32]
@@ -41,6 +43,8 @@ class SamplingState:
     eos_token_ids: frozenset[int]
     mask: Mask | None = None
     """A bit for each token that may be sampled, lowest bit of the first word first; None: all may be."""
+    rules: TokenRules | None = None
+    """The rules that follow from `params`, if the caller keeps them."""
     counts: TokenCounts | None = None
     """The counts of `token_ids`, if the caller keeps them; None: penalties count the tokens anew."""
 
@@ -55,9 +59,8 @@ class Sampled:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    error: str | None = None
-    is_invalid: bool = False
-    """Whether the error is the request's own: another node would fail it, too."""
+    error: BatonError | None = None
+    """InvalidRequest if the request's parameters leave no token."""
 
 
 def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
@@ -70,7 +73,7 @@ def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> 
     results = []
     for row, state in enumerate(states):
         if not finite[row]:
-            results.append(Sampled(-1, error="the model produced non-finite logits"))
+            results.append(Sampled(-1, error=EngineFault("the model produced non-finite logits")))
         elif is_plain_greedy(state):
             results.append(Sampled(best[row]))
         else:
@@ -98,9 +101,8 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
     if state.mask is not None:
         # The mask is applied last, so that no bias can bring back a token that it excludes.
         processed = _masked(processed, state.mask)
-        if processed.max() == -np.inf:
-            kind = params.constraint_kind or "json_schema"
-            return Sampled(-1, error=f"{kind}: nothing that may follow is left by min_tokens and logit_bias")
+    if processed is not logits and processed.max() == -np.inf:
+        return Sampled(-1, error=_no_token_left(params))
     if params.is_greedy:
         token_id = int(processed.argmax())
     else:
@@ -120,7 +122,24 @@ def _masked(row: Row, mask: Mask) -> Row:
 
 def _is_processed(state: SamplingState) -> bool:
     params = state.params
-    return bool(params.logit_bias or has_penalties(params) or state.num_output_tokens < params.min_tokens)
+    return bool(
+        params.logit_bias or has_penalties(params) or state.num_output_tokens < params.min_tokens or has_rules(params)
+    )
+
+
+def _no_token_left(params: SamplingParams) -> InvalidRequest:
+    """The error of a request whose parameters together exclude every token, named after the first of them."""
+    given = {
+        "min_tokens": params.min_tokens,
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words_token_ids,
+    }
+    fields = [params.constraint_kind or "", *(name for name, value in given.items() if value)]
+    field, *others = [name for name in fields if name]
+    return InvalidRequest(
+        field, "leaves no token that may follow" + (f", with {' and '.join(others)}" if others else "")
+    )
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -129,10 +148,10 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def process(logits: Row, state: SamplingState) -> Row:
-    """A new row with logit_bias, the penalties and min_tokens applied.
+    """A new row with logit_bias, the penalties, min_tokens, allowed_token_ids and bad_words applied.
 
     A bias beyond float32's range is infinite: the token is always sampled (of several the first), or never. No bias
-    permits a stop token that min_tokens forbids.
+    permits a token that another parameter excludes.
     Penalties as vLLM defines them: repetition divides positive and multiplies negative logits of every token in prompt
     or output; frequency subtracts per occurrence in the output, presence once if there is one.
     """
@@ -154,9 +173,11 @@ def process(logits: Row, state: SamplingState) -> Row:
         row[seen] -= np.float32(params.frequency_penalty) * times.astype(np.float32)
         row[seen] -= np.float32(params.presence_penalty)
     if state.num_output_tokens < params.min_tokens:
-        # min_tokens is applied last, so that no infinite bias can override it.
+        # What excludes tokens is applied last, so that no infinite bias can override it.
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
         row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
+    if has_rules(params):
+        (state.rules or TokenRules(params)).exclude(row, state.token_ids, state.num_prompt_tokens)
     return row
 
 

@@ -17,6 +17,7 @@ _OPTIONAL_FIELDS = tuple(
     for field in generation.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.message_type is None
 )
+_LISTS = ("stop", "stop_token_ids", "choice", "allowed_token_ids", "bad_words")
 _SERVICE_LEVEL_FIELDS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 """Fields of `GenerateRequest`, and their names in the message `ServiceLevel`."""
 _FINISH_NUMBERS = {
@@ -56,12 +57,9 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
             params.repetition_detection.CopyFrom(REPETITION_DETECTION.to_pb(request.repetition_detection))
     with _field_errors("logit_bias"):
         params.logit_bias.update(request.logit_bias)
-    with _field_errors("stop"):
-        params.stop.extend(request.stop)
-    with _field_errors("choice"):
-        params.choice.extend(request.choice)
-    with _field_errors("stop_token_ids"):
-        params.stop_token_ids.extend(request.stop_token_ids)
+    for name in _LISTS:
+        with _field_errors(name):
+            getattr(params, name).extend(getattr(request, name))
     with _field_errors("prompt"):
         if isinstance(request.prompt, str):
             pb.text = request.prompt
@@ -91,6 +89,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         prompt = list(pb.token_ids.ids)
     params = pb.sampling_params
     present = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
+    present |= {name: tuple(getattr(params, name)) for name in _LISTS}
     level = pb.service_level
     present |= {name: getattr(level, field) for name, field in _SERVICE_LEVEL_FIELDS.items() if level.HasField(field)}
     return GenerateRequest(
@@ -98,9 +97,6 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         request_id=pb.request_id,
         model=pb.model,
         logit_bias=dict(params.logit_bias),
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        choice=tuple(params.choice),
         priority=pb.priority,
         cache_salt=pb.cache_salt,
         repetition_detection=(

@@ -17,8 +17,13 @@ REPETITION_DETECTION = Codec(
 SAMPLING_PARAMS = Codec(
     SamplingParams,
     generation.SamplingParams,
+    FieldConversion(
+        "bad_words_token_ids",
+        write=lambda words: [generation.TokenIds(ids=word) for word in words],
+        read=lambda pbs: tuple(tuple(pb.ids) for pb in pbs),
+    ),
     nested=(REPETITION_DETECTION,),
-    message_only=("stop", "best_of", "include_stop_str_in_output"),
+    message_only=("stop", "best_of", "include_stop_str_in_output", "bad_words"),
 )
 """The parameters of a validated request, which a router sends to a node: all fields are set, and none is checked."""
 

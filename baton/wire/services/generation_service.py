@@ -14,6 +14,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_REQUEST_BYTES,
@@ -218,6 +220,10 @@ def _check_counts(request: generation.GenerateRequest) -> None:
     check_count("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     check_count("choice", params.choice, MAX_CHOICES)
     check_count("logit_bias", params.logit_bias, MAX_LOGIT_BIAS)
+    check_count("allowed_token_ids", params.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+    check_count("bad_words", params.bad_words, MAX_BAD_WORDS)
+    if params.bad_words_token_ids:
+        raise InvalidRequest("bad_words_token_ids", "is set by routers; send bad_words")
 
 
 def check_count(field: str, values: Sized, most: int, what: str = "entries") -> None:

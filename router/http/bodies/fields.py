@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from baton.messages.request_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
@@ -37,6 +39,26 @@ def _stop_token_ids(value: Any) -> Sequence[int]:
     if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
         raise ValueError(f"has {len(value)} entries; at most {MAX_STOP_TOKEN_IDS} are taken")
     return _token_ids(value)
+
+
+def _allowed_token_ids(value: Any) -> Sequence[int]:
+    if value is None:
+        return ()
+    if value == []:
+        raise ValueError("is empty: no token would be allowed")
+    if isinstance(value, list) and len(value) > MAX_ALLOWED_TOKEN_IDS:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_ALLOWED_TOKEN_IDS} are taken")
+    return _token_ids(value)
+
+
+def _bad_words(value: Any) -> Sequence[str]:
+    if value is None:
+        return ()
+    if isinstance(value, list) and len(value) > MAX_BAD_WORDS:
+        raise ValueError(f"has {len(value)} texts; at most {MAX_BAD_WORDS} are taken")
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError("must be a list of strings")
+    return tuple(value)
 
 
 def _stop(value: Any) -> Sequence[str]:
@@ -89,6 +111,8 @@ TextsOrIds = str | list[int] | list[str] | list[list[int]]
 TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
 Stop = Annotated[Sequence[str], PlainValidator(_stop, json_schema_input_type=str | list[str])]
 StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids, json_schema_input_type=list[int])]
+AllowedTokenIds = Annotated[Sequence[int], PlainValidator(_allowed_token_ids, json_schema_input_type=list[int])]
+BadWords = Annotated[Sequence[str], PlainValidator(_bad_words, json_schema_input_type=list[str])]
 LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias, json_schema_input_type=dict[str, float])]
 NotServed = Annotated[None, PlainValidator(_not_served, json_schema_input_type=None)]
 Truncation = Annotated[int | None, PlainValidator(_truncation, json_schema_input_type=int)]

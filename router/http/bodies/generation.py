@@ -12,7 +12,16 @@ from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import RepetitionDetection
 from router.http.bodies.constraints import Choice, Constrained, Pattern, ResponseFormat, Schema, StructuredOutputs
-from router.http.bodies.fields import LogitBias, NotServed, Positive, Stop, StopTokenIds, Truncation
+from router.http.bodies.fields import (
+    AllowedTokenIds,
+    BadWords,
+    LogitBias,
+    NotServed,
+    Positive,
+    Stop,
+    StopTokenIds,
+    Truncation,
+)
 from router.http.bodies.strict import Strict, read_as
 
 B = TypeVar("B", bound="GenerationBody")
@@ -55,6 +64,8 @@ class GenerationBody(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
+    allowed_token_ids: AllowedTokenIds = ()
+    bad_words: BadWords = ()
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Stop = ()
@@ -95,8 +106,6 @@ class GenerationBody(Strict):
     prompt_cache_key: str | None = None
 
     # Known, but not served.
-    allowed_token_ids: NotServed = None
-    bad_words: NotServed = None
     kv_transfer_params: NotServed = None
     logits_processors: NotServed = None
     prompt_logprobs: NotServed = None

@@ -73,7 +73,7 @@ def test_a_record_with_a_missing_or_changed_key_is_not_read(path: tuple[str, ...
     if change == "renamed":
         owner[path[-1] + "_"] = value
     elif change == "of another type":
-        owner[path[-1]] = [[]]
+        owner[path[-1]] = [{}]
     assert read_record(json.dumps(found).encode(), "r", CARD) is None
 
 

@@ -57,6 +57,8 @@ def test_every_value_at_its_bound_is_accepted() -> None:
         frequency_penalty=2.0,
         repetition_penalty=2.0,
         logit_bias=dict.fromkeys(range(100), -1e9),
+        allowed_token_ids=[0, 99] * 2048,
+        bad_words=["é" * 8] * 256,
         max_tokens=28,
         min_tokens=28,
         stop=["é" * 128] * 16,
@@ -216,6 +218,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "frequency_penalty": 0.5,
             "repetition_penalty": 1.5,
             "logit_bias": {1: 1.0},
+            "allowed_token_ids": [1],
+            "bad_words": ["x"],
             "min_tokens": 1,
             "stop": ["x"],
             "logprobs": 0,
@@ -226,6 +230,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("stop", {"stop": s}) for s in (["x"] * 17, [""], ["x" * 257], ["é" * 129], ["\0"], ["\udfff"])],
     *[("stop_token_ids", {"stop_token_ids": s}) for s in ([100], [-1], [0] * 257)],
     *[("logit_bias", {"logit_bias": b}) for b in ({100: 1.0}, {1: NAN}, {1: -INF})],
+    *[("allowed_token_ids", {"allowed_token_ids": a}) for a in ([100], [-1], [0] * 4097)],
+    *[("bad_words", {"bad_words": w}) for w in (["x"] * 257, [""], [" "], ["x" * 4097], ["\0"], ["\udfff"])],
     *[("priority", {"priority": p}) for p in (2**31, -(2**31) - 1)],
     *[("cache_salt", {"cache_salt": s}) for s in ("\0", "x" * 257)],
     *[(slo, {slo: ms}) for slo in ("ttft_slo_ms", "tpot_slo_ms") for ms in (NAN, INF, 0.0, -1.0)],
@@ -245,6 +251,15 @@ def test_a_value_out_of_bounds_is_refused_with_its_field(field: str, fields: dic
     assert isinstance(caught.value, UnknownModel) == (field == "model")
 
 
+def test_bad_words_are_tokenized_with_and_without_a_space_and_without_special_tokens() -> None:
+    def part(text: str) -> list[int]:
+        return [{" ": 1, "a": 2, "b": 3}.get(letter, 100) for letter in text]
+
+    request = GenerateRequest([1], bad_words=["ab", " ab", "b", "outside"])
+    valid = validate(request, CARD, encode, Random(1), encode_part=part)
+    assert valid.sampling_params.bad_words_token_ids == ((2, 3), (1, 2, 3), (3,), (1, 3))
+
+
 def test_too_many_logit_biases_are_refused() -> None:
     card = ModelCard("demo", 32, 1000)
     with pytest.raises(InvalidRequest, match="logit_bias: has 301 entries"):
@@ -256,6 +271,7 @@ def test_without_a_tokenizer_only_token_ids_are_accepted() -> None:
     bad: dict[str, dict[str, Any]] = {
         "prompt": {"prompt": "text"},
         "stop": {"prompt": [1], "stop": ["x"]},
+        "bad_words": {"prompt": [1], "bad_words": ["x"]},
         "json_schema": {"prompt": [1], "json_schema": "{}"},
     }
     for field, fields in bad.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.philox import philox4x32, uniform
 from baton.runner.execution.sampler import SamplingState, distribution, heaviest, process, sample, sample_row
@@ -195,13 +197,66 @@ def test_min_tokens_bars_every_stop_until_it_is_reached() -> None:
     assert np.flatnonzero(np.isinf(process(LOGITS, state(ignoring)))).tolist() == [0]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn_whatever_their_bias(temperature: float) -> None:
+    params = SamplingParams(
+        temperature=temperature, seed=3, allowed_token_ids=(2, 6), logit_bias={0: 1e39, 1: 1e38}, repetition_penalty=2.0
+    )
+    assert np.flatnonzero(process(LOGITS, state(params)) > -np.inf).tolist() == [2, 6]
+    drawn = {sample_row(LOGITS, state(replace(params, seed=seed))).token_id for seed in range(2000)}
+    assert drawn == ({2} if temperature == 0.0 else {2, 6})
+
+
+@pytest.mark.parametrize(
+    ("output", "excluded"),
+    [
+        ((), [3]),
+        ((5,), [1, 3]),
+        ((5, 1), [3]),
+        ((5, 2), [0, 3]),
+        ((2,), [3]),
+        ((0, 5, 2), [0, 3]),
+        ((5, 2, 0), [3]),
+    ],
+)
+def test_a_bad_word_is_not_completed(output: tuple[int, ...], excluded: list[int]) -> None:
+    params = SamplingParams(bad_words_token_ids=((3,), (5, 1), (5, 2, 0)))
+    for prompt in ((6,), (5,), (6, 5)):
+        # What is in the prompt is not part of a word.
+        row = process(LOGITS, state(params, output, prompt))
+        assert np.flatnonzero(row == -np.inf).tolist() == excluded
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (SamplingParams(allowed_token_ids=(4,), min_tokens=1), "min_tokens: .*, with allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=(3,), bad_words_token_ids=((3,),)), "allowed_token_ids: .*, with bad_words"),
+        (SamplingParams(bad_words_token_ids=tuple((one,) for one in range(8))), "bad_words: leaves no token"),
+        (SamplingParams(logit_bias=dict.fromkeys(range(8), -1e39)), "logit_bias: leaves no token"),
+    ],
+)
+def test_a_request_that_excludes_all_tokens_is_invalid(params: SamplingParams, said: str) -> None:
+    results = sample(np.stack([LOGITS] * 2), [state(params), state(SamplingParams(seed=1))])
+    assert isinstance(results[0].error, InvalidRequest)
+    assert re.match(said, str(results[0].error))
+    assert results[1].error is None
+
+
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     tied = np.array([[0.0, 3.0, 1.0, 3.0]], dtype=np.float32)
     assert sample(tied, [state(SamplingParams(temperature=0.0))])[0].token_id == 1
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
-    params = SamplingParams(temperature=0.0, logit_bias={6: 10.0}, logprobs=3)
+    params = SamplingParams(
+        temperature=0.0,
+        logit_bias={6: 10.0},
+        allowed_token_ids=(6, 7),
+        bad_words_token_ids=((0,),),
+        logprobs=3,
+    )
     drawn = sample_row(LOGITS, state(params))
     expected = np.log(softmax(LOGITS))
     assert drawn.token_id == 6
@@ -223,7 +278,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
     broken = LOGITS.copy()
     broken[3] = bad
     results = sample(np.stack([LOGITS, broken, LOGITS]), [state(SamplingParams(seed=1))] * 3)
-    assert results[1].error == "the model produced non-finite logits"
+    assert str(results[1].error) == "the model produced non-finite logits"
     assert results[0] == results[2] == sample_row(LOGITS, state(SamplingParams(seed=1)))
 
 

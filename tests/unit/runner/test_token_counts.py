@@ -41,7 +41,7 @@ def counted_anew(logits: npt.NDArray[np.float32], state: RequestState) -> npt.ND
 def assert_as_counted_anew(state: RequestState) -> None:
     logits = np.random.default_rng(state.num_tokens).normal(size=VOCAB).astype(np.float32)
     kept = SamplingState(
-        state.sampling_params, state.token_ids, state.num_prompt_tokens, frozenset(), None, state.counts
+        state.sampling_params, state.token_ids, state.num_prompt_tokens, frozenset(), None, None, state.counts
     )
     expected = counted_anew(logits, state).tobytes()
     assert process(logits, kept).tobytes() == expected

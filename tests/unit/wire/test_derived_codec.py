@@ -18,6 +18,10 @@ from baton.messages.sampling import RepetitionDetection, SamplingParams
 from baton.v1 import generation_pb2, node_pb2
 from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers
 
+MESSAGE_ONLY = ("stop", "best_of", "include_stop_str_in_output", "bad_words")
+WORDS = FieldConversion("bad_words_token_ids", write=list, read=tuple)
+"""Sequences of sequences have no derived conversion."""
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -101,9 +105,7 @@ def test_an_exception_replaces_the_direction_that_it_names() -> None:
 
 
 def test_an_absent_field_that_cannot_be_none_has_its_default() -> None:
-    codec = Codec(
-        SamplingParams, generation_pb2.SamplingParams, message_only=("stop", "best_of", "include_stop_str_in_output")
-    )
+    codec = Codec(SamplingParams, generation_pb2.SamplingParams, WORDS, message_only=MESSAGE_ONLY)
     assert codec.from_pb(generation_pb2.SamplingParams()) == SamplingParams()
 
 
@@ -114,8 +116,9 @@ def test_a_nested_class_takes_the_codec_that_is_named_for_it() -> None:
     codec = Codec(
         SamplingParams,
         generation_pb2.SamplingParams,
+        WORDS,
         nested=(part,),
-        message_only=("stop", "best_of", "include_stop_str_in_output"),
+        message_only=MESSAGE_ONLY,
     )
     params = SamplingParams(repetition_detection=RepetitionDetection(3, 1, 2))
     assert codec.from_pb(codec.to_pb(params)).repetition_detection == RepetitionDetection(3, 1, 7)

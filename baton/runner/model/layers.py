@@ -142,6 +142,8 @@ class PackedExperts:
         self._operations = operations
         self._row_quantum = row_quantum
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
+        # Older releases of transformers don't set it: no experts of theirs have a norm.
+        self._has_norm: bool = getattr(module, "has_post_expert_norm", False)
         self._held = held_experts(module)
         self._activation = None
         if module.has_gate and not module.has_bias:
@@ -199,7 +201,7 @@ class PackedExperts:
             up = self._operations.linear(rows, self._up[expert], self._bias(module, self._up_name, expert))
             inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
         out = self._operations.linear(inner, self._down[expert], self._bias(module, "down_proj", expert))
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+        return module.post_expert_norm(out) if self._has_norm else out
 
     @staticmethod
     def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:

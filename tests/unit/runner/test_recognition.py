@@ -85,6 +85,23 @@ def test_attention_that_does_something_else_is_left_as_it_is(tmp_path: Path, mon
     assert fused(runner) == (0, 3, 7)
 
 
+def test_experts_of_older_releases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+
+    original = modeling_mixtral.MixtralExperts.__init__
+
+    def older(self: torch.nn.Module, *arguments: Any) -> None:
+        original(self, *arguments)
+        for name in ("_is_expert_parallel", "has_post_expert_norm"):  # transformers 5.17 sets neither
+            self.__dict__.pop(name, None)
+
+    expected = loaded(tmp_path, TINY_MODELS["mixtral"])
+    monkeypatch.setattr(modeling_mixtral.MixtralExperts, "__init__", older)
+    runner = loaded(tmp_path, TINY_MODELS["mixtral"])
+    assert runner.model.bit_exact
+    assert fused(runner) == fused(expected)
+
+
 def test_a_loop_that_computes_something_else_stays_with_transformers(tmp_path: Path) -> None:
     runner = loaded(tmp_path, {**TINY_MODELS["llama"], "model_type": "granite", "residual_multiplier": 0.5})
     assert runner.model.bit_exact

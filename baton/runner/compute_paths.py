@@ -45,7 +45,7 @@ def _products(operations: Operations) -> ComputePath:
 
 def _attention(operations: Operations) -> ComputePath:
     if isinstance(operations, CudaOperations):
-        return ComputePath("attention", f"torch: {', '.join(sorted(operations.ways))}", operations.why_plain)
+        return ComputePath("attention", " and ".join(sorted(operations.ways)), operations.why_plain)
     products = _products(operations)
     return ComputePath("attention", f"{products.runs} on the paged cache", products.why_not_faster)
 

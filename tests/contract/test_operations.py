@@ -15,7 +15,7 @@ from baton.runner.backends.device import CPU
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.torch_operations import TorchOperations, activate
-from baton.testing.fake_flash import fake_varlen_attn
+from baton.testing.fake_attention import fake_paged_attention
 from tests.support.kernel_inputs import randn
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-3}
@@ -29,7 +29,7 @@ def operations(request: pytest.FixtureRequest) -> Any:
     made: dict[str, Any] = {
         "compiled": CompiledOperations(2, ""),
         "torch": TorchOperations(1),
-        "gpu": CudaOperations(CPU, fake_varlen_attn),
+        "gpu": CudaOperations(CPU, fake_paged_attention),
         "reference": reference,
     }
     return made[request.param]

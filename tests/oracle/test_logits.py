@@ -27,7 +27,7 @@ from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import CacheSpec, HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.model_runner import load_runner
-from baton.testing.fake_flash import fake_varlen_attn
+from baton.testing.fake_attention import fake_paged_attention
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 
@@ -38,7 +38,7 @@ NEAR, BEST = 10, 20
 BACKENDS: dict[str, Callable[[], Operations]] = {
     "chosen": lambda: choose_operations(2),
     "torch": lambda: TorchOperations(1),
-    "gpu": lambda: CudaOperations(CPU, fake_varlen_attn),
+    "gpu": lambda: CudaOperations(CPU, fake_paged_attention),
     "reference": lambda: reference,
 }
 

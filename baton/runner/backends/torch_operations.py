@@ -222,4 +222,5 @@ class TorchOperations:
         padded = functional.pad(x, (0, 0, 0, -rows % size)).contiguous()
         # ProductWatch (layers.py) must not see these products: it looks for those that were not replaced.
         with _disable_current_modes():
-            return torch.cat([compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)])[:rows]
+            parts = [compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0])[:rows]

@@ -5,9 +5,9 @@ on the same memory. So each of a few batch sizes has input and output buffers th
 memory for intermediate results, so a result must be read before the next replay. A batch is padded to the next size
 with rows that read and write only the null block.
 
-Graphs need attention to take the "paged" way of cuda_operations.py; the other ways read numbers back from the device,
-which can't be recorded. Every product has the same number of rows in each call, and attention does not split over keys,
-so a row's bits are those of a step without graphs; the check at start compares them.
+Graphs need attention to take the "triton" way of cuda_operations.py; the plain one reads numbers back from the device,
+which can't be recorded. Every product has the same number of rows in each call, and attention sums a row's keys in one
+order, so a row's bits are those of a step without graphs; the check at start compares them.
 
 vLLM and SGLang do the same. See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
@@ -51,7 +51,6 @@ class DecodeGraphs:
         self._operations = operations
         self._attention = attention
         self._layers = layers
-        self._max_model_len = max_model_len
         self._table_width = -(-max_model_len // block_size)
         self._record: Record | None = operations.record
         self._sized: dict[int, _SizedGraph] = {}
@@ -72,7 +71,7 @@ class DecodeGraphs:
             and 0 < size <= SIZES[-1]
             and int(batch.query_start[-1]) == size == logits_rows.size
             and batch.block_tables.shape[2] <= self._table_width
-            and self._operations.ways == {"paged"}
+            and self._operations.ways == {"triton"}
         )
 
     def compute(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> torch.Tensor | None:
@@ -109,7 +108,6 @@ class DecodeGraphs:
 
     def _run(self, sized: _SizedGraph) -> torch.Tensor:
         self._attention.layout = sized.layout
-        self._operations.assume_decodes(sized.layout, self._max_model_len)
         return self._layers(sized.x, sized.cos, sized.sin, sized.rows)
 
 

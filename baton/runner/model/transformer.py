@@ -167,8 +167,7 @@ class Transformer:
             if recorded is None:
                 return _on_host(self._compute(batch, wanted, logits_rows is None).logits)
             # Always a copy, even of logits on the host: the next replay, of any size, overwrites them.
-            copied: npt.NDArray[np.float32] = recorded.to("cpu", torch.float32, copy=True).numpy()
-            return copied
+            return _on_host(recorded, copy=True)
 
     def compute_with_hidden(self, batch: FlatBatch) -> HiddenAndLogits:
         """Compute a step like `compute`, and return also the hidden states of the rows that sample."""
@@ -273,8 +272,11 @@ class Transformer:
         self._last_hidden = given[0]
 
 
-def _on_host(rows: torch.Tensor) -> npt.NDArray[np.float32]:
-    wide: npt.NDArray[np.float32] = rows.float().cpu().numpy()
+def _on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
+    """Rows in float32 in the host's memory; with `copy` not in that of the rows, wherever they are."""
+    # A GPU copies into pinned memory without a detour; torch keeps such memory for later steps.
+    host = torch.empty(rows.shape, pin_memory=True).copy_(rows) if rows.device.type == "cuda" else rows
+    wide: npt.NDArray[np.float32] = host.to(torch.float32, copy=copy and host is rows).numpy()
     return wide
 
 

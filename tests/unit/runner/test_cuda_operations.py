@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.messages.node_report import ComputePath
 from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
@@ -21,7 +23,7 @@ from baton.runner.model.decode_graphs import DecodeGraphs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model.transformer import Transformer
 from baton.runner.model_runner import TorchModelRunner, load_runner
-from baton.testing.fake_flash import fake_varlen_attn
+from baton.testing.fake_attention import fake_paged_attention
 from baton.testing.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -29,20 +31,18 @@ from tests.support.tiny_models import TINY_MODELS
 PROMPTS = {"short": [5, 3], "long": [(7 * i + 1) % 250 for i in range(45)], "block": list(range(16))}
 
 
-def no_pages(*arguments: Any, block_table: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
-    """A fake FlashAttention that can't follow block tables."""
-    if block_table is not None:
-        raise RuntimeError("block size must be a multiple of 256")
-    return fake_varlen_attn(*arguments, **keywords)
-
-
 def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    """A fake FlashAttention with wrong results."""
-    return fake_varlen_attn(*arguments, **keywords) * 1.5
+    """A fake kernel with wrong results."""
+    return fake_paged_attention(*arguments, **keywords) * 1.5
+
+
+def batch_dependent(query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+    """A fake kernel that rounds differently when there are more rows."""
+    return fake_paged_attention(query, *arguments, **keywords) * (1.0 + 1e-6 * query.shape[0])
 
 
 def no_kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    raise NotImplementedError("no kernel image is available")
+    raise NotImplementedError("no kernel image is available\nfor this device")
 
 
 def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
@@ -56,20 +56,35 @@ def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize(
-    ("flash", "ways"),
-    [(fake_varlen_attn, "paged"), (no_pages, "gathered"), (wrong, "plain"), (no_kernel, "plain")],
-    ids=["paged", "gathered", "wrong", "none"],
+    ("attend", "way", "why"),
+    [
+        (fake_paged_attention, "triton", ""),
+        (wrong, "plain", "the result of Triton's kernel differs from that of plain attention"),
+        (batch_dependent, "plain", "Triton's kernel gives a row other bits alone than in a batch"),
+        (no_kernel, "plain", "Triton's kernel fails with NotImplementedError (no kernel image is available)"),
+    ],
+    ids=["right", "wrong", "batch-dependent", "none"],
 )
-def test_every_way_of_attention_gives_the_same_tokens(tmp_path: Path, architecture: str, flash: Any, ways: str) -> None:
+def test_every_way_of_attention_gives_the_same_tokens(
+    tmp_path: Path, architecture: str, attend: Any, way: str, why: str
+) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     plain: Operations = TorchOperations(1)
     expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=plain)
-    operations = CudaOperations(CPU, flash)
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, attend))
     assert runner.model.bit_exact
     assert tokens_of(runner) == tokens_of(expected)
-    # FlashAttention can't compute softcaps, sinks, or values of another width than the keys.
-    assert operations.ways == {ways if architecture in ("llama", "mistral") else "plain"}
+    assert ComputePath("attention", way, why) in runner.model.compute_paths
+
+
+def test_without_triton_attention_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "baton.runner.backends.cuda.triton_attention", raising=False)
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU))
+    (path,) = (path for path in runner.model.compute_paths if path.part == "attention")
+    assert path.runs == "plain"
+    assert "ModuleNotFoundError" in path.why_not_faster
 
 
 def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
@@ -81,8 +96,10 @@ def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn))
-    operations = CudaOperations(CPU, fake_varlen_attn, FakeRecorder())
+    expected = load_runner(
+        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention)
+    )
+    operations = CudaOperations(CPU, fake_paged_attention, FakeRecorder())
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
     graphs = graphs_of(runner)
     # The check at start has compared them with a whole prompt.
@@ -99,9 +116,9 @@ def test_padding_and_old_buffer_content_change_no_tokens(tmp_path: Path, count: 
     """Sequences of different lengths come and go, and buffers still have the content of earlier steps."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     runner = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn, FakeRecorder())
+        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention, FakeRecorder())
     )
-    alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn))
+    alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention))
     prompts = {f"r{i}": [(5 * i + 3 * j + 1) % 250 for j in range(1 + 7 * i)] for i in range(count)}
     together, single = RunnerDriver(runner), RunnerDriver(alone)
     for place, (name, prompt) in enumerate(prompts.items()):
@@ -129,7 +146,7 @@ def test_graphs_share_memory_and_results_are_copied_before_the_next_replay(
     monkeypatch.setattr(Transformer, "compute", keep)
     for record in (None, FakeRecorder()):
         kept.append([])
-        operations = CudaOperations(CPU, fake_varlen_attn, record)
+        operations = CudaOperations(CPU, fake_paged_attention, record)
         runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
         driver = RunnerDriver(runner)
         for tokens, (name, prompt) in enumerate(PROMPTS.items(), start=2):
@@ -146,7 +163,7 @@ def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> 
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     outputs = []
     for record in (None, FakeRecorder()):
-        operations = CudaOperations(CPU, fake_varlen_attn, record)
+        operations = CudaOperations(CPU, fake_paged_attention, record)
         driver = RunnerDriver(load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations))
         for name, prompt in {"slow": [9, 8, 7, 6, 5], "quick": [3]}.items():
             driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=6))
@@ -163,19 +180,21 @@ def test_steps_that_can_not_be_recorded_are_computed_without_graphs(tmp_path: Pa
             TorchOperations.store_kv(self, *arguments)  # selects by a mask
 
     runner = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, fake_varlen_attn, FakeRecorder())
+        tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, fake_paged_attention, FakeRecorder())
     )
-    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_varlen_attn))
+    expected = load_runner(
+        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, fake_paged_attention)
+    )
     assert tokens_of(runner) == tokens_of(expected)
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
 
 
 def test_steps_whose_layers_read_from_the_device_are_not_recorded(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    operations = CudaOperations(CPU, no_pages, FakeRecorder())
+    operations = CudaOperations(CPU, no_kernel, FakeRecorder())
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
     tokens_of(runner)
-    assert operations.ways == {"gathered"}
+    assert operations.ways == {"plain"}
     assert graphs_of(runner).sizes == []
 
 
@@ -199,16 +218,18 @@ def test_a_missing_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", TINY_MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu(tmp_path: Path, architecture: str, dtype: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     runner = load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda")
     assert (runner.memory.kind, runner.memory.device_id) == ("VRAM", 0)
+    assert runner.model.bit_exact
+    assert ComputePath("attention", "triton") in runner.model.compute_paths
     if dtype == "float32":
         on_cpu = load_runner(tmp_path, dtype=dtype, num_blocks=64)
         assert tokens_of(runner) == tokens_of(on_cpu)
-    if architecture in ("llama", "mistral"):
+    if architecture in ("llama", "qwen2", "qwen3", "mistral", "phi3"):
         assert graphs_of(runner).num_replays > 0
     assert tokens_of(runner) == tokens_of(load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
 

@@ -1,1 +1,1 @@
-"""The operations on a GPU: FlashAttention, CUDA graphs, and products in calls of a fixed number of rows."""
+"""The operations on a GPU: attention in Triton, CUDA graphs, and products in calls of a fixed number of rows."""

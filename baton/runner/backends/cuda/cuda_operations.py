@@ -1,11 +1,9 @@
-"""The operations on a GPU: torch's products in calls of one number of rows, and its FlashAttention on the paged cache.
+"""The operations on a GPU: torch's products in calls of one number of rows, and attention in kernels of our own.
 
-There are three ways to compute attention. For every kind of layer they are tried in this order on random input, and the
-first one that runs and gives the plain one's result is taken:
-  paged      FlashAttention, which follows the block tables itself (torch.nn.attention.varlen)
-  gathered   FlashAttention on keys and values that are gathered from the blocks first
+There are two ways to compute attention. For every kind of layer the first one is tried on random input, and taken if it
+runs, gives the plain one's result, and gives a row the same bits alone and in a batch:
+  triton     kernels that follow the block tables (triton_attention.py)
   plain      row by row, as in TorchOperations: exact and slow
-FlashAttention's splits over keys are off (num_splits=1), since they depend on the longest sequence of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import torch
 
 from baton.runner.backends.cache_rows import keys_and_values
 from baton.runner.backends.cpu.kernels.cache import CacheView
-from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
 from baton.runner.backends.torch_operations import TorchOperations
 
@@ -45,28 +42,17 @@ class _Kind:
     has_sinks: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """The sizes of one step, which are read from the device once and used by every layer."""
+PagedAttention = Callable[..., torch.Tensor]
+"""Computes `Operations.paged_attention` without reading from the device, in one order of summation for every row.
 
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    num_rows: int
-    longest_query: int
-    longest_sequence: int
+Implemented by `triton_attention.triton_attention` and, for tests, by `baton.testing.fake_attention`."""
 
 
-FlashKernel = Callable[..., Any]
-"""Called as torch.nn.attention.varlen.varlen_attn is."""
+def _triton_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    # Triton is there only where torch was built for GPUs.
+    from baton.runner.backends.cuda.triton_attention import triton_attention
 
-
-def _torch_flash(*arguments: Any, **keywords: Any) -> Any:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(*arguments, **keywords)
-
-
-_Way = Callable[..., torch.Tensor]
+    return triton_attention(*arguments, **keywords)
 
 
 class CudaOperations(TorchOperations):
@@ -74,18 +60,19 @@ class CudaOperations(TorchOperations):
 
     packs_quantized = False  # quantised weights are dequantised when they are loaded: there is no kernel for them here
 
-    def __init__(self, device: torch.device, flash: FlashKernel = _torch_flash, record: Record | None = None) -> None:
+    def __init__(
+        self, device: torch.device, attend: PagedAttention = _triton_attention, record: Record | None = None
+    ) -> None:
         super().__init__(num_threads=1)
         self.rows_per_call = ROWS_PER_CALL[0]
         self.rows_to_try = ROWS_PER_CALL
         self._device = device
-        self._flash = flash
+        self._attend = attend
         self.record = GpuRecorder() if record is None and device.type == "cuda" else record
         """Records decode steps as CUDA graphs; None: they are not recorded."""
         self._ways: dict[_Kind, str] = {}
         self.why_plain = ""
         """Why the latest kind of layer that takes the plain way does not take a faster one."""
-        self._batch: _Batch | None = None
 
     @property
     def device_name(self) -> str:
@@ -95,13 +82,6 @@ class CudaOperations(TorchOperations):
     def ways(self) -> set[str]:
         """The ways that layers take, as far as they have been called."""
         return set(self._ways.values())
-
-    def assume_decodes(self, layout: StepLayout, longest_sequence: int) -> None:
-        """Declare that a layout has one row for each sequence, with at most `longest_sequence` keys.
-
-        So its sizes need not be read from the device.
-        """
-        self._batch = _Batch(layout.query_start, layout.seq_lens, layout.seq_lens.shape[0], 1, longest_sequence)
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
         keys, values = keys_and_values(cache)
@@ -150,149 +130,74 @@ class CudaOperations(TorchOperations):
         way = self._ways.get(kind)
         if way is None:
             way = self._ways[kind] = self._choose(kind)
-        if way == "plain":
-            return super().paged_attention(
-                query,
-                cache,
-                query_start,
-                seq_lens,
-                block_tables,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
-        batch = self._known_batch(query_start, seq_lens)
-        out = query.new_zeros(query.shape[0], heads, cache.value_dim)
-        if batch.num_rows:
-            attend: _Way = _paged if way == "paged" else _gathered
-            out[: batch.num_rows] = attend(
-                self._flash, query[: batch.num_rows], cache, batch, block_tables, scale, window
-            )
-        return out
-
-    def _known_batch(self, query_start: torch.Tensor, seq_lens: torch.Tensor) -> _Batch:
-        known = self._batch
-        # Reading a number from a GPU waits for all its queued work, so it is done once a step and not once a layer.
-        if known is None or known.query_start is not query_start or known.seq_lens is not seq_lens:
-            starts = query_start.tolist()
-            counts = [after - before for before, after in itertools.pairwise(starts)]
-            longest = max(seq_lens.tolist(), default=0)
-            known = self._batch = _Batch(query_start, seq_lens, starts[-1], max(counts, default=0), longest)
-        return known
+        attend = self._attend if way == "triton" else super().paged_attention
+        return attend(
+            query,
+            cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
     def _choose(self, kind: _Kind) -> str:
-        if kind.softcap or kind.has_sinks or kind.key_dim != kind.value_dim:
-            self.why_plain = "torch's FlashAttention has no soft caps, no sinks, and one width for keys and values"
+        sample, features = _sample(kind, self._device)
+        expected = super().paged_attention(*sample, **features)
+        try:
+            out = self._attend(*sample, **features)
+            alone = self._attend(*_last_alone(sample), **features)
+        except Exception as error:  # of torch, of Triton's compiler or of the driver: not on this device or this shape
+            lines = str(error).splitlines() or [""]
+            self.why_plain = f"Triton's kernel fails with {type(error).__name__} ({lines[0]:.200})"
             return "plain"
-        reasons = []
-        sample = _sample(kind, self._device)
-        expected = super().paged_attention(*sample, scale=0.3, window=kind.window)
-        query, cache, query_start, seq_lens, block_tables = sample
-        batch = _Batch(query_start, seq_lens, query.shape[0], 3, 40)
-        ways: tuple[tuple[str, _Way], ...] = (("paged", _paged), ("gathered", _gathered))
-        for name, attend in ways:
-            try:
-                out = attend(self._flash, query, cache, batch, block_tables, 0.3, kind.window)
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                reasons.append(f"{name}: {error}")  # not on this device, or not for this shape
-                continue
-            if torch.allclose(out.float(), expected.float(), atol=_TOLERANCE[kind.dtype], rtol=_TOLERANCE[kind.dtype]):
-                return name
-            reasons.append(f"{name}: its result differs from that of plain attention")
-        self.why_plain = "; ".join(reasons)
+        tolerance = _TOLERANCE[kind.dtype]
+        if not torch.allclose(out.float(), expected.float(), atol=tolerance, rtol=tolerance):
+            self.why_plain = "the result of Triton's kernel differs from that of plain attention"
+        elif not torch.equal(out[-1:], alone):
+            self.why_plain = "Triton's kernel gives a row other bits alone than in a batch"
+        else:
+            return "triton"
         return "plain"
 
 
-def _bounds(window: int | None) -> tuple[int, int]:
-    """How many keys before and after its own a query attends to; -1: all keys."""
-    return (window - 1 if window else -1), 0
+_SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
+"""The keys and the queries of the sample's sequences. Those of the last one fill more than one tile, and see keys of
+three splits (triton_attention.py)."""
+
+_Sample = tuple[torch.Tensor, CacheView, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _paged(
-    flash: FlashKernel,
-    query: torch.Tensor,
-    cache: CacheView,
-    batch: _Batch,
-    block_tables: torch.Tensor,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    keys, values = keys_and_values(cache)
-    out: torch.Tensor = flash(
-        query,
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        batch.query_start,
-        None,
-        batch.longest_query,
-        batch.longest_sequence,
-        scale=scale,
-        window_size=_bounds(window),
-        enable_gqa=True,
-        seqused_k=batch.seq_lens,
-        block_table=block_tables,
-        num_splits=1,
-    )
-    return out
-
-
-def _gathered(
-    flash: FlashKernel,
-    query: torch.Tensor,
-    cache: CacheView,
-    batch: _Batch,
-    block_tables: torch.Tensor,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    lengths = batch.seq_lens.tolist()
-    pieces = []
-    for views in keys_and_values(cache):
-        parts = []
-        for sequence, length in enumerate(lengths):
-            blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
-            parts.append(views[blocks].transpose(1, 2).flatten(0, 1)[:length])
-        pieces.append(torch.cat(parts))
-    key_start = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=query.device)
-    key_start[1:] = batch.seq_lens.cumsum(0)
-    out: torch.Tensor = flash(
-        query,
-        *pieces,
-        batch.query_start,
-        key_start,
-        batch.longest_query,
-        batch.longest_sequence,
-        scale=scale,
-        window_size=_bounds(window),
-        enable_gqa=True,
-        num_splits=1,
-    )
-    return out
-
-
-def _sample(
-    kind: _Kind, device: torch.device
-) -> tuple[torch.Tensor, CacheView, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random input: three sequences of 3, 40 and 17 keys, whose last 3, 1 and 2 are queries; shuffled blocks."""
+def _sample(kind: _Kind, device: torch.device) -> tuple[_Sample, dict[str, Any]]:
+    """Random input of `paged_attention`, with shuffled blocks: its tensors, and its keywords."""
     generator = torch.Generator().manual_seed(0)
-    width = -(-40 // kind.block_size)
-    num_blocks = 3 * width + 1
-    half = kind.num_kv_heads * kind.block_size * kind.key_dim
-    memory = torch.randn(num_blocks * 2 * half, generator=generator).to(device, kind.dtype)
+    width = -(-max(_SAMPLE_LENGTHS) // kind.block_size)
+    num_blocks = len(_SAMPLE_LENGTHS) * width + 1
+    keys, values = (kind.num_kv_heads * kind.block_size * dim for dim in (kind.key_dim, kind.value_dim))
+    memory = torch.randn(num_blocks * (keys + values), generator=generator).to(device, kind.dtype)
     cache = CacheView(
         memory=memory,
         num_blocks=num_blocks,
-        block_stride=2 * half,
+        block_stride=keys + values,
         key_offset=0,
-        value_offset=half,
+        value_offset=keys,
         num_kv_heads=kind.num_kv_heads,
         block_size=kind.block_size,
         key_dim=kind.key_dim,
         value_dim=kind.value_dim,
     )
-    query = torch.randn(6, kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
-    tables = torch.randperm(3 * width, generator=generator).view(3, width).to(device, torch.int32) + 1
-    query_start = torch.tensor([0, 3, 4, 6], dtype=torch.int32, device=device)
-    seq_lens = torch.tensor([3, 40, 17], dtype=torch.int32, device=device)
-    return query, cache, query_start, seq_lens, tables
+    query = torch.randn(sum(_SAMPLE_QUERIES), kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
+    tables = torch.randperm(num_blocks - 1, generator=generator).view(-1, width).to(device, torch.int32) + 1
+    starts = torch.tensor([0, *itertools.accumulate(_SAMPLE_QUERIES)], dtype=torch.int32, device=device)
+    lengths = torch.tensor(_SAMPLE_LENGTHS, dtype=torch.int32, device=device)
+    sinks = torch.randn(kind.num_heads, generator=generator).to(device, kind.dtype) if kind.has_sinks else None
+    features = {"scale": kind.key_dim**-0.5, "window": kind.window, "softcap": kind.softcap, "sinks": sinks}
+    return (query, cache, starts, lengths, tables), features
+
+
+def _last_alone(sample: _Sample) -> _Sample:
+    """The last row of a sample as the only one of a step."""
+    query, cache, starts, lengths, tables = sample
+    return query[-1:], cache, starts[:2].clamp(max=1), lengths[-1:], tables[-1:]

@@ -1,0 +1,171 @@
+"""The attention kernels on a GPU: what they compute, and that a row's bits depend on its own keys alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.torch_operations import TorchOperations
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]),
+]
+
+DEVICE = torch.device("cuda")
+LENGTHS = (1, 700, 1500, 333, 64, 2100)
+"""Keys of the sequences: the longest have several splits."""
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One layer's shape and features."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+KINDS = {
+    "llama": Kind(8, 2, 64, 64),
+    "one head in a group": Kind(4, 4, 32, 32),
+    "three heads in a group, window, blocks of 8": Kind(6, 2, 80, 80, block_size=8, window=37),
+    "window, softcap and sinks": Kind(8, 1, 16, 16, block_size=32, window=100, softcap=20.0, has_sinks=True),
+    "twenty heads in a group": Kind(20, 1, 64, 64, has_sinks=True),
+    "deepseek": Kind(4, 4, 192, 128),
+    "window of several tiles": Kind(16, 2, 128, 128, block_size=64, window=600, has_sinks=True),
+}
+
+
+class Sequences:
+    """Queries, keys and values of sequences of LENGTHS, in blocks in an order that a seed decides, amid NaN."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, order: int = 0) -> None:
+        self._kind = kind
+        generator = torch.Generator().manual_seed(1)
+        sizes = [-(-length // kind.block_size) for length in LENGTHS]
+        places = torch.randperm(sum(sizes) + 3, generator=torch.Generator().manual_seed(order))[: sum(sizes)] + 1
+        key_numbers, value_numbers = (
+            kind.num_kv_heads * kind.block_size * dim for dim in (kind.key_dim, kind.value_dim)
+        )
+        memory = torch.full((sum(sizes) + 4, key_numbers + value_numbers), torch.nan)
+        self._tables = torch.zeros(len(LENGTHS), max(sizes), dtype=torch.int32)
+        self._queries = []
+        self._values = memory[:, key_numbers:].view(-1, kind.num_kv_heads, kind.block_size, kind.value_dim)
+        keys = memory[:, :key_numbers].view(-1, kind.num_kv_heads, kind.block_size, kind.key_dim)
+        for sequence, (length, own) in enumerate(zip(LENGTHS, torch.split(places, sizes), strict=True)):
+            self._tables[sequence, : own.numel()] = own
+            for view in (keys, self._values):
+                rows = torch.randn(
+                    own.numel() * kind.block_size, kind.num_kv_heads, view.shape[-1], generator=generator
+                )
+                rows[length:] = torch.nan  # memory that nothing was written to
+                view[own] = rows.view(own.numel(), kind.block_size, *rows.shape[1:]).transpose(1, 2)
+            query = torch.randn(length, kind.num_heads, kind.key_dim, generator=generator)
+            self._queries.append(query.to(DEVICE, dtype))
+        self._memory = memory
+        self._view: dict[str, Any] = {
+            "num_blocks": memory.shape[0],
+            "block_stride": memory.shape[1],
+            "key_offset": 0,
+            "value_offset": key_numbers,
+            "num_kv_heads": kind.num_kv_heads,
+            "block_size": kind.block_size,
+            "key_dim": kind.key_dim,
+            "value_dim": kind.value_dim,
+        }
+        sinks = torch.randn(kind.num_heads, generator=generator).to(DEVICE, dtype) if kind.has_sinks else None
+        self._features: dict[str, Any] = {"window": kind.window, "softcap": kind.softcap, "sinks": sinks}
+
+    def spoil(self, sequence: int, key: int, number: float) -> None:
+        """Replace the values of one key."""
+        block = self._tables[sequence, key // self._kind.block_size]
+        self._values[block, :, key % self._kind.block_size] = number
+
+    def attend(self, spans: Sequence[tuple[int, int, int]], attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """Compute one step of the queries `first` to before `stop` of some sequences: (sequence, first, stop)."""
+        counts = [stop - first for _, first, stop in spans]
+        query = torch.cat([self._queries[sequence][first:stop] for sequence, first, stop in spans])
+        out = attend(
+            query,
+            CacheView(memory=self._memory.flatten().to(DEVICE, query.dtype), **self._view),
+            torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE),
+            torch.tensor([stop for _, _, stop in spans], dtype=torch.int32, device=DEVICE),
+            self._tables[[sequence for sequence, _, _ in spans]].to(DEVICE),
+            scale=self._kind.key_dim**-0.5,
+            **self._features,
+        )
+        return list(torch.split(out, counts))
+
+
+@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    chosen: Kind = request.param
+    return chosen
+
+
+@pytest.fixture
+def kernel() -> Callable[..., torch.Tensor]:
+    from baton.runner.backends.cuda.triton_attention import triton_attention
+
+    return triton_attention
+
+
+def whole(sequences: Sequences, kernel: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Every sequence at once, in a step of its own."""
+    return [sequences.attend([(s, 0, length)], kernel)[0] for s, length in enumerate(LENGTHS)]
+
+
+def test_results_are_those_of_plain_attention(kind: Kind, dtype: torch.dtype, kernel: Any) -> None:
+    sequences = Sequences(kind, dtype)
+    plain = TorchOperations(1).paged_attention
+    for sequence, (length, out) in enumerate(zip(LENGTHS, whole(sequences, kernel), strict=True)):
+        for row in {0, length // 2, length - 1}:
+            (expected,) = sequences.attend([(sequence, row, row + 1)], plain)
+            torch.testing.assert_close(out[row : row + 1], expected, atol=NEAR[dtype], rtol=NEAR[dtype])
+
+
+def test_mates_and_the_places_of_blocks_change_no_bits(kind: Kind, dtype: torch.dtype, kernel: Any) -> None:
+    expected = whole(Sequences(kind, dtype), kernel)
+    together = Sequences(kind, dtype, order=1).attend([(s, 0, length) for s, length in enumerate(LENGTHS)], kernel)
+    assert all(map(torch.equal, together, expected))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_chunks_change_no_bits(kind: Kind, dtype: torch.dtype, kernel: Any, chunk: int) -> None:
+    sequences = Sequences(kind, dtype)
+    expected = whole(sequences, kernel)
+    done = {s: max(0, length - 30 * chunk) for s, length in enumerate(LENGTHS)}
+    while done:
+        spans = [(s, first, min(first + chunk, LENGTHS[s])) for s, first in done.items()]
+        for (sequence, first, stop), out in zip(spans, sequences.attend(spans, kernel), strict=True):
+            assert torch.equal(out, expected[sequence][first:stop])
+        done = {sequence: stop for sequence, _, stop in spans if stop < LENGTHS[sequence]}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_spoils_only_rows_that_see_it(
+    kind: Kind, dtype: torch.dtype, kernel: Any, number: float
+) -> None:
+    sequence, key = 1, 601
+    sequences = Sequences(kind, dtype)
+    expected = whole(sequences, kernel)[sequence]
+    sequences.spoil(sequence, key, number)
+    (out,) = sequences.attend([(sequence, 0, LENGTHS[sequence])], kernel)
+    last = key + (kind.window or LENGTHS[sequence])
+    assert torch.equal(out[:key], expected[:key])
+    assert not out[key:last].isfinite().any()
+    assert torch.equal(out[last:], expected[last:])

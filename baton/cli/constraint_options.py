@@ -32,7 +32,7 @@ ChoiceOption = Annotated[
 GrammarOption = Annotated[
     str | None,
     typer.Option(
-        help="Generate a text that follows this grammar, in Lark's notation; @FILE reads the grammar from a file.",
+        help="Generate a text that follows this grammar, in Lark's notation or in GBNF; @FILE reads it from a file.",
         metavar="GRAMMAR",
     ),
 ]

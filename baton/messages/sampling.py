@@ -86,7 +86,7 @@ class SamplingParams:
     choice: tuple[str, ...] = ()
     """The texts of which the output must be one; empty: any."""
     grammar: str = ""
-    """The context-free grammar, in Lark's notation, that the output must follow; empty: none."""
+    """The context-free grammar, in Lark's notation or in GBNF, that the output must follow; empty: none."""
     repetition_detection: RepetitionDetection | None = None
     """When an output that repeats itself ends with an error; None: never."""
 

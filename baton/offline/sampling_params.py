@@ -69,7 +69,7 @@ class SamplingParams:
     choice: Sequence[str] = ()
     """The texts of which the output must be one."""
     grammar: str | None = None
-    """The context-free grammar, in Lark's notation, that the output must follow."""
+    """The context-free grammar, in Lark's notation or in GBNF, that the output must follow."""
     repetition_detection: RepetitionDetection | None = None
 
     def request(self, prompt: str | Sequence[int]) -> GenerateRequest:

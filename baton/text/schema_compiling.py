@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.errors import InvalidRequest
 from baton.messages.sampling import ConstraintKind
+from baton.text.gbnf import is_gbnf, lark_of_gbnf
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -38,7 +39,7 @@ _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
 _NOTHING_FITS = "NoExtensionBias"
 """Part of llguidance's message for an output that can neither go on nor end."""
-_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
 """Permits a blank, or a new line and its indentation, between two tokens of JSON. The length is bounded, since models
 tend to generate blanks until the length limit ends them."""
 
@@ -82,14 +83,14 @@ def _grammar_of(text: str, kind: ConstraintKind) -> str:
     match kind:
         case "json_schema":
             parse_schema(text)
-            return LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":
             # One regular expression, since a rule for each text would exceed the parser's limits.
             return LLMatcher.grammar_from_regex("|".join(map(re.escape, dict.fromkeys(json.loads(text)))))
         case "grammar":
-            return LLMatcher.grammar_from_lark(text)
+            return LLMatcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else text)
 
 
 def shortened(error: object) -> str:
@@ -113,15 +114,18 @@ def _byte_tokenizer() -> LLTokenizer:
     return LLTokenizer("byte", slices=LLTokenizer.json_slices())
 
 
-def parse_schema(text: str) -> dict[str, Any]:
-    """The schema as a dictionary; raises InvalidRequest for text that is no JSON object, too large or too deep."""
+def parse_schema(text: str, field: str = FIELD) -> dict[str, Any]:
+    """The schema as a dictionary; raises InvalidRequest for text that is no JSON object, too large or too deep.
+
+    `field`: what errors name.
+    """
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(FIELD, "is not valid UTF-8") from None
+        raise InvalidRequest(field, "is not valid UTF-8") from None
     if num_bytes > MAX_SCHEMA_BYTES:
-        raise InvalidRequest(FIELD, f"has {num_bytes} bytes; at most {MAX_SCHEMA_BYTES} are taken")
-    too_deep = InvalidRequest(FIELD, f"is deeper than {MAX_SCHEMA_DEPTH} levels")
+        raise InvalidRequest(field, f"has {num_bytes} bytes; at most {MAX_SCHEMA_BYTES} are taken")
+    too_deep = InvalidRequest(field, f"is deeper than {MAX_SCHEMA_DEPTH} levels")
     try:
         schema = json.loads(
             text,
@@ -133,9 +137,9 @@ def parse_schema(text: str) -> dict[str, Any]:
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
-        raise InvalidRequest(FIELD, f"is not JSON: {shortened(error)}") from None
+        raise InvalidRequest(field, f"is not JSON: {shortened(error)}") from None
     if not isinstance(schema, dict):
-        raise InvalidRequest(FIELD, "must be a JSON object")
+        raise InvalidRequest(field, "must be a JSON object")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise too_deep
     return schema

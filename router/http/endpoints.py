@@ -249,7 +249,7 @@ class Completions(_OpenAiEndpoint):
         "json_schema": ("structured_outputs", "guided_json", "response_format"),
         "regex": ("structured_outputs", "guided_regex"),
         "choice": ("structured_outputs", "guided_choice"),
-        "grammar": ("structured_outputs", "guided_grammar"),
+        "grammar": ("structured_outputs", "guided_grammar", "response_format"),
         "beam_width": ("beam_width", "use_beam_search"),
     }
 

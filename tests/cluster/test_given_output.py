@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from baton.messages.node import Leg, Outcome, RequestDelta, StepReport, Submit
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
+from baton.text.structural_tags import lark_of_structural_tag
 from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.reports import QueuedReports
@@ -42,6 +44,19 @@ SAMPLINGS = {
         logprobs=1,
     ),
 }
+
+
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[a-z ]{5,9}"}, "end": "</a>"},
+            {"type": "triggered_tags", "triggers": [" "], "tags": [{"begin": " ", "content": {"type": "json_schema",
+             "json_schema": {"type": "array", "items": {"type": "integer"}}}, "end": "."}]},
+        ],
+    },
+}  # fmt: skip
 
 
 class Legs:
@@ -141,8 +156,10 @@ async def test_an_attempt_with_given_output_continues_with_the_same_tokens(legs:
         SamplingParams(choice=("perhaps tomorrow", "perhaps today", "perhaps not")),
         SamplingParams(grammar='start: start "," item | item\nitem: /[a-z]{3,9}/'),
         SamplingParams(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 4}'),
+        SamplingParams(grammar='root ::= ("(" root ")" | [a-z]) [a-z ]{9,20}'),
+        SamplingParams(grammar=lark_of_structural_tag(json.dumps(TAG), "")),
     ],
-    ids=["regex", "choice", "grammar", "json_schema"],
+    ids=["regex", "choice", "grammar", "json_schema", "gbnf", "structural_tag"],
 )
 async def test_an_attempt_continues_a_constrained_output_with_the_same_tokens(how: SamplingParams) -> None:
     params, prompt = replace(how, seed=7, max_tokens=NEW_TOKENS), [5, 6, 7, 8]

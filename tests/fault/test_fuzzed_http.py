@@ -35,6 +35,13 @@ def run() -> Iterator[Run]:
 
 NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
 NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
+NO_TAGS: list[Any] = [
+    {"type": "structural_tag"},
+    {"type": "structural_tag", "format": {"type": "sequence", "elements": []}},
+    {"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "json_schema", "json_schema": "["}]}},
+    {"type": "structural_tag", "structures": [{"begin": 1, "schema": {}, "end": ""}], "triggers": ["x"]},
+    {"type": "structural_tag", "format": {"type": "repeat", "min": 10**400, "max": 1, "content": {}}},
+]
 TRUNCATIONS: list[Any] = [*NO_NUMBERS, 0, -2, 1.5, 2**18 + 1]
 FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "temperature": ([0, 0.5, 2, None], [*NO_NUMBERS, -0.1, 2.1, 1e308]),
@@ -66,10 +73,11 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "stream": ([True, False], [1, "true", {}]),
     "user": (["somebody"], NO_TEXTS),
     "model": (["", SPEC.name, None], [*NO_TEXTS, "another", "\0", "x" * 100_000]),
-    "response_format": ([None, {"type": "text"}], [1, {}, {"type": "grammar"}, {"type": "text", "x": 1}, []]),
+    "response_format": ([None, {"type": "text"}], [1, {}, {"type": "grammar"}, {"type": "text", "x": 1}, [], *NO_TAGS]),
     "structured_outputs": (
         [None],
-        [1, {}, [], {"regex": "a"}, {"json": {}, "json_object": True}, {"json": 1}, {"x": 1}],
+        [1, {}, [], {"regex": "a"}, {"json": {}, "json_object": True}, {"json": 1}, {"x": 1}]
+        + [{"structural_tag": tag} for tag in NO_TAGS],
     ),
     "guided_json": ([None], [1, True, []]),
     "truncate_prompt_tokens": ([None, 1, 7, -1, 2**18], TRUNCATIONS),

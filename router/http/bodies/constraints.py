@@ -10,6 +10,7 @@ from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_CHOICES
+from baton.text.structural_tags import lark_of_structural_tag
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Strict
 
@@ -35,6 +36,15 @@ def _pattern(value: Any) -> str | None:
     raise ValueError("must be a text that is not empty")
 
 
+def _tag(value: Any) -> str | None:
+    """A structural tag as text, which is checked later."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("must be a structural tag: an object, or its text")
+    return json.dumps(value)
+
+
 def _choice(value: Any) -> Sequence[str]:
     if value is None:
         return ()
@@ -47,6 +57,7 @@ def _choice(value: Any) -> Sequence[str]:
 
 Schema = Annotated[str | None, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | str)]
 Pattern = Annotated[str | None, PlainValidator(_pattern, json_schema_input_type=str)]
+StructuralTag = Annotated[str | None, PlainValidator(_tag, json_schema_input_type=dict[str, Any] | str)]
 Choice = Annotated[Sequence[str], PlainValidator(_choice, json_schema_input_type=list[str])]
 
 
@@ -62,16 +73,24 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     """The format that the text of an answer must have."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
-    def as_schema(self) -> str | None:
-        """The schema as JSON, None for any text; raises InvalidRequest if type and schema do not fit."""
+    def as_constraint(self) -> Constrained:
+        """What the text must be, with None for any text; raises InvalidRequest if type and other fields do not fit."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidRequest("response_format.json_schema", "and the type json_schema need each other")
+        tag = self.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
+        if self.type == "structural_tag":
+            return "grammar", lark_of_structural_tag(json.dumps({"type": self.type, **tag}), "response_format")
+        if tag:
+            raise InvalidRequest(f"response_format.{next(iter(tag))}", "needs the type structural_tag")
         if self.json_schema is None:
-            return ANY_OBJECT if self.type == "json_object" else None
-        return json.dumps(self.json_schema.schema_)
+            return "json_schema", ANY_OBJECT if self.type == "json_object" else None
+        return "json_schema", json.dumps(self.json_schema.schema_)
 
 
 class StructuredOutputs(Strict):
@@ -85,7 +104,7 @@ class StructuredOutputs(Strict):
     regex: Pattern = None
     choice: Choice = ()
     grammar: Pattern = None
-    structural_tag: NotServed = None
+    structural_tag: StructuralTag = None
     whitespace_pattern: NotServed = None
 
     def as_constraint(self) -> Constrained:
@@ -95,7 +114,10 @@ class StructuredOutputs(Strict):
         ]
         given += [("json_schema", self.json_)] if self.json_ is not None else []
         given += [("json_schema", ANY_OBJECT)] if self.json_object else []
+        given += [("grammar", self.structural_tag)] if self.structural_tag is not None else []
         if len(given) != 1:
-            message = "must have exactly one of json, json_object: true, regex, choice and grammar"
+            message = "must have exactly one of json, json_object: true, regex, choice, grammar and structural_tag"
             raise InvalidRequest("structured_outputs", message)
+        if self.structural_tag is not None:
+            return "grammar", lark_of_structural_tag(self.structural_tag, "structured_outputs.structural_tag")
         return given[0]

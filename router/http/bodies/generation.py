@@ -128,9 +128,10 @@ class GenerationBody(Strict):
 
     def _constraint(self) -> dict[str, Any]:
         """What the answer must be, as a field of the core; empty: any text. Raises InvalidRequest for several."""
-        schema = self.response_format.as_schema() if self.response_format is not None else None
         found: dict[str, Constrained] = {
-            "response_format": ("json_schema", schema),
+            "response_format": (
+                self.response_format.as_constraint() if self.response_format is not None else ("json_schema", None)
+            ),
             "structured_outputs": (
                 self.structured_outputs.as_constraint()
                 if self.structured_outputs is not None

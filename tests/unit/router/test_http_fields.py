@@ -9,6 +9,7 @@ import pytest
 
 from baton.messages.generation import Chunk, GenerateRequest, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
+from baton.text.structural_tags import lark_of_structural_tag
 from tests.support.http_client import Exchange
 from tests.support.http_rig import CARD, HttpRig, chunk, finished
 
@@ -129,6 +130,27 @@ async def test_vllms_names_constrain_an_answer_in_other_ways(kind: str, value: o
             assert request.json_schema is None
 
 
+TAG = {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "b"}}
+OLDER_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+    "triggers": ["<a"],
+}
+
+
+@pytest.mark.parametrize("tag", [TAG, OLDER_TAG], ids=["new", "older"])
+async def test_a_structural_tag_becomes_a_grammar(tag: dict[str, object]) -> None:
+    ways: list[dict[str, object]] = [
+        {"response_format": tag},
+        {"structured_outputs": {"structural_tag": tag}},
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+    ]
+    for fields in ways:
+        request = await asked(CHATS, {**HELLO, **fields})
+        assert request.grammar == lark_of_structural_tag(json.dumps(tag), "")
+        assert request.json_schema is None
+
+
 async def test_any_json_object_may_be_wanted_in_vllms_words() -> None:
     request = await asked(CHATS, {**HELLO, "structured_outputs": {"json_object": True}})
     assert json.loads(request.json_schema or "") == {"type": "object"}
@@ -151,6 +173,14 @@ async def test_any_json_object_may_be_wanted_in_vllms_words() -> None:
         ({"guided_grammar": ""}, "guided_grammar"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": 1}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": TAG, "regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
+        ({"response_format": TAG | {"format": {"type": "token"}}}, "response_format.format.type"),
+        ({"response_format": TAG | {"type": "text"}}, "response_format.format"),
+        ({"response_format": TAG | {"json_schema": {"schema": SCHEMA}}}, "response_format.json_schema"),
+        ({"response_format": OLDER_TAG | {"triggers": []}}, "response_format.triggers"),
+        ({"response_format": TAG, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": 1}, "guided_json"),
         ({"guided_json": SCHEMA, "structured_outputs": {"json": SCHEMA}}, "guided_json"),
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),

@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[ConstraintKind, str, str]] = {
     "deep": ("regex", "(" * 5000 + "a" + ")" * 5000, ""),
     "large": ("regex", "((((a{1,100}){1,100}){1,100}){1,100}){1,100}b", "too many expressions"),
     "no start": ("grammar", 'foo: "a"', "no start rule"),
-    "no Lark": ("grammar", 'root ::= "a"', "Expected token"),
+    "no Lark": ("grammar", 'root = "a"', "Expected token"),
     "unknown": ("grammar", "start: nope", "nope"),
     "itself": ("grammar", "start: start", "no text that the model can write fits"),
     "circle": ("grammar", "start: x\nx: y\ny: x", "no text that the model can write fits"),

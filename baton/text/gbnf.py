@@ -1,0 +1,230 @@
+"""Rewrites grammars in GBNF, the EBNF of llama.cpp, in Lark's notation.
+
+GBNF defines its rules by `NAME ::=`, which can stand at the beginning of a line in no grammar of Lark, and its outputs
+are those of the rule `root`. Taken are literals, sets of characters, `.`, groups, `|`, and the repetitions `*`, `+`,
+`?`, `{m}`, `{m,}` and `{m,n}`; https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md. A rule goes on
+until the next one begins. Takes time in proportion to the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.text.lark_parts import EMPTY, LarkGrammar, Part, literal, pattern
+
+_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
+_TOKEN = re.compile(
+    r"""(?P<blank>[ \t\r\n]+|\#[^\n]*)
+    |(?P<rule>[A-Za-z0-9_-]+)[ \t]*::=
+    |(?P<name>[A-Za-z0-9_-]+)
+    |"(?P<literal>(?:[^"\\\n]|\\.)*)"
+    |\[(?P<not>\^?)(?P<set>(?:[^\]\\\n]|\\.)*)\]
+    |\{[ \t]*(?P<least>[0-9]{1,9})[ \t]*(?P<range>,)?[ \t]*(?P<most>[0-9]{1,9})?[ \t]*\}
+    |(?P<sign>[()|*+?.])""",
+    re.VERBOSE,
+)
+_CHARACTER = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {sign: sign for sign in "\"'\\[]-^/.{}()*+?|"}
+_REPETITIONS: Mapping[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+_MAX_DEPTH = 32
+_MAX_CHARS = 16 << 10
+"""The longest grammar: rewriting it takes 0.1 s, during which a node's other threads take turns with it."""
+
+
+def is_gbnf(grammar: str) -> bool:
+    """Whether a grammar is written in GBNF, and not in Lark's notation."""
+    return _RULE.search(grammar) is not None
+
+
+def lark_of_gbnf(grammar: str) -> str:
+    """The grammar in Lark's notation; raises ValueError for what is no GBNF."""
+    if len(grammar) > _MAX_CHARS:
+        raise ValueError(f"has {len(grammar)} characters; at most {_MAX_CHARS} are taken in GBNF")
+    rules = dict[str, _Rule]()
+    current: _Rule | None = None
+    for token in _tokens(grammar):
+        if token.kind == "rule":
+            if token.text in rules:
+                raise ValueError(f"line {token.line}: the rule {token.text[:80]} is there twice")
+            current = rules[token.text] = _Rule()
+        elif current is None:
+            raise ValueError(f"line {token.line}: expected NAME ::=")
+        else:
+            current.tokens.append(token)
+    if "root" not in rules:
+        raise ValueError("has no rule root")
+    names = _lark_names(rules)
+    lark = LarkGrammar()
+    for name, rule in rules.items():
+        lark.named(names[name].text, _Body(lark, names, rule.tokens).part())
+    return lark.text(names["root"])
+
+
+class _Token(NamedTuple):
+    kind: str
+    """The group of _TOKEN that matched."""
+    text: str
+    line: int
+    part: Part = EMPTY
+    """Of a literal, or a set."""
+    often: tuple[int, int | None] = (1, 1)
+    """Of a repetition."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    tokens: list[_Token] = field(default_factory=list)
+
+
+def _tokens(grammar: str) -> Iterator[_Token]:
+    place, line = 0, 1
+    while place < len(grammar):
+        found = _TOKEN.match(grammar, place)
+        if found is None:
+            raise ValueError(f"line {line}: can't be read from {grammar[place : place + 20]!r} on")
+        groups = found.groupdict()
+        text = found[0]
+        try:
+            if groups["rule"] is not None:
+                yield _Token("rule", groups["rule"], line)
+            elif groups["name"] is not None:
+                yield _Token("name", text, line)
+            elif groups["literal"] is not None:
+                yield _Token("part", text, line, literal("".join(_characters(groups["literal"]))))
+            elif groups["set"] is not None:
+                yield _Token("part", text, line, _set(groups["not"], groups["set"]))
+            elif groups["least"] is not None:
+                yield _Token("often", text, line, often=_often(groups))
+            elif text in _REPETITIONS:
+                yield _Token("often", text, line, often=_REPETITIONS[text])
+            elif text == ".":
+                yield _Token("part", text, line, pattern("(?s:.)"))
+            elif groups["sign"] is not None:
+                yield _Token(text, text, line)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"line {line}: {text[:40]}: {error}") from None
+        line += text.count("\n")
+        place = found.end()
+
+
+def _often(groups: Mapping[str, str | None]) -> tuple[int, int | None]:
+    least = int(groups["least"] or 0)
+    if groups["range"] is None:
+        if groups["most"] is not None:
+            raise ValueError("expected a comma")
+        return least, least
+    most = None if groups["most"] is None else int(groups["most"])
+    if most is not None and most < least:
+        raise ValueError("the second number is the smaller one")
+    return least, most
+
+
+def _characters(escaped: str) -> Iterator[str]:
+    for found in _CHARACTER.finditer(escaped):
+        code = found[1] or found[2] or found[3]
+        if code:
+            yield chr(int(code, 16))
+        elif found[4]:
+            if found[4] not in _ESCAPES:
+                raise ValueError(f"unknown escape \\{found[4]}")
+            yield _ESCAPES[found[4]]
+        else:
+            yield found[5]
+
+
+def _set(negation: str, inside: str) -> Part:
+    """A set of characters; a hyphen between two of them makes a range."""
+    members = [(char, found[0] == "-") for found in _CHARACTER.finditer(inside) for char in _characters(found[0])]
+    if not members:
+        raise ValueError("the set is empty")
+    text, place = "", 0
+    while place < len(members):
+        first = last = members[place][0]
+        if place + 2 < len(members) and members[place + 1][1]:
+            last = members[place + 2][0]
+            place += 2
+        if last < first:
+            raise ValueError(f"the range {first}-{last} is empty")
+        text += f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}"
+        place += 1
+    return pattern(f"[{negation}{text}]")
+
+
+def _lark_names(rules: Mapping[str, _Rule]) -> Mapping[str, Part]:
+    """By GBNF's names, the rules' names in Lark's notation: those that refer to no rule but such are terminals."""
+    users = defaultdict[str, list[str]](list)
+    missing = dict[str, int]()
+    for name, rule in rules.items():
+        used = {token.text: token.line for token in rule.tokens if token.kind == "name"}
+        missing[name] = len(used)
+        for one, line in used.items():
+            if one not in rules:
+                raise ValueError(f"line {line}: there is no rule {one[:80]}")
+            users[one].append(name)
+    ready = [name for name, count in missing.items() if not count]
+    for name in ready:
+        for user in users[name]:
+            missing[user] -= 1
+            if not missing[user]:
+                ready.append(user)
+    return {
+        name: Part(f"rule_{number}", is_regular=False) if missing[name] else Part(f"RULE_{number}", is_regular=True)
+        for number, name in enumerate(rules)
+    }
+
+
+class _Body:
+    """What stands behind a rule's `::=`."""
+
+    def __init__(self, lark: LarkGrammar, names: Mapping[str, Part], tokens: list[_Token]) -> None:
+        self._lark = lark
+        self._names = names
+        self._tokens = tokens
+        self._place = 0
+
+    def part(self) -> Part:
+        """The whole body; raises ValueError."""
+        found = self._choice(0)
+        if self._place < len(self._tokens):
+            raise self._unexpected()
+        return found
+
+    def _choice(self, depth: int) -> Part:
+        alternatives = [self._sequence(depth)]
+        while self._is_at("|"):
+            self._place += 1
+            alternatives.append(self._sequence(depth))
+        return self._lark.choice(alternatives)
+
+    def _sequence(self, depth: int) -> Part:
+        parts: list[Part] = []
+        while self._place < len(self._tokens) and not (self._is_at("|") or self._is_at(")")):
+            token = self._tokens[self._place]
+            if token.kind == "part":
+                parts.append(token.part)
+            elif token.kind == "name":
+                parts.append(self._names[token.text])
+            elif token.kind == "often" and parts:
+                parts.append(self._lark.repeated(parts.pop(), *token.often))
+            elif token.kind == "(" and depth < _MAX_DEPTH:
+                self._place += 1
+                parts.append(self._choice(depth + 1))
+                if not self._is_at(")"):
+                    raise ValueError(f"line {token.line}: the group is not closed")
+            else:
+                raise self._unexpected()
+            self._place += 1
+        return self._lark.sequence(parts)
+
+    def _is_at(self, kind: str) -> bool:
+        return self._place < len(self._tokens) and self._tokens[self._place].kind == kind
+
+    def _unexpected(self) -> ValueError:
+        token = self._tokens[self._place]
+        if token.kind == "(":
+            return ValueError(f"line {token.line}: groups are nested deeper than {_MAX_DEPTH} levels")
+        return ValueError(f"line {token.line}: {token.text[:40]} is not expected here")

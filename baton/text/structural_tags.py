@@ -1,0 +1,305 @@
+"""Structural tags as grammars: text in which only certain parts, such as calls of tools, have a prescribed form.
+
+The formats are those of XGrammar and vLLM (https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html): an output
+is a tree of `const_string`, `json_schema`, `regex`, `any_text`, `sequence`, `or`, `optional`, `plus`, `star`, `repeat`,
+`tag`, `triggered_tags` and `tags_with_separator`. The older form, with `structures` and `triggers`, is taken, too.
+
+Free text (`any_text`, and what is between triggered tags) goes on until the first end of the tag around it, or until
+the output ends. So it has to be the last of its tag or of the output. Tags are matched as text: a model's special
+tokens can't be generated as a part of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.text.closed_objects import without_extra_keys
+from baton.text.lark_parts import ANY_TEXT, LarkGrammar, Part, literal, pattern
+from baton.text.schema_compiling import JSON_OPTIONS, parse_schema
+
+_MAX_REPETITIONS = 1_000_000
+_MAX_TRIGGERS = 128
+
+Node = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Where a format ends: before one of these texts, or, if there are none, at the end of the output."""
+
+    texts: tuple[str, ...] = ()
+
+
+_OUTPUT_END = _Ends()
+
+
+@lru_cache(maxsize=64)
+def lark_of_structural_tag(text: str, field: str) -> str:
+    """The grammar, in Lark's notation, of a structural tag in JSON.
+
+    As in OpenAI's structured outputs, objects of its schemas have the listed keys alone, unless a schema says something
+    about others. Raises InvalidRequest that names the place below `field` where something is wrong or not served.
+    """
+    tag = parse_schema(text, field)
+    if tag.get("type") != "structural_tag":
+        raise InvalidRequest(f"{field}.type", "must be structural_tag")
+    compiler = _Compiler()
+    if "structures" in tag or "triggers" in tag:
+        _check_keys(tag, field, ("type", "structures", "triggers"), ())
+        format_, place = _from_older_form(tag, field), field
+    else:
+        _check_keys(tag, field, ("type", "format"), ())
+        format_, place = tag["format"], f"{field}.format"
+    return compiler.grammar.text(compiler.part(format_, place, _OUTPUT_END))
+
+
+def _from_older_form(tag: Node, field: str) -> Node:
+    tags = []
+    for number, structure in enumerate(_list(tag, "structures", field)):
+        _check_keys(structure, f"{field}.structures[{number}]", ("begin", "schema", "end"), ())
+        content = {"type": "json_schema", "json_schema": structure["schema"]}
+        tags.append({"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]})
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+class _Compiler:
+    """Compiles formats. Each method gets a format, its place for errors, and where it ends; None: where another begins.
+
+    What it returns includes the text at which the format ends.
+    """
+
+    def __init__(self) -> None:
+        self.grammar = LarkGrammar()
+
+    def part(self, node: Any, place: str, ends: _Ends | None) -> Part:
+        """The part of any format."""
+        if not isinstance(node, dict):
+            raise InvalidRequest(place, "must be an object with the key type")
+        kind = node.get("type")
+        kinds: Mapping[str, Callable[[Node, str, _Ends | None], Part]] = {
+            "const_string": self._const_string,
+            "json_schema": self._json_schema,
+            "regex": self._regex,
+            "any_text": self._any_text,
+            "sequence": self._sequence,
+            "or": self._or,
+            "optional": self._optional,
+            "plus": self._plus,
+            "star": self._star,
+            "repeat": self._repeat,
+            "tag": self._tag,
+            "triggered_tags": self._triggered_tags,
+            "tags_with_separator": self._tags_with_separator,
+        }
+        if not isinstance(kind, str) or kind not in kinds:
+            raise InvalidRequest(f"{place}.type", f"must be one of {', '.join(kinds)}")
+        return kinds[kind](node, place, ends)
+
+    def _const_string(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "value"), ())
+        return self._closed(literal(_string(node["value"], f"{place}.value")), ends)
+
+    def _json_schema(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "json_schema"), ("style", "any_order"))
+        _check_only(node, place, style="json", any_order=False)
+        schema = _closed_schema(node["json_schema"], f"{place}.json_schema")
+        return self._closed(self.grammar.json(schema), ends)
+
+    def _regex(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "pattern"), ())
+        regex = _string(node["pattern"], f"{place}.pattern")
+        if not regex:
+            raise InvalidRequest(f"{place}.pattern", "must be a text that is not empty")
+        return self._closed(pattern(regex), ends)
+
+    def _any_text(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type",), ("excludes", "max_tokens", "max_chars"))
+        _check_only(node, place, excludes=[], max_tokens=None, max_chars=None)
+        return self._free_text(place, ends)
+
+    def _sequence(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "elements"), ())
+        elements = _list(node, "elements", place)
+        last = len(elements) - 1
+        return self.grammar.sequence(
+            [
+                self.part(element, f"{place}.elements[{number}]", ends if number == last else None)
+                for number, element in enumerate(elements)
+            ]
+        )
+
+    def _or(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "elements"), ())
+        elements = enumerate(_list(node, "elements", place))
+        return self.grammar.choice([self.part(one, f"{place}.elements[{number}]", ends) for number, one in elements])
+
+    def _optional(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        return self._repeated(node, place, ends, 0, 1)
+
+    def _plus(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        return self._repeated(node, place, ends, 1, None)
+
+    def _star(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        return self._repeated(node, place, ends, 0, None)
+
+    def _repeat(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        least, most = _count(node, "min", place, 0), _count(node, "max", place, -1)
+        if -1 < most < least:
+            raise InvalidRequest(f"{place}.max", "must be at least min, or -1 for any number")
+        return self._repeated(node, place, ends, least, None if most == -1 else most, ("min", "max"))
+
+    def _repeated(
+        self, node: Node, place: str, ends: _Ends | None, least: int, most: int | None, keys: Sequence[str] = ()
+    ) -> Part:
+        _check_keys(node, place, ("type", "content", *keys), ())
+        content = self.part(node["content"], f"{place}.content", None)
+        return self._closed(self.grammar.repeated(content, least, most), ends)
+
+    def _tag(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        return self._closed_tag(node, place, ends)
+
+    def _closed_tag(self, node: Any, place: str, ends: _Ends | None, skipped: int = 0) -> Part:
+        """A tag without the first `skipped` characters of its beginning."""
+        _check_keys(node, place, ("begin", "content", "end"), ("type",))
+        _check_only(node, place, type="tag")
+        begin = literal(_string(node["begin"], f"{place}.begin")[skipped:])
+        end = node["end"]
+        texts = [_string(one, f"{place}.end") for one in (end if isinstance(end, list) and end else [end])]
+        if texts == [""]:
+            return self.grammar.sequence([begin, self.part(node["content"], f"{place}.content", ends)])
+        if "" in texts:
+            raise InvalidRequest(f"{place}.end", "must have no empty text beside others")
+        content = self.part(node["content"], f"{place}.content", _Ends(tuple(texts)))
+        return self._closed(self.grammar.sequence([begin, content]), ends)
+
+    def _triggered_tags(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "triggers", "tags"), ("at_least_one", "stop_after_first", "excludes"))
+        _check_only(node, place, excludes=[])
+        tags = _list(node, "tags", place)
+        triggers = [_string(one, f"{place}.triggers") for one in _list(node, "triggers", place)]
+        self._check_told_apart(triggers, f"{place}.triggers", ends)
+        begun: dict[str, list[Part]] = {trigger: [] for trigger in triggers}
+        whole: list[Part] = []
+        must, once = _flag(node, "at_least_one", place), _flag(node, "stop_after_first", place)
+        for number, tag in enumerate(tags):
+            at = f"{place}.tags[{number}]"
+            begin = tag.get("begin") if isinstance(tag, dict) else None
+            trigger = next((one for one in triggers if isinstance(begin, str) and begin.startswith(one)), None)
+            if trigger is None:
+                raise InvalidRequest(f"{at}.begin", "must begin with one of the triggers")
+            begun[trigger].append(self._closed_tag(tag, at, None, len(trigger)))
+            if must:
+                whole.append(self._closed_tag(tag, at, None))
+        if idle := [trigger for trigger, parts in begun.items() if not parts]:
+            raise InvalidRequest(f"{place}.triggers", f"has {idle[0][:40]!r}, with which no tag begins")
+        if must and once:
+            return self._closed(self.grammar.choice(whole), ends)
+        later = self.grammar.choice(
+            [
+                self.grammar.sequence([self.grammar.text_until([trigger]), self.grammar.choice(parts)])
+                for trigger, parts in begun.items()
+            ]
+        )
+        rest = self._free_text(place, ends)
+        if once:
+            return self.grammar.choice([self._closed(later, ends), rest])
+        first = [self.grammar.choice(whole)] if must else []
+        return self.grammar.sequence([*first, self.grammar.repeated(later, 0, None), rest])
+
+    def _tags_with_separator(self, node: Node, place: str, ends: _Ends | None) -> Part:
+        _check_keys(node, place, ("type", "tags", "separator"), ("at_least_one", "stop_after_first"))
+        tags = enumerate(_list(node, "tags", place))
+        one = self.grammar.choice([self._closed_tag(tag, f"{place}.tags[{number}]", None) for number, tag in tags])
+        separator = literal(_string(node["separator"], f"{place}.separator"))
+        found = one
+        if not _flag(node, "stop_after_first", place):
+            found = self.grammar.sequence(
+                [one, self.grammar.repeated(self.grammar.sequence([separator, one]), 0, None)]
+            )
+        if not _flag(node, "at_least_one", place):
+            found = self.grammar.repeated(found, 0, 1)
+        return self._closed(found, ends)
+
+    def _closed(self, part: Part, ends: _Ends | None) -> Part:
+        if ends is None or not ends.texts:
+            return part
+        return self.grammar.sequence([part, self.grammar.choice([literal(text) for text in ends.texts])])
+
+    def _free_text(self, place: str, ends: _Ends | None) -> Part:
+        if ends is None:
+            raise InvalidRequest(place, "is free text, so it must be the last of its tag or of the output")
+        return self.grammar.text_until(ends.texts) if ends.texts else ANY_TEXT
+
+    @staticmethod
+    def _check_told_apart(triggers: Sequence[str], place: str, ends: _Ends | None) -> None:
+        if "" in triggers:
+            raise InvalidRequest(place, "must have no empty text")
+        if len(triggers) > _MAX_TRIGGERS:
+            raise InvalidRequest(place, f"has {len(triggers)} texts; at most {_MAX_TRIGGERS} are taken")
+        for one, other in permutations([*triggers, *(ends.texts if ends is not None else ())], 2):
+            if one in other:
+                raise InvalidRequest(place, f"has {one[:40]!r}, which is in {other[:40]!r}, where free text ends, too")
+
+
+def _check_keys(node: Any, place: str, required: Sequence[str], optional: Sequence[str]) -> None:
+    if not isinstance(node, dict):
+        raise InvalidRequest(place, "must be an object")
+    for key in required:
+        if key not in node:
+            raise InvalidRequest(f"{place}.{key}", "is required")
+    for key in node:
+        if key not in required and key not in optional:
+            raise InvalidRequest(f"{place}.{key[:40]}", "is unknown, or not served here")
+
+
+def _check_only(node: Node, place: str, **served: Any) -> None:
+    """Refuse any other value of these keys."""
+    for key, value in served.items():
+        if node.get(key) not in (None, value):
+            raise InvalidRequest(f"{place}.{key}", f"must be {json.dumps(value)}: others are not served here")
+
+
+def _closed_schema(schema: Any, place: str) -> str:
+    """The schema with the options of all schemas, and objects that are closed."""
+    text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
+    compact = json.dumps(parse_schema(text, place), ensure_ascii=False, separators=(",", ":"))
+    try:
+        closed = json.loads(without_extra_keys(compact))
+    except InvalidRequest as error:
+        raise InvalidRequest(place, error.reason) from None
+    own = closed.get("x-guidance")
+    closed["x-guidance"] = {**JSON_OPTIONS, **(own if isinstance(own, dict) else {})}
+    return json.dumps(closed)
+
+
+def _count(node: Node, key: str, place: str, least: int) -> int:
+    found = node.get(key)
+    if type(found) is not int or not least <= found <= _MAX_REPETITIONS:
+        raise InvalidRequest(f"{place}.{key}", f"must be a number from {least} to {_MAX_REPETITIONS}")
+    return found
+
+
+def _list(node: Node, key: str, place: str) -> list[Any]:
+    found = node[key]
+    if not isinstance(found, list) or not found:
+        raise InvalidRequest(f"{place}.{key}", "must be a list that is not empty")
+    return found
+
+
+def _string(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(place, "must be a text")
+    return value
+
+
+def _flag(node: Node, key: str, place: str) -> bool:
+    found = node.get(key)
+    if not (found is None or isinstance(found, bool)):
+        raise InvalidRequest(f"{place}.{key}", "must be true or false")
+    return bool(found)

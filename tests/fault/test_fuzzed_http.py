@@ -204,7 +204,11 @@ def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.
         return
     assert exchange.status == (404 if spoilt == "model" and isinstance(body["model"], str) else 400), exchange.body
     named = str(exchange.error["param"])
-    related = {"last-event-id": {"x-request-id", "stream"}, "n": {"best_of"}}.get(spoilt, set())
+    related = {
+        "last-event-id": {"x-request-id", "stream"},
+        "n": {"best_of"},
+        "structured_outputs": {"ignore_eos", "min_tokens"},
+    }.get(spoilt, set())
     assert named.partition(".")[0].partition("[")[0] in {spoilt, *related}, (spoilt, exchange.error)
 
 

@@ -230,6 +230,8 @@ class Dispatcher:
         before, active.queue = active.queue, EventQueue(self._turns)
         before.end(Cancelled("continued elsewhere"))
         active.answer = ResumedAnswer(self._codec, active.request, positions)
+        if active.prompt_logprobs is not None and not any(positions):
+            active.queue.put(active.prompt_logprobs)
         active.queue.put_all(replayed(active.answer, active.flight.sequences, active.logprobs))
         if active.finish is not None:
             finish, finished = active.finish

@@ -26,7 +26,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
-from baton.messages.generation import Finished, GenerateEvent
+from baton.messages.generation import Finished, GenerateEvent, PromptLogprobs
 from baton.messages.ids import AttemptKey, unscoped
 from baton.messages.node import Abort, NodeDescription, RequestDelta, RouterMessage, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
@@ -41,6 +41,7 @@ from router.flight.flight_table import (
     AdoptLeg,
     Cancel,
     Delta,
+    EmitPromptLogprobs,
     EmitTokens,
     Fail,
     Finish,
@@ -247,8 +248,12 @@ class LiveRequests:
             self._serve_queue()
 
     def _write_record(self, active: ActiveRequest, placement: Placement) -> None:
-        """Write the record with which another router can continue the running attempt."""
-        if self._journal is not None and not active.request.embeds:
+        """Write the record with which another router can continue the running attempt.
+
+        Where log-probabilities of the prompt are wanted there is none: the client sends the request again.
+        """
+        request = active.request
+        if self._journal is not None and not request.embeds and request.sampling_params.prompt_logprobs is None:
             flight = active.flight
             self._journal.write(
                 active.request,
@@ -414,6 +419,9 @@ class LiveRequests:
                 case LegEnded(incarnation, attempt):
                     self._view.released(incarnation, attempt)
                     self._has_new_room = True
+                case EmitPromptLogprobs(positions):
+                    active.prompt_logprobs = PromptLogprobs(positions)
+                    active.queue.put(active.prompt_logprobs)
                 case EmitTokens() as tokens:
                     pending.extend(self._emit(active, tokens))
                 case SequenceEnded() as ended:

@@ -3,7 +3,15 @@
 from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient
 from baton.client.operator import OperatorClient
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    PromptLogprobs,
+    SequenceFinished,
+)
 from baton.security.access import Access
 
 __all__ = [
@@ -16,5 +24,6 @@ __all__ = [
     "GenerateRequest",
     "GenerationClient",
     "OperatorClient",
+    "PromptLogprobs",
     "SequenceFinished",
 ]

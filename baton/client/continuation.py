@@ -38,7 +38,15 @@ from baton.errors import (
     Unreachable,
     WouldBeLate,
 )
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    PromptLogprobs,
+    SequenceFinished,
+)
 from baton.messages.ids import new_request_id
 
 _SEED_BITS = 53
@@ -150,6 +158,7 @@ class Continuation:
         self._sequences: dict[int, _DeliveredSequence] = {}
         self._ended: set[int] = set()
         self._is_accepted = False
+        self._has_prompt_logprobs = False
         self._last_progress = now
         self._spent_s = 0.0
         """Seconds of the budget that were spent since the last new event."""
@@ -193,6 +202,9 @@ class Continuation:
                 return self._sequences.setdefault(event.sequence_index, _DeliveredSequence()).add(event)
             case Accepted():
                 is_first, self._is_accepted = not self._is_accepted, True
+                return event if is_first else None
+            case PromptLogprobs():
+                is_first, self._has_prompt_logprobs = not self._has_prompt_logprobs, True
                 return event if is_first else None
             case SequenceFinished(index):
                 is_first = index not in self._ended

@@ -125,6 +125,8 @@ class ModelRunnerOutput:
     embeddings: Mapping[str, bytes] = field(default_factory=dict)
     """Embeddings of the requests that ask for one, once their prompt is computed; see
     `baton.runner.execution.embedding`."""
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """Of the whole prompt of each request that asks for them, in the step that computes the end of it."""
     lost: bool = False
     """Whether the runner failed: no result of the step exists, and its block copies may not have been made."""
     copy_seconds: float = 0.0
@@ -175,6 +177,8 @@ class EngineCoreOutput(NamedTuple):
     num_external_tokens: int = 0
     embedding: bytes = b""
     """The embedding (float32, little-endian) in the last output of a request that asks for one."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Of the prompt's tokens from the second one on, with the first token of a request that asks for them."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]

@@ -137,6 +137,8 @@ class Commit:
             state.end(request, RequestStatus.ERROR, outputs, error="the runner returned no token")
             return
         logprobs = runner_output.logprobs.get(request_id, ())
+        if runner_output.prompt_logprobs:
+            request.prompt_logprobs = runner_output.prompt_logprobs.get(request_id, ())
         if request.beams is not None:
             process_beam(request, request.beams, logprobs, state, self._admission, outputs)
         else:

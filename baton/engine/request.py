@@ -238,6 +238,8 @@ class Request:
         """How many of the last output tokens are in no `EngineCoreOutput` yet, because another node sampled them."""
         self.last_logprobs: Sequence[TokenLogprobs] = ()
         """Log-probabilities of the output tokens that the prefill leg hands to the decode leg, until they are sent."""
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        """Log-probabilities of the prompt that are in no `EngineCoreOutput` yet."""
         self.append_only_until = 0
         """While the output of a decoding request is shorter than this, a commit only appends the token, unless it is a
         stop token."""
@@ -278,6 +280,14 @@ class Request:
         """Set the prompt. The list is never changed, so several requests may share it."""
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
+
+    @property
+    def computes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities are wanted of its prompt, and this engine is to compute them.
+
+        Whoever has a token of the output has them already: they come with the first one.
+        """
+        return self.sampling_params.prompt_logprobs is not None and not self.output_token_ids and self.kv_source is None
 
     @property
     def num_given_tokens(self) -> int:

@@ -373,7 +373,7 @@ class Scheduler:
             if num_tokens > 1:
                 # A long prompt leaves a token of the budget to each request behind it, or their streams would stall.
                 behind = len(filling) - index - 1 + arriving
-                num_tokens = plan.cut(num_tokens, max(1, plan.token_budget - behind))
+                num_tokens = plan.cut(request, num_tokens, max(1, plan.token_budget - behind))
             if not self.kv_cache_manager.num_growing:
                 # All its blocks were allocated when it was admitted.
                 plan.add_known(request, num_tokens, ())

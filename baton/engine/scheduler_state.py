@@ -273,7 +273,9 @@ class SchedulerState:
             num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_external_tokens=request.num_external_tokens,
             embedding=embedding,
+            prompt_logprobs=request.prompt_logprobs,
         )
+        request.prompt_logprobs = ()
         outputs.add(request.client_index, output)
 
     def remove_ended(self) -> None:

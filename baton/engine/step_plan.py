@@ -10,6 +10,10 @@ from baton.engine.kv_cache.host_tier import NO_COPIES, StepCopies
 from baton.engine.request import Request
 from baton.messages.node import Leg
 
+_MAX_PROMPT_LOGITS = 128
+"""The most tokens of prompts with log-probabilities in one step: each has a row of logits as wide as the vocabulary, so
+that 2,048 of them would take a GB."""
+
 
 class StepPlan:
     """Collects what a step computes, and tracks how much of its token budget is left."""
@@ -35,18 +39,22 @@ class StepPlan:
         self._num_tokens: dict[str, int] = {}
         self._total = 0
         self._num_prefill_tokens = 0
+        self._num_prompt_logits = 0
         self._num_context_tokens = 0
 
     @property
     def is_empty(self) -> bool:
         return not self.requests and not self.decodes.count
 
-    def cut(self, num_tokens: int, budget: int) -> int:
-        """How many of a request's `num_tokens` tokens to compute in this step.
+    def cut(self, request: Request, num_tokens: int, budget: int) -> int:
+        """How many of the `num_tokens` tokens that a request lacks to compute in this step.
 
         `budget`: how many tokens of the step's budget the request may use.
         """
         limit = self._chunk_limit
+        if request.computes_prompt_logprobs:
+            # At least one, so that no such request waits for all others.
+            budget = min(budget, max(1, _MAX_PROMPT_LOGITS - self._num_prompt_logits))
         return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
 
     def add_decodes(self, decodes: DecodeGroup, num_context_tokens: int) -> None:
@@ -132,6 +140,7 @@ class StepPlan:
             self._num_context_tokens += request.num_computed_tokens
         else:
             self._num_prefill_tokens += num_tokens
+            self._num_prompt_logits += num_tokens if request.computes_prompt_logprobs else 0
         # Counted as computed from now on, so that a next step can be decided before this one's tokens are back.
         request.num_computed_tokens += num_tokens
         self.requests.append(request)

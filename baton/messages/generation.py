@@ -35,6 +35,7 @@ class GenerateRequest:
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int | None = None
     best_of: int | None = None
     beam_width: int | None = None
@@ -71,6 +72,13 @@ class Accepted:
     seed: int
     prompt_tokens: int
     """The length of the prompt in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The log-probabilities of the prompt's tokens from the second one on. Comes once, before all tokens."""
+
+    positions: Sequence[TokenLogprobs]
 
 
 @dataclass(slots=True)
@@ -155,7 +163,7 @@ class Finished:
     """The embedding, if the request is for one: a vector of norm 1, float32, little-endian."""
 
 
-GenerateEvent = Accepted | Chunk | SequenceFinished | Finished
+GenerateEvent = Accepted | PromptLogprobs | Chunk | SequenceFinished | Finished
 
 
 @dataclass(frozen=True, slots=True)

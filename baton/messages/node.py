@@ -237,6 +237,9 @@ class RequestDelta:
     """The embedding, with the outcome STOP of an embedding leg: float32, little-endian."""
     takeover: int = 0
     """With the outcome MOVED: the takeover number of the router that owns the attempt; 0: that router has none."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """Log-probabilities of the prompt's tokens from the second one on, with the first token of a node that computes the
+    prompt."""
 
 
 @value(frozen=True, slots=True)

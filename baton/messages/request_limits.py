@@ -36,6 +36,11 @@ MAX_BAD_WORD_BYTES = 4096
 MAX_BAD_WORD_TOKENS = 2 * (MAX_BAD_WORD_BYTES + MAX_BAD_WORDS)
 """The most tokens of all spellings of a request's `bad_words`: a byte is at most a token, a word has two spellings."""
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROB_VALUES = 1 << 18
+"""The most that the log-probabilities of a request's prompt may come to, about 3 MB of a message: each of its tokens
+counts twice, and once more for each alternative that is returned."""
+MAX_CALL_PROMPT_LOGPROB_VALUES = 1 << 19
+"""The same for all prompts of a call over HTTP, and for each output that repeats its prompt (`echo`)."""
 MAX_SALT_BYTES = 256
 
 MAX_SEQUENCES = 128

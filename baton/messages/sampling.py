@@ -67,6 +67,10 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     """Tokens that the output must not have in a row: the spellings of a request's `bad_words`, by the router."""
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """How many of the most likely tokens to report at each position of the prompt but the first, beside the prompt's
+    token there; None: nothing is reported. Such a request computes its whole prompt and takes nothing of it from a
+    cache."""
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()

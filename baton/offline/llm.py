@@ -253,6 +253,7 @@ def _generated(one: RunningRequest, prompt: object = None) -> RequestOutput:
         one.outputs(),
         request.sampling_params.seed,
         finish.timings.cached_tokens if finish is not None else 0,
+        one.prompt_logprobs,
     )
 
 

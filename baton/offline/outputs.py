@@ -48,6 +48,8 @@ class RequestOutput:
     """The seed that was used; with it the same request gives the same tokens again."""
     num_cached_tokens: int
     """Tokens of the prompt whose KV was in the prefix cache."""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    """The log-probabilities of the prompt's tokens from the second one on; empty unless the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from baton.errors import BatonError, EngineFault
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
 from baton.messages.node import Abort, NodeDescription, RequestDelta, Submit
+from baton.messages.sampling import TokenLogprobs
 from baton.offline.outputs import CompletionOutput
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
@@ -15,6 +16,7 @@ from router.flight.flight import Flight
 from router.flight.flight_table import (
     AbortLeg,
     Delta,
+    EmitPromptLogprobs,
     EmitTokens,
     Fail,
     Finish,
@@ -39,6 +41,7 @@ class RunningRequest:
         self.error: BatonError | None = None
         """Why the request failed; None if it has not."""
         self.finish: Finish | None = None
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._flight = Flight(request)
         self._answer = Answer(codec, request)
         self._engine = engine
@@ -83,6 +86,8 @@ class RunningRequest:
                     messages.append(submit)
                 case AbortLeg(_, abort):
                     messages.append(abort)
+                case EmitPromptLogprobs(positions):
+                    self.prompt_logprobs = positions
                 case EmitTokens() as tokens:
                     self._collect(self._answer.push(tokens))
                     if (found := self._answer.stop_string_found(tokens.sequence_index)) is not None:

@@ -54,6 +54,8 @@ class SamplingParams:
     logprobs: int | None = None
     """How many of the most likely tokens are returned for each position, with log-probabilities. None: nothing is; 0:
     those of the sampled tokens alone."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens from the second one on."""
     n: int | None = None
     """Outputs for each prompt. Default: 1."""
     best_of: int | None = None

@@ -22,7 +22,8 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.compute_paths import compute_paths
 from baton.runner.execution.embedding import embedding_of
-from baton.runner.execution.input_batch import FlatBatch, RequestState, RequestTable, Scheduled, flatten
+from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled, flatten
+from baton.runner.execution.prompt_logprobs import chunks_of, take_prompt_logprobs
 from baton.runner.execution.sampler import Sampled, SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.execution.verification import sample_and_verify
@@ -92,23 +93,31 @@ class TorchModelRunner:
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
         samplers = [share for share in scheduled if share.samples]
         embeddings: dict[str, bytes] = {}
+        chunks = chunks_of(scheduled)
+        rows = np.concatenate([batch.logits_rows, *(chunk.rows for chunk in chunks)]) if chunks else None
+        num_sampled = batch.logits_rows.size
         if any(share.state.embeds for share in samplers):
-            logits, samplers = self._take_embeddings(batch, samplers, embeddings, failed)
+            computed = self._transformer.compute_with_hidden(batch, rows)
+            logits, of_prompts = computed.logits[:num_sampled], computed.logits[num_sampled:]
+            logits, samplers = _take_embeddings(computed.hidden[:num_sampled], logits, samplers, embeddings, failed)
         else:
-            logits = self._transformer.compute(batch)
+            logits = self._transformer.compute(batch, rows)
+            logits, of_prompts = logits[:num_sampled], logits[num_sampled:]
+        prompt_logprobs, faults = take_prompt_logprobs(chunks, of_prompts)
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         invalid = set()
         for share, results in zip(samplers, sample_and_verify(logits, samplers, self._sample), strict=True):
             request_id, first = share.state.request_id, results[0]
-            if first.error is not None:
-                failed[request_id] = str(first.error)
-                if isinstance(first.error, InvalidRequest):
+            if (error := first.error or faults.get(request_id)) is not None:
+                failed[request_id] = str(error)
+                if isinstance(error, InvalidRequest):
                     invalid.add(request_id)
                 continue
             tokens[request_id] = [result.token_id for result in results]
             if first.logprobs is not None:
                 logprobs[request_id] = [result.logprobs for result in results if result.logprobs is not None]
+        failed |= {request_id: str(fault) for request_id, fault in faults.items() if request_id not in failed}
         self._requests.commit(scheduled, tokens)
         return ModelRunnerOutput(
             tokens,
@@ -116,6 +125,7 @@ class TorchModelRunner:
             failed,
             invalid,
             embeddings,
+            prompt_logprobs,
             copy_seconds=copy_seconds,
             compute_seconds=time.perf_counter() - copied,
         )
@@ -144,27 +154,27 @@ class TorchModelRunner:
             for result, error in zip(results, (unmasked.get(state.request_id) for state in states), strict=True)
         ]
 
-    def _take_embeddings(
-        self,
-        batch: FlatBatch,
-        samplers: Sequence[Scheduled],
-        embeddings: dict[str, bytes],
-        failed: dict[str, str],
-    ) -> tuple[npt.NDArray[np.float32], list[Scheduled]]:
-        """Compute a step in which some requests ask for an embedding.
 
-        Adds the embeddings to `embeddings` and failures to `failed`; returns the logits and shares of the others.
-        """
-        computed = self._transformer.compute_with_hidden(batch)
-        owners = [share for share in samplers for _ in range(share.num_sampled_rows)]
-        others = [row for row, share in enumerate(owners) if not share.state.embeds]
-        for share, hidden in zip(owners, computed.hidden, strict=True):
-            if share.state.embeds:
-                try:
-                    embeddings[share.state.request_id] = embedding_of(hidden)
-                except ArithmeticError as error:
-                    failed[share.state.request_id] = str(error)
-        return computed.logits[others], [share for share in samplers if not share.state.embeds]
+def _take_embeddings(
+    hidden: npt.NDArray[np.float32],
+    logits: npt.NDArray[np.float32],
+    samplers: Sequence[Scheduled],
+    embeddings: dict[str, bytes],
+    failed: dict[str, str],
+) -> tuple[npt.NDArray[np.float32], list[Scheduled]]:
+    """Embed the prompts of the requests that ask for it. `hidden` and `logits`: of the rows that sample.
+
+    Adds the embeddings to `embeddings` and failures to `failed`; returns the logits and shares of the others.
+    """
+    owners = [share for share in samplers for _ in range(share.num_sampled_rows)]
+    others = [row for row, share in enumerate(owners) if not share.state.embeds]
+    for share, row in zip(owners, hidden, strict=True):
+        if share.state.embeds:
+            try:
+                embeddings[share.state.request_id] = embedding_of(row)
+            except ArithmeticError as error:
+                failed[share.state.request_id] = str(error)
+    return logits[others], [share for share in samplers if not share.state.embeds]
 
 
 def load_runner(

@@ -22,6 +22,7 @@ from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.embedding import embedding_of_number
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
 from baton.runner.execution.philox import uniform
+from baton.runner.execution.prompt_logprobs import PromptChunk, chunks_of
 from baton.runner.spec import SimulatedSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -198,8 +199,14 @@ class SimulatedRunner:
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         embeddings: dict[str, bytes] = {}
+        prompt_logprobs: dict[str, Sequence[TokenLogprobs]] = {}
+        chunks = {chunk.state.request_id: chunk for chunk in chunks_of(scheduled)}
         for share in scheduled:
             self._store(share)
+            if (chunk := chunks.get(share.state.request_id)) is not None:
+                chunk.keep(self._prompt_logprobs(chunk))
+                if chunk.is_last:
+                    prompt_logprobs[share.state.request_id] = tuple(share.state.prompt_logprobs)
             if not share.samples:
                 continue
             state = share.state
@@ -217,6 +224,7 @@ class SimulatedRunner:
             logprobs,
             failed,
             embeddings=embeddings,
+            prompt_logprobs=prompt_logprobs,
             copy_seconds=copy_seconds,
             compute_seconds=compute_seconds,
         )
@@ -249,6 +257,18 @@ class SimulatedRunner:
             if token_id != draft:
                 break
         return sampled
+
+    def _prompt_logprobs(self, chunk: PromptChunk) -> list[TokenLogprobs]:
+        """Those of the tokens of a stored chunk. Tokens that are not among the likeliest are equally unlikely."""
+        state, found = chunk.state, []
+        top = state.sampling_params.prompt_logprobs or 0
+        for stop in range(state.num_computed_tokens + 1, state.num_computed_tokens + 1 + chunk.count):
+            token_id = int(state.token_ids[stop])
+            likeliest = likeliest_tokens(self.read(state.block_table, stop), max(top, 1), self._spec.vocab_size)
+            rank = next((place for place, one in enumerate(likeliest) if one[0] == token_id), len(likeliest))
+            logprob = likeliest[rank][1] if rank < len(likeliest) else likeliest[-1][1] - 1.0
+            found.append(TokenLogprobs(token_id, logprob, rank + 1, likeliest[:top]))
+        return found
 
     def _slot_at(self, state: RequestState, position: int) -> Bytes:
         block, offset = divmod(position, self._spec.block_size)

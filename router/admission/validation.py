@@ -23,6 +23,7 @@ from baton.messages.request_limits import (
     MAX_LOGPROBS,
     MAX_OUTPUT_VALUES,
     MAX_PROMPT_BYTES,
+    MAX_PROMPT_LOGPROB_VALUES,
     MAX_SALT_BYTES,
     MAX_SEQUENCES,
     MAX_STOP_BYTES,
@@ -87,6 +88,7 @@ def validate(
         sampling = replace(sampling, logprobs=0)  # the sequences are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
     prompt = _prompt(raw.prompt, card, encode, card.max_model_len - 1)
+    check_prompt_logprobs(len(prompt), sampling.prompt_logprobs, MAX_PROMPT_LOGPROB_VALUES)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
     check_output_size(sampling.n, sampling.max_tokens, raw.logprobs)
     sampling = _with_constraint(sampling, raw, card, has_text=encode is not None)
@@ -145,6 +147,16 @@ def check_output_size(num_sequences: int, max_tokens: int, logprobs: int | None)
     if max_tokens > most:
         kind = f"{num_sequences} outputs" + ("" if logprobs is None else f" with {logprobs} logprobs")
         raise InvalidRequest("max_tokens", f"is {max_tokens}; at most {most} are generated for each of {kind}")
+
+
+def check_prompt_logprobs(num_prompt_tokens: int, prompt_logprobs: int | None, most: int) -> None:
+    """Raises InvalidRequest if the log-probabilities of so many tokens of prompts come to more than `most` values."""
+    if prompt_logprobs is None:
+        return
+    values = num_prompt_tokens * _values_each(prompt_logprobs)
+    if values > most:
+        kind = f"{num_prompt_tokens} tokens of prompts with {prompt_logprobs} alternatives each"
+        raise InvalidRequest("prompt_logprobs", f"of {kind} are {values} values; at most {most} are returned")
 
 
 def _values_each(logprobs: int | None) -> int:
@@ -245,6 +257,9 @@ def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingPar
         logit_bias=_logit_bias(raw, card.vocab_size),
         allowed_token_ids=_allowed_token_ids(raw.allowed_token_ids, card.vocab_size),
         logprobs=None if raw.logprobs is None else _integer("logprobs", raw.logprobs, 0, MAX_LOGPROBS),
+        prompt_logprobs=(
+            None if raw.prompt_logprobs is None else _integer("prompt_logprobs", raw.prompt_logprobs, 0, MAX_LOGPROBS)
+        ),
         stop_token_ids=frozenset(raw.stop_token_ids),
         ignore_eos=bool(raw.ignore_eos),
         repetition_detection=_repetition(raw.repetition_detection),

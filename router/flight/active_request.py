@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError, NoCapacity, Overloaded
-from baton.messages.generation import Finished
+from baton.messages.generation import Finished, PromptLogprobs
 from baton.messages.sampling import TokenLogprobs
 from baton.observe.tracing import Span
 from router.admission.admission import LatencyTargets, Ticket
@@ -72,6 +72,8 @@ class ActiveRequest:
         """The log-probabilities of each sequence, kept for a client that comes back; empty if none are wanted."""
         if request.sampling_params.logprobs is not None:
             self.logprobs = [[] for _ in range(request.sampling_params.n)]
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Kept for a client that comes back; None if none are wanted, or as long as they have not come."""
         self.finish: tuple[Finish, Finished] | None = None
         """How the request ended, if it ended well."""
         self.has_record = False

@@ -27,6 +27,9 @@ Pure: events in, effects out, no clock and no I/O (`router.live_requests` carrie
    leg that has not ended is adopted there, from the first token on that the client does not have. A node that does not
    have the leg (the submission may have been lost, an old version ends its legs) says so, and the flight goes on by
    rule 6.
+10. Log-probabilities of the prompt come from the node that computes it, with its first token, and are given to the
+   client once, before all tokens: until then tokens of the decode leg are held back, and the prefill leg is needed. A
+   node that is given output tokens does not compute them again, since the client has them.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ from baton.messages.node import (
     StageTimings,
     Submit,
 )
+from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
 from router.flight.attempt_budget import AttemptBudget
 from router.flight.flight_leg import AttemptTimings, FlightLeg
@@ -72,6 +76,7 @@ from router.flight.flight_table import (
     AttemptCause,
     Cancel,
     Delta,
+    EmitPromptLogprobs,
     Fail,
     Finish,
     FlightEffect,
@@ -110,7 +115,13 @@ class Flight:
         self.num_stale_events = 0
         """Events about earlier attempts, and events after the end."""
         self._machine = Machine(f"flight {request.request_id}", FlightState.PLACING, FLIGHT_TABLE)
-        self._sequences = [FlightSequence(index) for index in range(request.sampling_params.n)]
+        params = request.sampling_params
+        self._lacks_prompt_logprobs = (
+            params.prompt_logprobs is not None and request.num_prompt_tokens > 1 and not request.embeds
+        )
+        """Whether the client waits for the log-probabilities of the prompt. A prompt of one token has none."""
+        held = self._lacks_prompt_logprobs
+        self._sequences = [FlightSequence(index, is_held=held) for index in range(params.n)]
         self._attempt = 0
         self._key = AttemptKey(request.request_id, 0, flight_id)
         """The running attempt."""
@@ -268,6 +279,8 @@ class Flight:
         leg = self._legs.get(incarnation)
         if leg is None or not leg.is_running or key != self._key or self.state is not FlightState.STREAMING:
             return False
+        if self._lacks_prompt_logprobs:
+            return False
         leg.is_acknowledged = True
         self._decode_has_sent_tokens = self._decode_has_sent_tokens or leg.kind is Leg.DECODE
         self._checked_source = incarnation, key
@@ -333,6 +346,12 @@ class Flight:
         sequence = self._sequences[delta.sequence_index]
         self._decode_has_sent_tokens |= leg.kind is Leg.DECODE and bool(delta.token_ids)
         effects: list[FlightEffect] = []
+        changed: Sequence[FlightSequence] = (sequence,)
+        if delta.prompt_logprobs and self._lacks_prompt_logprobs:
+            effects, changed = self._release_tokens(delta.prompt_logprobs), self._sequences
+        elif delta.token_ids and self._lacks_prompt_logprobs and leg.kind is not Leg.DECODE:
+            error = f"node {leg.node.node_id} sent no log-probabilities of the prompt; its version may be too old"
+            return self._give_up(EngineFault(error))
         if sequence.is_closed:
             effects += self._abort_sequence(leg, sequence) if delta.outcome is None else []
         else:
@@ -353,7 +372,15 @@ class Flight:
                 effects += self._release(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
-        return effects if self.is_over else effects + self._finish_if_complete(sequence)
+        for one in changed:
+            effects += self._finish_if_complete(one) if not self.is_over else []
+        return effects
+
+    def _release_tokens(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[FlightEffect]:
+        """The prompt's log-probabilities and the tokens that were held back until they came."""
+        self._lacks_prompt_logprobs = False
+        released = [sequence.release() for sequence in self._sequences]
+        return [EmitPromptLogprobs(prompt_logprobs), *(tokens for tokens in released if tokens is not None)]
 
     def _on_outcome(self, leg: FlightLeg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node
@@ -443,6 +470,8 @@ class Flight:
         decode node that does not reroute (`on_transfer_failure`) decides as soon as the prefill node has acknowledged
         the leg. Before that it might wait, over a link that lives, for a prompt that the prefill node never received.
         """
+        if self._lacks_prompt_logprobs:
+            return False
         if leg.outcome is Outcome.HANDED_OFF or self._is_prefill_done:
             return True
         reroutes = self._placement is None or self._placement.decode.on_transfer_failure == "reroute"

@@ -8,7 +8,7 @@ from baton.errors import StreamDiverged
 from baton.messages.node import FINISH_REASONS, Outcome, RequestDelta
 from baton.values import value
 from router.flight.flight_table import EmitTokens
-from router.flight.output_merge import OutputMerge
+from router.flight.output_merge import OutputMerge, TokenRun
 
 
 @value(frozen=True, slots=True)
@@ -23,13 +23,14 @@ class SequenceEnd:
 class FlightSequence:
     """Collects the tokens of one sequence over all attempts. A closed sequence takes no tokens any more."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, is_held: bool = False) -> None:
+        """`is_held`: no token is given to the client before `release`."""
         self.index = index
         self.is_closed = False
         """Whether the client has the whole sequence."""
         self.finish_reason = ""
         self.stop_reason: int | str | None = None
-        self._merge = OutputMerge()
+        self._merge = OutputMerge(is_held=is_held)
         self._num_attempt_tokens = 0
         """How long the output is as far as the running attempt has sent it, the tokens that it was given included."""
         self._end: SequenceEnd | None = None
@@ -74,6 +75,13 @@ class FlightSequence:
         if delta.outcome in FINISH_REASONS:
             num_tokens = max(self._num_attempt_tokens, delta.first_index)
             self._end = SequenceEnd(num_tokens, delta.outcome, delta.stop_token_id)
+        return self._emitted(run)
+
+    def release(self) -> EmitTokens | None:
+        """Hold back no tokens from now on; returns those that can be given to the client now."""
+        return self._emitted(self._merge.release())
+
+    def _emitted(self, run: TokenRun | None) -> EmitTokens | None:
         if run is None:
             return None
         ends = self.is_complete and self._end is not None and self._end.stop_token_id is not None

@@ -198,6 +198,13 @@ class LegEnded:
 
 
 @value(frozen=True, slots=True)
+class EmitPromptLogprobs:
+    """Give the client the log-probabilities of the prompt's tokens from the second one on; before all tokens."""
+
+    positions: Sequence[TokenLogprobs]
+
+
+@value(frozen=True, slots=True)
 class EmitTokens:
     """Give these tokens to the client."""
 
@@ -245,5 +252,15 @@ class MovedAway:
 
 
 FlightEffect: TypeAlias = (
-    Place | SubmitLeg | AdoptLeg | AbortLeg | LegEnded | EmitTokens | SequenceEnded | Finish | Fail | MovedAway
+    Place
+    | SubmitLeg
+    | AdoptLeg
+    | AbortLeg
+    | LegEnded
+    | EmitPromptLogprobs
+    | EmitTokens
+    | SequenceEnded
+    | Finish
+    | Fail
+    | MovedAway
 )

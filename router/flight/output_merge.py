@@ -25,7 +25,9 @@ class OutputMerge:
     does not is an error, and its tokens are never mixed in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_held: bool = False) -> None:
+        """`is_held`: no token is given out before `release`, as if there were a gap before all."""
+        self._is_held = is_held
         self.token_ids: list[int] = []
         """The output so far, without a gap."""
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
@@ -40,7 +42,7 @@ class OutputMerge:
 
         Nearly all tokens come so, and this costs a tenth of `add`.
         """
-        if first_index != len(self.token_ids) or self._early:
+        if first_index != len(self.token_ids) or self._early or self._is_held:
             return False
         self.token_ids.extend(token_ids)
         return True
@@ -59,6 +61,11 @@ class OutputMerge:
                 raise StreamDiverged(f"token {index} came back as {token} after {known} had been computed before")
         return self._close_gap()
 
+    def release(self) -> TokenRun | None:
+        """Hold back nothing from now on; returns the tokens that were held back, if any."""
+        self._is_held = False
+        return self._close_gap()
+
     def _known(self, index: int) -> int | None:
         if index < len(self.token_ids):
             return self.token_ids[index]
@@ -66,6 +73,8 @@ class OutputMerge:
         return None if early is None else early[0]
 
     def _close_gap(self) -> TokenRun | None:
+        if self._is_held:
+            return None
         first = len(self.token_ids)
         logprobs: list[TokenLogprobs] = []
         while (entry := self._early.pop(len(self.token_ids), None)) is not None:

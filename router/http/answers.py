@@ -11,13 +11,22 @@ from itertools import zip_longest
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished, joined
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    PromptLogprobs,
+    SequenceFinished,
+    joined,
+)
+from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import path_to_metadata
 from router.http.answer_format import AnswerFormat, LogprobWriter
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, usage_of
-from router.http.logprobs import Spelling
+from router.http.logprobs import Spelling, prompt_entries, unknown
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +112,7 @@ async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Col
     latest: list[list[Chunk]] = [[] for _ in range(num_sequences)]
     """Chunks that are not joined yet: a chunk of one token takes ten times the memory of its token."""
     ends: list[tuple[str, int | str | None]] = [("", None)] * num_sequences
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     async for event in events:
         if isinstance(event, Chunk):
             index = event.sequence_index
@@ -110,13 +120,25 @@ async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Col
             if len(latest[index]) >= _CHUNKS_JOINED:
                 chunks[index].append(joined(latest[index]))
                 latest[index].clear()
+        elif isinstance(event, PromptLogprobs):
+            prompt_logprobs = event.positions
         elif isinstance(event, SequenceFinished):
             ends[event.sequence_index] = (event.finish_reason, event.stop_reason)
         elif isinstance(event, Finished):
             if num_sequences == 1:
                 ends[0] = (event.finish_reason, event.stop_reason)
-            return Collected(accepted, [[*one, *last] for one, last in zip(chunks, latest, strict=True)], ends, event)
+            whole = [[*one, *last] for one, last in zip(chunks, latest, strict=True)]
+            return Collected(accepted, whole, ends, event, prompt_logprobs)
     raise BatonError("the stream ended before its request did")
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt with which the text of each of its outputs begins."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    """Those of which log-probabilities are wanted; empty: of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +151,7 @@ class Collected:
     ends: Sequence[tuple[str, int | str | None]]
     """Why each sequence ended, and by which stop token or string."""
     finished: Finished
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     async def choice(
         self,
@@ -137,25 +160,44 @@ class Collected:
         spelling: Spelling,
         place: int,
         index: int,
+        echo: EchoedPrompt | None = None,
         **more: object,
     ) -> str:
         """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields."""
-        chunks = self.chunks[place]
-        finish_reason, stop_reason = self.ends[place]
-        before = {"index": index, **answer_format.choice_of("".join(chunk.text for chunk in chunks))}
+        chunks = self.chunks[place] if options.output else ()
+        finish_reason, stop_reason = self.ends[place] if options.output else ("length", None)
+        text = "".join(chunk.text for chunk in chunks)
+        before = {"index": index, **answer_format.choice_of(text if echo is None else echo.text + text)}
         after = {"finish_reason": finish_reason, "stop_reason": stop_reason, **more}
         if options.token_ids:
             after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
-        logprobs = await _logprobs_json(answer_format.logprobs(spelling), chunks) if options.logprobs else "null"
-        return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {_json(after)[1:]}'
+        logprobs = "null"
+        if options.logprobs:
+            ids = echo.token_ids if echo is not None else ()
+            before_output = [unknown(ids[0]), *self.prompt_logprobs] if ids else []
+            logprobs = await _logprobs_json(answer_format.logprobs(spelling), chunks, before_output)
+        of_prompt = ""
+        if options.prompt_logprobs and place == 0 and not answer_format.has_one_prompt:
+            of_prompt = f'"prompt_logprobs": {await self.prompt_logprobs_json(spelling)}, '
+        return f'{_json(before)[:-1]}, "logprobs": {logprobs}, {of_prompt}{_json(after)[1:]}'
+
+    async def prompt_logprobs_json(self, spelling: Spelling) -> str:
+        """The log-probabilities of the prompt in vLLM's format. The first token has none."""
+        parts = ["null"]
+        for first in range(0, len(self.prompt_logprobs), _POSITIONS_A_TURN):
+            await asyncio.sleep(0)
+            parts += map(_json, prompt_entries(self.prompt_logprobs[first : first + _POSITIONS_A_TURN], spelling))
+        return f"[{', '.join(parts)}]"
 
 
-async def logprob_lists(writer: LogprobWriter, chunks: Sequence[Chunk]) -> Mapping[str, str]:
-    """The log-probabilities of a sequence: each list of `writer` in JSON, by its name.
+async def logprob_lists(
+    writer: LogprobWriter, chunks: Sequence[Chunk], before: Sequence[TokenLogprobs] = ()
+) -> Mapping[str, str]:
+    """The log-probabilities of a sequence, behind those of `before`: each list of `writer` in JSON, by its name.
 
     They may be a million numbers, so other requests get their turns.
     """
-    positions = [position for chunk in chunks for position in chunk.logprobs]
+    positions = [*before, *(position for chunk in chunks for position in chunk.logprobs)]
     lists: dict[str, list[str]] = {name: [] for name in writer.take(())}
     for first in range(0, len(positions), _POSITIONS_A_TURN):
         if first:
@@ -165,9 +207,9 @@ async def logprob_lists(writer: LogprobWriter, chunks: Sequence[Chunk]) -> Mappi
     return {name: f"[{', '.join(parts)}]" for name, parts in lists.items()}
 
 
-async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk]) -> str:
-    """The log-probabilities of a sequence as one object in JSON."""
-    lists = await logprob_lists(writer, chunks)
+async def _logprobs_json(writer: LogprobWriter, chunks: Sequence[Chunk], before: Sequence[TokenLogprobs] = ()) -> str:
+    """The log-probabilities of a sequence, behind those of `before`, as one object in JSON."""
+    lists = await logprob_lists(writer, chunks, before)
     return "{" + ", ".join(f'"{name}": {items}' for name, items in lists.items()) + "}"
 
 
@@ -178,20 +220,24 @@ async def whole_answer(
     options: AnswerOptions,
     spelling: Spelling,
     prompts: Sequence[Sequence[int]] = (),
+    echoed: Sequence[EchoedPrompt] = (),
 ) -> bytes:
-    """The answers of all prompts as one JSON object. `prompts`: the token ids of the prompts, if they are wanted."""
+    """The answers of all prompts as one JSON object.
+
+    `prompts`: the token ids of the prompts, if they are wanted. `echoed`: the prompts that begin their outputs' texts.
+    """
     choices: list[str] = []
-    for answer, prompt in zip_longest(answers, prompts):
+    for answer, prompt, echo in zip_longest(answers, prompts, echoed):
         for place in range(len(answer.chunks)):
             if choices:
                 await asyncio.sleep(0)  # there may be hundreds of long ones
             # In the first choice of each prompt alone, since a prompt may be long and its choices many.
             more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
-            choices.append(await answer.choice(answer_format, options, spelling, place, len(choices), **more))
+            choices.append(await answer.choice(answer_format, options, spelling, place, len(choices), echo, **more))
     ends = [answer.finished for answer in answers]
     usage = usage_of(
         sum(end.prompt_tokens for end in ends),
-        sum(end.completion_tokens for end in ends),
+        sum(end.completion_tokens for end in ends) if options.output else 0,
         sum(end.cached_tokens for end in ends),
     )
     head = {"id": label.id, "object": answer_format.object_name, "created": label.created, "model": label.model}
@@ -199,7 +245,10 @@ async def whole_answer(
     tail: dict[str, object] = {"usage": usage}
     if prompts and answer_format.has_one_prompt:
         tail["prompt_token_ids"] = prompts[0]
-    return f'{_json(head)[:-1]}, "choices": [{", ".join(choices)}], {_json(tail)[1:]}'.encode()
+    of_prompt = ""
+    if options.prompt_logprobs and answer_format.has_one_prompt:
+        of_prompt = f'"prompt_logprobs": {await answers[0].prompt_logprobs_json(spelling)}, '
+    return f'{_json(head)[:-1]}, "choices": [{", ".join(choices)}], {of_prompt}{_json(tail)[1:]}'.encode()
 
 
 def path_headers(finished: Finished) -> Headers:

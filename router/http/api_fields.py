@@ -35,7 +35,7 @@ FIELDS: Mapping[str, str] = {
     "chat_template": "A template in Jinja to use instead of the model's, if the operator allows it.",
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
     "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
-    "echo": _ONE_VALUE,
+    "echo": "Whether the text begins with the prompt, and the log-probabilities with the prompt's. Chats: only false.",
     # How tokens are drawn
     "temperature": "How random tokens are; 0: always the most likely one. Default: the model's own, else 1.",
     "top_p": "Only the most likely tokens with this probability together are drawn.",
@@ -109,6 +109,7 @@ FIELDS: Mapping[str, str] = {
     "include": "What else the answer has: message.output_text.logprobs.",
     "logprobs": "Whether the answer has log-probabilities; of completions: of how many of the most likely tokens.",
     "top_logprobs": f"Log-probabilities of so many of the most likely tokens, at most {MAX_LOGPROBS}.",
+    "prompt_logprobs": f"Log-probabilities of the prompt's tokens and of so many alternatives, at most {MAX_LOGPROBS}.",
     "return_token_ids": "Whether the answer has the token ids of prompt and output.",
     "return_tokens_as_token_ids": "Whether log-probabilities name tokens token_id:123 instead of by their text.",
     "return_token_strs": "Whether the answer has the text of each token.",

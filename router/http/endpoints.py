@@ -15,12 +15,19 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
 from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
-from baton.messages.request_limits import MAX_CALL_SEQUENCES, MAX_SEQUENCES
+from baton.messages.request_limits import MAX_CALL_PROMPT_LOGPROB_VALUES, MAX_CALL_SEQUENCES, MAX_SEQUENCES
 from baton.text.chat_template import FIELD as TEMPLATE_FIELD
-from router.admission.validation import DEFAULT_MAX_TOKENS, check_model, check_output_size, longest_answer
+from router.admission.validation import (
+    DEFAULT_MAX_TOKENS,
+    check_model,
+    check_output_size,
+    check_prompt_logprobs,
+    longest_answer,
+)
 from router.http.answer_format import CHAT, COMPLETION, AnswerFormat
 from router.http.answers import (
     Collected,
+    EchoedPrompt,
     Events,
     StreamWriter,
     accepted_of,
@@ -195,6 +202,8 @@ class OptionsRequest(EndpointRequest):
     """The parsed request of a client that chooses what its answer has beside the text."""
 
     options: AnswerOptions
+    echoed: Sequence[EchoedPrompt] = ()
+    """The prompts with which their outputs' texts begin; empty: with none."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
@@ -212,14 +221,16 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         label, spelling = self._label(accepted.request_id), self._spelling(parsed)
         is_new = not any(positions)
         prompt = parsed.prompts[0] if parsed.options.token_ids and is_new else ()
+        echo = parsed.echoed[0].text if parsed.echoed else ""
         return EventWriter(
-            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt
+            self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt, echo
         )
 
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
         label = self._label(parsed.request_id)
-        return await whole_answer(self.answer_format, label, answers, parsed.options, self._spelling(parsed), prompts)
+        spelling = self._spelling(parsed)
+        return await whole_answer(self.answer_format, label, answers, parsed.options, spelling, prompts, parsed.echoed)
 
     def _spelling(self, parsed: OptionsRequest) -> Spelling:
         return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
@@ -231,9 +242,12 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         )
 
     def _prompt_of(self, prompt: str | Sequence[int], body: GenerationBody, card: ModelCard) -> str | Sequence[int]:
-        """The prompt as the core gets it: token ids where its ids are returned or only its end is used."""
+        """The prompt as the core gets it: token ids where more than its text is needed here."""
         if isinstance(prompt, str):
-            if not (prompt and (body.return_token_ids or body.truncate_prompt_tokens is not None)):
+            needs_ids = (
+                body.return_token_ids or body.truncate_prompt_tokens is not None or body.num_prompt_logprobs is not None
+            )
+            if not (prompt and needs_ids):
                 return prompt
             prompt = self._model.encode(prompt, special=True)
         return truncated(prompt, body.truncate_prompt_tokens, _longest(card, body.max_tokens))
@@ -251,6 +265,7 @@ class Completions(_OpenAiEndpoint):
         "choice": ("structured_outputs", "guided_choice"),
         "grammar": ("structured_outputs", "guided_grammar", "response_format"),
         "beam_width": ("beam_width", "use_beam_search"),
+        "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     }
 
     def _parse(
@@ -258,11 +273,28 @@ class Completions(_OpenAiEndpoint):
     ) -> OptionsRequest:
         body = read_generation(CompletionBody, found)
         check_request_id(body.request_id, request_id)
+        body.check_echo()
         ids = part_ids(request_id, len(body.prompts))
         prompts = [self._prompt_of(prompt, body, card) for prompt in body.prompts]
         requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(prompts, ids, strict=True)]
         _check_call_size(body, len(prompts))
-        return _with_options(body, request_id, requests, timeout_s, logprobs=body.logprobs is not None)
+        num_tokens = sum(map(len, prompts)) * (body.num_generated if body.echo else 1)
+        check_prompt_logprobs(num_tokens, body.num_prompt_logprobs, MAX_CALL_PROMPT_LOGPROB_VALUES)
+        parsed = _with_options(body, request_id, requests, timeout_s, logprobs=body.logprobs is not None)
+        if not body.echo:
+            return parsed
+        has_output = body.max_tokens != 0
+        if not has_output:
+            # What the prompt's tokens are comes with the first token of an output, which is not returned.
+            requests = [replace(request, max_tokens=1) for request in requests]
+        echoed = [self._echoed(given, used, body) for given, used in zip(body.prompts, prompts, strict=True)]
+        return replace(parsed, requests=requests, echoed=echoed, options=replace(parsed.options, output=has_output))
+
+    def _echoed(self, given: str | Sequence[int], used: str | Sequence[int], body: CompletionBody) -> EchoedPrompt:
+        is_whole = isinstance(given, str) and body.truncate_prompt_tokens is None
+        text = given if is_whole or not used else used if isinstance(used, str) else self._model.decode(used)
+        ids = used if body.logprobs is not None and not isinstance(used, str) else ()
+        return EchoedPrompt(text if isinstance(text, str) else "", ids)
 
 
 class ChatCompletions(_OpenAiEndpoint):
@@ -282,6 +314,7 @@ class ChatCompletions(_OpenAiEndpoint):
         body = read_generation(ChatBody, found)
         check_request_id(body.request_id, request_id)
         check_model(body.model or "", card)
+        body.check_prompt_logprobs()
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         prompt = truncated(self._model.chat_prompt(body), body.truncate_prompt_tokens, _longest(card, max_tokens))
         if max_tokens is None:
@@ -367,6 +400,7 @@ def _with_options(
         logprobs=logprobs,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        prompt_logprobs=body.prompt_logprobs is not None,
     )
     return OptionsRequest(request_id, requests, bool(body.stream), 1 if body.n is None else body.n, timeout_s, options)
 

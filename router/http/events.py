@@ -29,6 +29,10 @@ class AnswerOptions:
     """The ids of the output's tokens, and those of the prompt."""
     tokens_as_ids: bool = False
     """Log-probabilities name a token by its id, not by its text."""
+    prompt_logprobs: bool = False
+    """The log-probabilities of the prompt in a field of their own."""
+    output: bool = True
+    """The output; False: only the prompt is of interest, and one token is generated in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,17 @@ class EventWriter:
         prompt_tokens: int,
         spelling: Spelling,
         prompt_token_ids: Sequence[int] = (),
+        echo: str = "",
     ) -> None:
         """`positions`: where each sequence of the stream begins, not 0 for one that the client continues.
-        `prompt_token_ids`: those that the stream returns, once; empty if it returns none.
+        `prompt_token_ids`: those that the stream returns, once; empty if it returns none. `echo`: the text with which
+        each sequence begins.
         """
         self._format = answer_format
         self._options = options
         self._ids = [event_id([position]) for position in positions]
         """The parts of the next event's id: each sequence's position. They are kept as text, since they may be many."""
+        self._echo = echo
         self._prompt_tokens = prompt_tokens
         self._num_tokens = sum(positions)
         head = label.head(answer_format.event_name)
@@ -99,9 +106,13 @@ class EventWriter:
         return len(self._ids)
 
     def opening(self) -> bytes:
-        """The events before all text: in chats they have the role."""
+        """The events before all generated text: in chats they have the role, else the prompt if it is repeated."""
         if not self._format.opening:
-            return b""
+            if not self._echo:
+                return b""
+            text = f"{self._format.text_head}{quote(self._echo)}{self._format.text_tail}"
+            after_text = f'{text},"logprobs":null,"finish_reason":null}}{self._after_choices()}'
+            return b"".join(self._event(f"{head}{after_text}") for head in self._heads)
         after_text = f'{self._format.opening},"logprobs":null,"finish_reason":null}}]'
         ids, self._prompt_ids = self._prompt_ids, ""
         # The prompt's ids are in the first event alone, since a prompt may be long and the sequences many.

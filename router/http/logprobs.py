@@ -19,6 +19,27 @@ def as_token_id(token_id: int) -> bytes:
     return b"token_id:%d" % token_id
 
 
+def unknown(token_id: int) -> TokenLogprobs:
+    """The position of a token that has no log-probability, as the first one of a prompt: its rank is 0."""
+    return TokenLogprobs(token_id, 0.0, 0, ())
+
+
+def prompt_entries(positions: Sequence[TokenLogprobs], spelling: Spelling) -> list[dict[int, dict[str, Any]]]:
+    """Log-probabilities of a prompt as vLLM writes them: at each position the token itself, then the likeliest."""
+    found = []
+    for position in positions:
+        ranked = {position.token_id: (position.rank, position.logprob)}
+        for rank, (token_id, logprob) in enumerate(position.top, 1):
+            ranked.setdefault(token_id, (rank, logprob))
+        found.append(
+            {
+                token_id: {"logprob": _finite(logprob), "rank": rank, "decoded_token": _text(spelling(token_id))}
+                for token_id, (rank, logprob) in ranked.items()
+            }
+        )
+    return found
+
+
 class CompletionLogprobs:
     """The log-probabilities of one sequence of /v1/completions, piece by piece, as parallel lists."""
 
@@ -27,7 +48,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The lists for the next positions. Offsets count characters of the tokens' spellings."""
+        """The lists for the next positions; some may be `unknown`. Offsets count characters of the spellings."""
         tokens = [_text(self._spelling(position.token_id)) for position in positions]
         offsets = []
         for token in tokens:
@@ -35,13 +56,17 @@ class CompletionLogprobs:
             self._offset += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(position.logprob) for position in positions],
-            "top_logprobs": [
-                {_text(self._spelling(token)): _finite(logprob) for token, logprob in _top_and_drawn(position)}
-                for position in positions
-            ],
+            "token_logprobs": [_finite(position.logprob) if position.rank else None for position in positions],
+            "top_logprobs": [self._top(position) if position.rank else None for position in positions],
             "text_offset": offsets,
         }
+
+    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token_id, logprob in _top_and_drawn(position):
+            # Of tokens with the same text, the most likely one counts.
+            found.setdefault(_text(self._spelling(token_id)), _finite(logprob))
+        return found
 
 
 class ChatLogprobs:

@@ -56,6 +56,7 @@ BAD = [
     ("allowed_token_ids", replace(GOOD, allowed_token_ids=(VOCAB,))),
     ("bad_words", replace(GOOD, bad_words=("x",) * 257)),
     ("logprobs", replace(GOOD, logprobs=21)),
+    ("prompt_logprobs", replace(GOOD, prompt_logprobs=21)),
     ("min_tokens", replace(GOOD, min_tokens=5)),
     ("stop_token_ids", replace(GOOD, stop_token_ids=(VOCAB,))),
     ("request_id", replace(GOOD, request_id="a b")),

@@ -58,6 +58,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         ["1", [1], {"x": 1}, {"97": 1}, {"-1": 1}, {"1": "1"}, {"1": 10**400}],
     ),
     "allowed_token_ids": ([[0, 96], [5]], [1, "1", [], [97], [-1], ["1"], [True], [1] * 4097, [10**400]]),
+    "prompt_logprobs": ([0, 20], [*NO_NUMBERS, -1, 21]),
     "bad_words": ([[], ["ab", "é"]], ["x", 1, [1], ["x"] * 257, [""], ["a\0"], ["\udc80"]]),
     "max_tokens": ([1, 5, 24], [*NO_NUMBERS, 0, -1, 128, 2**31, 1.5]),
     "min_tokens": ([0, 1], [*NO_NUMBERS, -1, 128, 2**63]),
@@ -112,7 +113,7 @@ ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
     ),
     "logprobs": (COMPLETIONS, [None, 0, 20], [*NO_NUMBERS, -1, 21]),
     "suffix": (COMPLETIONS, [None, ""], ["x", 1]),
-    "echo": (COMPLETIONS, [False], [True, 1]),
+    "echo": (COMPLETIONS, [False, True], [1, "true"]),
     "messages": (
         CHAT,
         [[{"role": "user", "content": "hi"}], [{"role": "system", "content": "s"}, {"role": "user", "content": []}]],
@@ -160,6 +161,9 @@ def valid_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         "prompt" if path == COMPLETIONS else "messages"
     }
     body = {name: draw(st.sampled_from(fields[name])) for name in sorted(names)}
+    if body.get("stream"):
+        body.pop("echo", None)
+        body.pop("prompt_logprobs", None)
     # A chat's prompt is long.
     return {"max_tokens": 5, **body}
 

@@ -77,6 +77,7 @@ PARAMS: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
         st.lists(st.text(min_size=1, max_size=3).filter(lambda text: "\0" not in text and text.strip()), max_size=3),
         st.sampled_from([["x"] * 257, [""], [" "], ["x" * 4097], ["\0"]]),
     ),
+    "prompt_logprobs": (st.integers(0, 20), UINT32),
     "max_tokens": (st.integers(1, 24), UINT32),
     "min_tokens": (st.integers(0, 3), UINT32),
     "stop": (

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[str | list[int], SamplingParams]] = {
     "best of": ("def h(", SamplingParams(seed=8, n=1, best_of=3, max_tokens=16)),
     "beams": ("def i(", SamplingParams(beam_width=3, n=2, max_tokens=12)),
     "log-probabilities": ("x = ", SamplingParams(seed=9, logprobs=4, max_tokens=12)),
+    "log-probabilities of a prompt": (LONG, SamplingParams(seed=12, prompt_logprobs=4, n=2, max_tokens=6)),
+    "bad words": ("def f(x):", SamplingParams(temperature=0.0, max_tokens=40, bad_words=["return", "self"])),
     "token ids": ([5, 6, 7, 8], SamplingParams(seed=10, frequency_penalty=0.5, logit_bias={40: 3.0}, max_tokens=20)),
 }
 CHAT = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "Sort a list."}]
@@ -61,6 +63,7 @@ def on_the_wire(position: TokenLogprobs) -> tuple[object, ...]:
 
 def check_equal(offline: RequestOutput, online: Answer) -> None:
     assert offline.seed == online.seed
+    assert list(map(on_the_wire, offline.prompt_logprobs)) == list(map(on_the_wire, online.prompt_logprobs))
     for one in offline.outputs:
         other = online.sequence(one.index)
         assert (one.text, list(one.token_ids)) == (other.text, other.token_ids)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, PromptLogprobs, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import status
@@ -26,6 +26,7 @@ class Answer:
     indices: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     seed: int = 0
     finished: Finished | None = None
     others: dict[int, Answer] = field(default_factory=dict)
@@ -84,6 +85,10 @@ class Caller:
                     continue
                 if isinstance(event, SequenceFinished):
                     answer.ends[event.sequence_index] = event
+                    continue
+                if isinstance(event, PromptLogprobs):
+                    assert not [*answer.prompt_logprobs, *answer.token_ids]
+                    answer.prompt_logprobs = event.positions
                     continue
                 if isinstance(event, Chunk):
                     own = answer.sequence(event.sequence_index)

@@ -20,6 +20,7 @@ _INTERVALS = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
     "n": (1, 128),
     "best_of": (1, 128),
     "beam_width": (2, 8),
@@ -28,7 +29,7 @@ _INTERVALS = {
 _OPEN_BELOW = {"top_p": 1.0, "repetition_penalty": 2.0}
 _NOT_WITH_BEAMS = (
     *("temperature", "best_of", "top_p", "top_k", "min_p", "top_n_sigma", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "min_tokens", "logprobs", "json_schema"),
+    *("repetition_penalty", "min_tokens", "logprobs", "prompt_logprobs", "json_schema"),
 )
 
 

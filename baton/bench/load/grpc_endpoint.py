@@ -10,7 +10,7 @@ from typing import Any
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
-from baton.messages.generation import Accepted, Chunk, GenerateRequest, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, GenerateRequest, PromptLogprobs, SequenceFinished
 from baton.wire.codec.generation import event_from_bytes, request_to_pb
 from baton.wire.http2.client import Http2Client
 from baton.wire.http2.client_connection import CallEnd, call_headers
@@ -125,7 +125,7 @@ class _Answer:
             if isinstance(event, Chunk):
                 if event.token_ids:
                     self._listener.on_tokens(len(event.token_ids))
-            elif not isinstance(event, Accepted | SequenceFinished):
+            elif not isinstance(event, Accepted | PromptLogprobs | SequenceFinished):
                 self._usage = _usage(event.usage, event.timings)
 
     def on_end(self, end: CallEnd) -> None:

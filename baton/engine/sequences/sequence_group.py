@@ -128,7 +128,9 @@ class SequenceGroup:
 
     def _child(self, index: int) -> Request:
         root = self.root
-        params = replace(root.sampling_params, seed=sequence_seed(root.sampling_params.seed, index))
+        # The prompt is computed, and what is reported of it, for the first sequence.
+        seed = sequence_seed(root.sampling_params.seed, index)
+        params = replace(root.sampling_params, seed=seed, prompt_logprobs=None)
         child = root.sibling(sequence_id(root.request_id, index), params)
         child.group = self
         child.matchers = root.matchers[index : index + 1]

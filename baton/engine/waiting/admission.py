@@ -192,7 +192,7 @@ class Admission:
         """Run the requests whose KV has arrived, in the order of its arrival: they already hold blocks."""
         while self._waiting.arrived and self._has_seat(plan):
             request = self._waiting.arrived[0]
-            num_tokens = plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget)
+            num_tokens = plan.cut(request, request.num_tokens - request.num_computed_tokens, plan.token_budget)
             if self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
                 return
             self._waiting.arrived.popleft()
@@ -208,7 +208,8 @@ class Admission:
             if answer is not AllocationAnswer.OK:
                 self._waiting.swapped.prepend(request)
                 return False
-            self._run(request, plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget), plan)
+            missing = request.num_tokens - request.num_computed_tokens
+            self._run(request, plan.cut(request, missing, plan.token_budget), plan)
         return True
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
@@ -303,6 +304,9 @@ class Admission:
 
         None: another sequence is still computing the shared prompt.
         """
+        if request.computes_prompt_logprobs:
+            # Logits are wanted at each of its tokens, and a cache has none.
+            return NO_COMPUTED_BLOCKS
         if self._parent(request) is not None:
             shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
             if shared is not None:
@@ -352,7 +356,7 @@ class Admission:
     ) -> _AdmissionResult:
         missing = request.num_tokens - computed.num_tokens
         if self._config.enable_chunked_prefill:
-            num_tokens = plan.cut(missing, plan.token_budget)
+            num_tokens = plan.cut(request, missing, plan.token_budget)
         elif missing <= plan.token_budget:
             num_tokens = missing
         else:

@@ -127,6 +127,7 @@ class Attempt:
         """The timings that were reported last."""
         self._machine = Machine(f"attempt {key}", AttemptState.RUNNING, ATTEMPT_TABLE)
         self._sequences: dict[int, _Sequence] = {}
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def state(self) -> AttemptState:
@@ -149,6 +150,8 @@ class Attempt:
         sequence.token_ids.extend(delta.token_ids)
         if delta.logprobs:
             sequence.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs:
+            self._prompt_logprobs = delta.prompt_logprobs
         if delta.timings is not None:
             self.timings = delta.timings
         if delta.outcome is not None:
@@ -157,7 +160,8 @@ class Attempt:
     @property
     def num_entries(self) -> int:
         """Number of tokens and log-probabilities that it keeps."""
-        return len(self.given) + sum(sequence.num_entries for sequence in self._sequences.values())
+        of_prompt = len(self._prompt_logprobs) * (1 + len(self._prompt_logprobs[0].top)) if self._prompt_logprobs else 0
+        return len(self.given) + of_prompt + sum(sequence.num_entries for sequence in self._sequences.values())
 
     def replayed(self, num_known: Sequence[int] = ()) -> Iterator[RequestDelta]:
         """All that it has brought so far, in order. Tokens that it was submitted with have no log-probabilities.
@@ -165,7 +169,7 @@ class Attempt:
         `num_known`: the number of leading tokens of each sequence that are left out. An outcome that came with a token
         comes with it again; others follow in a delta of their own, as they did before.
         """
-        yield RequestDelta(self.key, timings=self.timings)
+        yield RequestDelta(self.key, timings=self.timings, prompt_logprobs=self._prompt_logprobs)
         known = dict(enumerate(num_known))
         if given := self.given[known.get(0, 0) :]:
             yield RequestDelta(self.key, len(self.given) - len(given), given)

@@ -17,6 +17,7 @@ from baton.messages.request_limits import (
     MAX_BAD_WORD_TOKENS,
     MAX_CHOICES,
     MAX_GRAMMAR_SEQUENCES,
+    MAX_LOGPROBS,
     MAX_SEQUENCES,
 )
 from baton.messages.sampling import CONSTRAINT_KINDS, NUMBER_RANGES, ConstraintKind, SamplingParams
@@ -84,6 +85,8 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "n": 1 <= params.n <= (params.beam_width or (MAX_GRAMMAR_SEQUENCES if params.has_grammar else MAX_SEQUENCES)),
         "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
+        "prompt_logprobs": params.prompt_logprobs is None
+        or (0 <= params.prompt_logprobs <= MAX_LOGPROBS and not params.beam_width),
         "repetition_detection": params.repetition_detection is None
         or (params.repetition_detection.is_sound and not params.beam_width),
         **{kind: _is_sound_constraint(params, kind) for kind in CONSTRAINT_KINDS},

@@ -8,8 +8,11 @@ from baton.engine.batch import EngineCoreOutput
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 
-_EMBEDDINGS_BYTES = 4 << 20
-"""About how many bytes of embeddings one report holds: a router takes no message of more than 16 MiB."""
+_PART_BYTES = 4 << 20
+"""About how many bytes of embeddings and of prompts' log-probabilities one report holds: a router takes no message of
+more than 16 MiB."""
+_LOGPROB_BYTES = 11
+"""About the bytes of one log-probability in a message."""
 
 
 def request_delta(
@@ -32,20 +35,28 @@ def request_delta(
         sequence_index,
         output.transfer_cause,
         output.embedding,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 
 def split_by_size(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:
-    """Divide deltas among reports, so that no report has too many bytes of embeddings; at least one report."""
-    if sum([len(delta.embedding) for delta in deltas]) <= _EMBEDDINGS_BYTES:
+    """Divide deltas among reports, so that no report is too large; at least one report."""
+    if sum(map(_num_bytes, deltas)) <= _PART_BYTES:
         return [deltas]
     parts: list[Sequence[RequestDelta]] = []
     part: list[RequestDelta] = []
     size = 0
     for delta in deltas:
-        if part and size + len(delta.embedding) > _EMBEDDINGS_BYTES:
+        num_bytes = _num_bytes(delta)
+        if part and size + num_bytes > _PART_BYTES:
             parts.append(part)
             part, size = [], 0
         part.append(delta)
-        size += len(delta.embedding)
+        size += num_bytes
     return [*parts, part]
+
+
+def _num_bytes(delta: RequestDelta) -> int:
+    """About the bytes of what may be large in a delta."""
+    positions = delta.prompt_logprobs
+    return len(delta.embedding) + (len(positions) * (2 + len(positions[0].top)) * _LOGPROB_BYTES if positions else 0)

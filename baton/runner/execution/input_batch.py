@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.runner import KVLayout
-from baton.messages.sampling import SamplingParams
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
 from baton.runner.execution.token_rules import TokenRules, has_rules
@@ -42,6 +42,7 @@ class RequestState:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "prompt_logprobs",
         "request_id",
         "rules",
         "sampling_params",
@@ -57,6 +58,8 @@ class RequestState:
         self._counts: TokenCounts | None = None
         self.sampling_params: SamplingParams = data.sampling_params
         self.rules = TokenRules(self.sampling_params) if has_rules(self.sampling_params) else None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """If wanted, those of the prompt's computed tokens from the second one on, until they are given out."""
         self.matcher = data.matcher
         self.embeds = data.embeds
         self.num_computed_tokens = data.num_computed_tokens

@@ -69,7 +69,7 @@ class DecodeGraphs:
         return (
             self._record is not None
             and 0 < size <= SIZES[-1]
-            and int(batch.query_start[-1]) == size == logits_rows.size
+            and int(batch.query_start[-1]) == size == batch.logits_rows.size == logits_rows.size
             and batch.block_tables.shape[2] <= self._table_width
             and self._operations.ways == {"triton"}
         )

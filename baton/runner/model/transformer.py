@@ -169,10 +169,13 @@ class Transformer:
             # Always a copy, even of logits on the host: the next replay, of any size, overwrites them.
             return _on_host(recorded, copy=True)
 
-    def compute_with_hidden(self, batch: FlatBatch) -> HiddenAndLogits:
-        """Compute a step like `compute`, and return also the hidden states of the rows that sample."""
+    def compute_with_hidden(
+        self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None
+    ) -> HiddenAndLogits:
+        """Compute a step like `compute`, and return also the hidden states of the same rows."""
+        wanted = batch.logits_rows if logits_rows is None else logits_rows
         with torch.inference_mode():
-            output = self._compute(batch, batch.logits_rows, sampling=True)
+            output = self._compute(batch, wanted, logits_rows is None)
             return HiddenAndLogits(_on_host(output.hidden), _on_host(output.logits))
 
     def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> ModelOutput:

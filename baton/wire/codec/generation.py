@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    Path,
+    PromptLogprobs,
+    SequenceFinished,
+)
 from baton.messages.node import FINISH_REASONS
 from baton.v1 import generation_pb2 as generation
 from baton.wire.codec.derived import enum_numbers
@@ -115,6 +124,9 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
         return generation.GenerateResponse(request_id=request_id, accepted=accepted)
     if isinstance(event, Chunk):
         return chunk_to_pb(event, request_id)
+    if isinstance(event, PromptLogprobs):
+        prompt_logprobs = generation.PromptLogprobs(positions=logprobs_to_pb(event.positions))
+        return generation.GenerateResponse(request_id=request_id, prompt_logprobs=prompt_logprobs)
     if isinstance(event, SequenceFinished):
         sequence_finished = generation.SequenceFinished(
             sequence_index=event.sequence_index,
@@ -206,7 +218,7 @@ def response_from_bytes(data: bytes) -> generation.GenerateResponse:
 
 def event_from_pb(
     pb: generation.GenerateResponse,
-) -> Accepted | Chunk | SequenceFinished | generation.Finished:
+) -> Accepted | PromptLogprobs | Chunk | SequenceFinished | generation.Finished:
     """The event in a message. Of the last event it returns the message: `finished_from_pb` turns it into a `Finished`
     when the trailing metadata has arrived."""
     kind = pb.WhichOneof("event")
@@ -216,6 +228,8 @@ def event_from_pb(
         chunk = pb.chunk
         logprobs = logprobs_from_pb(chunk.logprobs)
         return Chunk(chunk.first_index, list(chunk.token_ids), chunk.text, logprobs, chunk.sequence_index)
+    if kind == "prompt_logprobs":
+        return PromptLogprobs(logprobs_from_pb(pb.prompt_logprobs.positions))
     if kind == "sequence_finished":
         finished = pb.sequence_finished
         reason = _FINISH_NAMES.get(finished.finish_reason, "unknown")
@@ -225,7 +239,7 @@ def event_from_pb(
     raise BatonError("the server sent an event that this client does not know: the server may be newer than the client")
 
 
-def event_from_bytes(data: bytes) -> Accepted | Chunk | SequenceFinished | generation.Finished:
+def event_from_bytes(data: bytes) -> Accepted | PromptLogprobs | Chunk | SequenceFinished | generation.Finished:
     """The event in an encoded message."""
     return event_from_pb(generation.GenerateResponse.FromString(data))
 

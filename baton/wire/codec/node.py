@@ -119,6 +119,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             transfer_cause=transfer_cause_to_pb(delta.transfer_cause),
             embedding=delta.embedding,
             takeover=delta.takeover,
+            prompt_logprobs=logprobs_to_pb(delta.prompt_logprobs),
         )
         for delta in report.deltas
     ]
@@ -149,6 +150,8 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.transfer_cause = transfer_cause_from_pb(pb.transfer_cause)
         delta.embedding = pb.embedding
         delta.takeover = pb.takeover
+    if prompt_logprobs := pb.prompt_logprobs:
+        delta.prompt_logprobs = logprobs_from_pb(prompt_logprobs)
     if pb.HasField("timings"):
         delta.timings = _TIMINGS.from_pb(pb.timings)
     return delta

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
+from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_PROMPTS
 from router.http.bodies.fields import NotServed, TextsOrIds, is_ids
 from router.http.bodies.generation import GenerationBody
@@ -30,6 +31,25 @@ class CompletionBody(GenerationBody):
 
     prompts: Prompts = Field(alias="prompt")
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     add_special_tokens: Literal[True] | None = None
     suffix: NotServed = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As in vLLM, a prompt that is repeated has as many alternatives as the output where it is not said."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
+
+    def check_echo(self) -> None:
+        """Raises InvalidRequest for what does not go with a prompt that is repeated or has log-probabilities."""
+        self.check_prompt_logprobs()
+        if not self.echo:
+            return
+        if self.stream and self.logprobs is not None:
+            raise InvalidRequest("echo", "does not go with logprobs in a stream")
+        if self.max_tokens == 0 and self.stream:
+            raise InvalidRequest("max_tokens", "must be at least 1 in a stream")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidRequest("min_tokens", f"must be 0 to max_tokens (0), not {self.min_tokens}")

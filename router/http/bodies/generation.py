@@ -66,6 +66,7 @@ class GenerationBody(Strict):
     logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: AllowedTokenIds = ()
     bad_words: BadWords = ()
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Stop = ()
@@ -108,8 +109,17 @@ class GenerationBody(Strict):
     # Known, but not served.
     kv_transfer_params: NotServed = None
     logits_processors: NotServed = None
-    prompt_logprobs: NotServed = None
     vllm_xargs: NotServed = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The alternatives of which log-probabilities are wanted at each token of the prompt; None: nothing is."""
+        return self.prompt_logprobs
+
+    def check_prompt_logprobs(self) -> None:
+        """Raises InvalidRequest for log-probabilities of a prompt in a stream, whose events have no place for them."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", "does not go with stream")
 
     @property
     def includes_usage(self) -> bool:
@@ -163,6 +173,7 @@ class GenerationBody(Strict):
             logprobs=logprobs,
             best_of=best_of,
             beam_width=beam_width,
+            prompt_logprobs=self.num_prompt_logprobs,
             repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
             **self._constraint(),
             priority=self.priority or 0,
@@ -178,6 +189,7 @@ _AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & Generat
     "logit_bias",
     "model",
     "priority",
+    "prompt_logprobs",
     "repetition_detection",
     "request_id",
 }

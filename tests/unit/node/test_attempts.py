@@ -78,6 +78,17 @@ def test_ended_attempts_are_kept_within_bounds_and_the_oldest_go_first() -> None
     assert large.num_entries == 80
 
 
+def test_log_probabilities_of_a_prompt_are_replayed_before_all_tokens() -> None:
+    attempt = attempt_of("a")
+    of_prompt = [TokenLogprobs(2, -0.5, 1, [(2, -0.5), (1, -1.5)])] * 3
+    attempt.note(RequestDelta(attempt.key, 0, [7], prompt_logprobs=of_prompt))
+    attempt.note(RequestDelta(attempt.key, 1, [8]))
+    assert attempt.num_entries == 2 + 3 * 3
+    first, *rest = attempt.replayed([1])
+    assert (first.prompt_logprobs, list(first.token_ids)) == (of_prompt, [])
+    assert [(delta.first_index, list(delta.token_ids), delta.prompt_logprobs) for delta in rest] == [(1, [8], ())]
+
+
 def test_a_long_output_is_replayed_in_pieces_and_its_end_with_the_last() -> None:
     attempt = attempt_of("a")
     attempt.note(RequestDelta(attempt.key, 0, range(5000), outcome=Outcome.STOP, stop_token_id=7))

@@ -425,6 +425,8 @@ BAD = [
     ("bad_words_token_ids", {"sampling_params": replace(PARAMS, bad_words_token_ids=((),))}),
     ("bad_words_token_ids", {"sampling_params": replace(PARAMS, bad_words_token_ids=((1,) * 8705,))}),
     ("logprobs", {"sampling_params": replace(PARAMS, logprobs=VOCAB + 1)}),
+    ("prompt_logprobs", {"sampling_params": replace(PARAMS, prompt_logprobs=21)}),
+    ("prompt_logprobs", {"sampling_params": replace(PARAMS, beam_width=2, prompt_logprobs=1)}),
     ("n", {"sampling_params": replace(PARAMS, n=129)}),
     ("n", {"sampling_params": replace(PARAMS, n=0)}),
     ("n", {"sampling_params": replace(PARAMS, n=4, beam_width=3)}),

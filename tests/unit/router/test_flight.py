@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Submit
+from baton.messages.sampling import TokenLogprobs
 from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
 from router.flight.flight import MIN_UNRELATED_NODES, Flight
 from router.flight.flight_table import (
@@ -25,6 +26,7 @@ from router.flight.flight_table import (
     AttemptCause,
     Cancel,
     Delta,
+    EmitPromptLogprobs,
     EmitTokens,
     Fail,
     Finish,
@@ -62,7 +64,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
     incarnation, attempt, *rest = words
     fields: dict[str, list[str]] = {}
     for word in rest:
-        if word in ("at", "tokens", "outcome", "token", "of", "cause", "takeover"):
+        if word in ("at", "tokens", "outcome", "token", "of", "cause", "takeover", "prompt"):
             current = fields.setdefault(word, [])
         else:
             current.append(word)
@@ -75,6 +77,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
         sequence_index=int(fields.get("of", ["0"])[0]),
         transfer_cause=TransferCause(fields["cause"][0]) if "cause" in fields else None,
         takeover=int(fields.get("takeover", ["0"])[0]),
+        prompt_logprobs=[TokenLogprobs(int(token), -1.0, 1, ()) for token in fields.get("prompt", [])],
     )
     return Delta(incarnation, delta)
 
@@ -121,6 +124,8 @@ def show(effect: FlightEffect) -> str:
         case EmitTokens(first, tokens, _, is_stop, index):
             of = f" of {index}" if index else ""
             return f"emit {first}{of}: {' '.join(map(str, tokens))}" + (" stop-token" if is_stop else "")
+        case EmitPromptLogprobs(positions):
+            return f"emit prompt: {' '.join(str(position.token_id) for position in positions)}"
         case SequenceEnded(index, reason, stop):
             return f"over {index}: {reason} {stop}"
         case Finish(reason, stop, _, path):
@@ -159,7 +164,11 @@ def execute_line(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect
 def replay(conversation: str, *, quick: bool) -> str:
     """Replay a conversation and return it in the notation of the files."""
     begin = next(line for line in conversation.splitlines() if line.startswith("> "))
-    flight = Flight(request(n=int(begin.partition(" n ")[2] or 1)))
+    asks = " asks prompt-logprobs" in begin
+    asked = request(n=int(begin.partition(" n ")[2] or 1))
+    if asks:
+        asked = replace(asked, sampling_params=replace(asked.sampling_params, prompt_logprobs=0))
+    flight = Flight(asked)
     lines = []
     for line in conversation.strip().splitlines():
         if line.startswith("#"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, RequestNotFound
-from baton.messages.generation import Chunk, SequenceFinished
+from baton.messages.generation import Chunk, PromptLogprobs, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
 from tests.support.http_client import Exchange
 from tests.support.http_rig import HttpRig, chunk, finished
@@ -174,6 +174,92 @@ async def test_completions_have_log_probabilities() -> None:
         "top_logprobs": [{"c": -0.5}, {"b": -0.25, "d": -9999.0}],
         "text_offset": [0, 1],
     }
+
+
+def of_prompt(*token_ids: int) -> PromptLogprobs:
+    return PromptLogprobs([TokenLogprobs(token_id, -0.5, 2, ((97, -0.25),)) for token_id in token_ids])
+
+
+async def test_an_echoed_prompt_begins_text_and_log_probabilities() -> None:
+    rig = HttpRig()
+    # What lm-eval's local-completions sends.
+    body = {"prompt": [[98, 99], [97]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    exchange = rig.post(COMPLETIONS, body)
+    first, second = await rig.next_call(), await rig.next_call()
+    for call in (first, second):
+        assert call.request is not None
+        assert (call.request.logprobs, call.request.prompt_logprobs, call.request.max_tokens) == (1, 1, 1)
+    output = Chunk(0, (100,), "d", (TokenLogprobs(100, -1.0, 1, ((100, -1.0),)),))
+    first.tell(of_prompt(99), output, finished(completion_tokens=1))
+    second.tell(output, finished(completion_tokens=1))
+    answer = (await exchange.end()).json
+    assert [choice["text"] for choice in answer["choices"]] == ["bcd", "ad"]
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["b", "c", "d"],
+        "token_logprobs": [None, -0.5, -1.0],
+        "top_logprobs": [None, {"a": -0.25, "c": -0.5}, {"d": -1.0}],
+        "text_offset": [0, 1, 2],
+    }
+    assert answer["choices"][1]["logprobs"]["token_logprobs"] == [None, -1.0]
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+async def test_a_prompt_alone_can_be_echoed() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": "bc", "max_tokens": 0, "logprobs": 0, "echo": True})
+    call = await rig.next_call()
+    assert call.request is not None
+    assert (call.request.prompt, call.request.max_tokens, call.request.prompt_logprobs) == ([98, 99], 1, 0)
+    call.tell(of_prompt(99), chunk(0, "d"), finished("stop", completion_tokens=1))
+    answer = (await exchange.end()).json
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("bc", "length", 0)
+    assert choice["logprobs"]["tokens"] == ["b", "c"]
+
+
+async def test_a_stream_begins_with_an_echoed_prompt() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM | {"echo": True})
+    call = await rig.next_call()
+    call.tell(chunk(0, "c"), finished())
+    texts = [event.text for event in (await exchange.end()).events]
+    assert "".join(texts) == "abc"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_log_probabilities_of_a_prompt_are_where_vllm_has_them(path: str) -> None:
+    rig = HttpRig()
+    exchange = rig.post(path, (PROMPT if path == COMPLETIONS else HELLO) | {"prompt_logprobs": 1, "n": 2})
+    call = await rig.next_call()
+    assert call.request is not None
+    assert call.request.prompt_logprobs == 1
+    over = [SequenceFinished(index, "length", None, 1) for index in (0, 1)]
+    call.tell(of_prompt(98), chunk(0, "c"), chunk(0, "d", 1), *over, finished())
+    answer = (await exchange.end()).json
+    entries = {
+        "98": {"logprob": -0.5, "rank": 2, "decoded_token": "b"},
+        "97": {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
+    }
+    holder = answer["choices"][0] if path == COMPLETIONS else answer
+    assert holder["prompt_logprobs"] == [None, entries]
+    assert "prompt_logprobs" not in answer["choices"][1]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (STREAM | {"prompt_logprobs": 0}, "prompt_logprobs: does not go with stream"),
+        (STREAM | {"echo": True, "logprobs": 1}, "echo: does not go with logprobs in a stream"),
+        (STREAM | {"echo": True, "max_tokens": 0}, "max_tokens: must be at least 1 in a stream"),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens: must be 0 to max_tokens"),
+        ({"prompt": [[1] * 100] * 32, "echo": True, "logprobs": 20, "n": 8}, "logprobs: of 25600 tokens"),
+        ({"prompt": [[1] * 1000] * 32, "prompt_logprobs": 20}, "prompt_logprobs: of 32000 tokens"),
+    ],
+)
+async def test_what_does_not_go_with_a_prompts_log_probabilities(body: dict[str, object], said: str) -> None:
+    exchange = await HttpRig().post(COMPLETIONS, PROMPT | body).end()
+    assert exchange.status == 400
+    assert exchange.error["message"].startswith(said)
 
 
 async def test_a_streamed_chat_has_log_probabilities() -> None:

@@ -64,6 +64,7 @@ def test_every_value_at_its_bound_is_accepted() -> None:
         stop=["é" * 128] * 16,
         stop_token_ids=[0, 99],
         logprobs=20,
+        prompt_logprobs=20,
         priority=-(2**31),
         cache_salt="salt",
         ttft_slo_ms=1e-3,
@@ -220,6 +221,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "logit_bias": {1: 1.0},
             "allowed_token_ids": [1],
             "bad_words": ["x"],
+            "prompt_logprobs": 0,
             "min_tokens": 1,
             "stop": ["x"],
             "logprobs": 0,
@@ -258,6 +260,15 @@ def test_bad_words_are_tokenized_with_and_without_a_space_and_without_special_to
     request = GenerateRequest([1], bad_words=["ab", " ab", "b", "outside"])
     valid = validate(request, CARD, encode, Random(1), encode_part=part)
     assert valid.sampling_params.bad_words_token_ids == ((2, 3), (1, 2, 3), (3,), (1, 3))
+
+
+def test_log_probabilities_of_a_prompt_are_bounded() -> None:
+    card = ModelCard("demo", 2**20, 100)
+    for count, length in ((0, 2**17), (2, 2**16)):
+        prompt = [1] * length
+        assert validate(GenerateRequest(prompt, prompt_logprobs=count), card, encode, Random(1)).num_prompt_tokens
+        with pytest.raises(InvalidRequest, match=f"prompt_logprobs: of {length + 1} tokens .* at most 262144 are"):
+            validate(GenerateRequest([*prompt, 1], prompt_logprobs=count), card, encode, Random(1))
 
 
 def test_too_many_logit_biases_are_refused() -> None:

@@ -24,7 +24,16 @@ from baton.errors import (
     StreamDiverged,
     Unreachable,
 )
-from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    Path,
+    PromptLogprobs,
+    SequenceFinished,
+)
 from baton.messages.sampling import TokenLogprobs
 
 FINISHED = Finished("length", None, 1, 9, 0, 0, 0, 0, 0, 0, 0, Path("", "d", 1, ""))
@@ -35,6 +44,9 @@ LOST = Unreachable("gone")
 def continuation(num_routers: int = 2, *, owns_id: bool = True) -> Continuation:
     rng = Random(1)
     return Continuation(EndpointRotation([f"h:{n}" for n in range(num_routers)], rng), rng, 0.0, 60.0, owns_id=owns_id)
+
+
+OF_PROMPT = PromptLogprobs((TokenLogprobs(4, -1.0, 1, ()),))
 
 
 class Server:
@@ -54,6 +66,8 @@ class Server:
         at = [0] * len(self.texts)
         if call.kind is CallKind.RESUME:
             at = [*call.positions, *at][: len(at)]
+        if not any(at):
+            yield OF_PROMPT
         live = list(range(len(self.texts)))
         while live:
             index = self._rng.choice(live)
@@ -111,7 +125,7 @@ def test_the_caller_gets_each_event_once_whatever_breaks(seed: int, n: int, num_
             answer.call_failed(error, now)
     assert tokens == [list(range(len(pieces))) for pieces in server.texts]
     assert texts == ["".join(pieces) + tail for pieces, tail in zip(server.texts, server.tails, strict=True)]
-    assert len(seen) == 2 + (n if n > 1 else 0)
+    assert len(seen) == 3 + (n if n > 1 else 0)
 
 
 def test_each_router_is_tried_once_before_the_request_is_accepted() -> None:

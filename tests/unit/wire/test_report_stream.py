@@ -39,6 +39,7 @@ def _in_order(deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
             delta.error,
             delta.timings,
             delta.sequence_index,
+            prompt_logprobs=list(delta.prompt_logprobs) or (),
         )
         for delta in deltas
     ]
@@ -107,8 +108,8 @@ def test_tokens_of_unknown_sequences_end_the_stream(pb: node_pb2.StepReport) -> 
 
 
 _deltas = st.builds(
-    lambda key, index, tokens, logprobs, end, timings, sequence: RequestDelta(
-        key, index, tokens, logprobs, end[0], None, end[1], timings, sequence
+    lambda key, index, tokens, logprobs, end, timings, sequence, prompt_logprobs: RequestDelta(
+        key, index, tokens, logprobs, end[0], None, end[1], timings, sequence, prompt_logprobs=prompt_logprobs
     ),
     st.sampled_from(_KEYS),
     st.integers(0, 4),
@@ -117,6 +118,7 @@ _deltas = st.builds(
     st.sampled_from([(None, ""), (None, ""), (Outcome.STOP, ""), (Outcome.KV_LOST, "why")]),
     st.sampled_from([None, None, StageTimings(1, 2, 3, 4, 5, 6)]),
     st.integers(0, 1),
+    st.sampled_from([[], [], [TokenLogprobs(2, -1.5, 3, [(1, -0.5)])]]),
 )
 
 

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from baton.errors import ConfigError
+from baton.messages.speculation import SpeculationConfig
+
 _ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]{1,5})?\Z|[a-z][a-z0-9+.-]*://\[[0-9a-f:]+\](:[0-9]{1,5})?\Z"
 )
@@ -34,8 +37,18 @@ def _origins(value: str) -> str:
     return value
 
 
+def _speculative_config(value: str) -> str:
+    if value:
+        try:
+            SpeculationConfig.from_json(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return value
+
+
 Name = Annotated[str, AfterValidator(_name)]
 Origins = Annotated[str, AfterValidator(_origins)]
+SpeculativeConfig = Annotated[str, AfterValidator(_speculative_config)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1)]

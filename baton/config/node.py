@@ -31,6 +31,7 @@ from baton.config.kinds import (
     SecondsFromOneToAnHour,
     SecondsToAnHour,
     Share,
+    SpeculativeConfig,
 )
 
 
@@ -81,6 +82,13 @@ class NodeSettings(ClusterSettings):
         "off",
         description="on: the scheduler decides the next step while one is computed. The device does not wait, and a "
         "new request waits for one step more. The tokens are the same.",
+    )
+    speculative_config: SpeculativeConfig = Field(
+        "",
+        description='Speculative decoding with unchanged tokens, as a JSON object. {"method": "ngram"}: tokens are '
+        'drafted from what followed the same ones before, and from grammars; {"method": "grammar"}: from grammars '
+        "alone. Further keys: num_speculative_tokens (most drafts of a request in a step), prompt_lookup_min, "
+        "prompt_lookup_max. Empty: no drafts.",
     )
     kv_digests: KVDigests = Field(
         "auto",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 from baton.engine.counters import EngineCounters
 from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.sampling.grammar import TokenMatcher
+from baton.engine.speculation.stats import SpecDecodingStats
 from baton.errors import TransferCause
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -90,7 +91,7 @@ class SchedulerOutput:
     scheduled_forked_reqs: Sequence[ForkedRequestData] = ()
     num_prefill_tokens: int = 0
     """Scheduled tokens of prompts, and of requests computed again after a preemption. All other scheduled tokens are
-    those of decoding sequences, one each."""
+    those of decoding sequences, one each, and their drafts."""
     num_decode_context_tokens: int = 0
     """Tokens before the scheduled ones, over all decoding sequences."""
 
@@ -215,6 +216,7 @@ class SchedulerStats:
     total_host_blocks: Annotated[int, Metric("kv_host_cache_blocks", "Blocks of the host tier; 0: there is none.")]
     free_host_blocks: int
     prefix_cache: PrefixCacheStats
+    spec_decoding: SpecDecodingStats
     counters: EngineCounters
     """A copy, which counts no more."""
 

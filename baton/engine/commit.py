@@ -8,6 +8,7 @@ from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunne
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequence_steps import process_beam
+from baton.engine.speculative_steps import Speculation
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop, max_output_tokens
 from baton.engine.waiting.admission import Admission
@@ -21,9 +22,10 @@ _NUM_OUTPUTS_WITH_CACHE_COUNTS = 2
 class Commit:
     """Processes a runner's results. Results for a request that ended while its step was in flight are skipped."""
 
-    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+    def __init__(self, state: SchedulerState, admission: Admission, speculation: Speculation) -> None:
         self._state = state
         self._admission = admission
+        self._speculation = speculation
         self._config = state.config
 
     def commit(
@@ -41,6 +43,11 @@ class Commit:
         for request, num_computed_tokens in zip(plan.requests, plan.num_computed_tokens, strict=True):
             if request.status is RequestStatus.RUNNING:
                 num_tokens = num_scheduled_tokens[request.request_id]
+                drafts = plan.drafts.get(request.request_id)
+                if drafts is not None:
+                    sampled = runner_output.sampled_token_ids.get(request.request_id, ())
+                    num_computed_tokens -= self._speculation.commit(request, drafts, sampled)
+                    num_tokens -= len(drafts)
                 self._commit_one(request, num_tokens, num_computed_tokens, runner_output, outputs)
                 request.append_only_until = self._append_only_until(request)
             else:
@@ -84,9 +91,9 @@ class Commit:
         """The output length up to which a commit only appends a token (see `Request.append_only_until`).
 
         The token at that length fills a block or reaches the request's length. 0: each token needs more, since it may
-        complete a repetition, or since its output still has counts of cached tokens.
+        complete a repetition, since drafts follow it, or since its output still has counts of cached tokens.
         """
-        if request.repetition is not None:
+        if request.repetition is not None or request.drafts is not None:
             return 0
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
@@ -116,7 +123,8 @@ class Commit:
             status = RequestStatus.INVALID if request_id in runner_output.invalid else RequestStatus.ERROR
             state.end(request, status, outputs, error=failure)
             return
-        state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
+        # The tokens of right drafts are computed, and not appended yet.
+        state.kv_cache_manager.cache_blocks(request, min(num_computed_tokens, request.num_tokens))
         self._drop_unseen(request, num_computed_tokens)
         if num_scheduled_tokens > 1 or request.num_output_tokens == request.num_given_tokens:
             state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, num_computed_tokens)
@@ -172,6 +180,8 @@ class Commit:
             stop = check_stop(request, state.max_num_tokens(request))
             if stop is not None:
                 break
+        if len(token_ids) > 1:
+            state.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if is_first:
             state.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
         if request.leg is Leg.PREFILL:
@@ -182,6 +192,7 @@ class Commit:
             first_index = len(request.output_token_ids) if request.sampling_params.beam_width else first_index
         if stop is None and request.leg is not Leg.PREFILL:
             state.emit(request, first_index, logprobs, outputs)
+            self._speculation.follow(request)
             return
         state.end(
             request,

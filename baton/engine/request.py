@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baton.engine.sampling.grammar import TokenMatcher
     from baton.engine.sequences.beam_group import BeamGroup
     from baton.engine.sequences.sequence_group import SequenceGroup
+    from baton.engine.speculation.request_drafts import RequestDrafts
     from baton.messages.sampling import TokenLogprobs
 
 
@@ -243,6 +244,12 @@ class Request:
         self.append_only_until = 0
         """While the output of a decoding request is shorter than this, a commit only appends the token, unless it is a
         stop token."""
+
+        # Speculation.
+        self.spec_token_ids: list[int] = []
+        """Drafts of the tokens behind the last one, for the next step."""
+        self.drafts: RequestDrafts | None = None
+        """What drafts the request's tokens; None: nothing does."""
 
         # Stopping.
         rule = sampling_params.repetition_detection

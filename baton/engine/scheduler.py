@@ -31,7 +31,7 @@ wrote from being allocated too early.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
@@ -57,6 +57,7 @@ from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.scheduler_state import OutputsByClient, SchedulerState
 from baton.engine.sequence_steps import check_sequences, open_group
+from baton.engine.speculative_steps import Speculation
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.admission import Admission
@@ -91,7 +92,8 @@ class Scheduler:
         self._waiting = WaitingRequests(config)
         self._admission = Admission(self._state, self._waiting)
         self._preemption = Preemption(self._state, self._waiting)
-        self._commit = Commit(self._state, self._admission)
+        self._speculation = Speculation(config.speculation, self._state, self._preemption)
+        self._commit = Commit(self._state, self._admission, self._speculation)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
@@ -216,6 +218,7 @@ class Scheduler:
                 "swap": self._preemption.num_swapped,
             },
             prefix_cache=self._admission.prefix_cache.stats(),
+            spec_decoding=self._speculation.counts.stats(),
             counters=replace(self.counters),
         )
 
@@ -294,12 +297,15 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether a step may be decided while the last one is in flight.
 
-        Not with beams, since the next beams follow from the tokens of the step in flight. Not if the step might preempt
+        Not with beams, since the next beams follow from the tokens of the step in flight. Not with drafts in flight or
+        to be made: how far their requests are is known only when the step is committed. Not if the step might preempt
         or the step in flight swaps out: a preempted request must not have a token in flight, and swapped blocks must be
         copied before a load from another node writes to them.
         """
         state = self._state
-        if state.beams or any(plan.swapped_out for plan in self._in_flight.values()):
+        if state.beams or self._speculation.is_waiting:
+            return False
+        if any(plan.swapped_out or plan.drafts for plan in self._in_flight.values()):
             return False
         # The next step first allocates at most this many blocks; with fewer free blocks it would preempt.
         manager = state.kv_cache_manager
@@ -313,6 +319,8 @@ class Scheduler:
         plan = StepPlan(self._step, self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
         self._step += 1
         state = self._state
+        if self._speculation.is_waiting and not self._in_flight:
+            self._speculation.propose()
         self._fill_step(plan)
         if plan.requests:
             self._move_to_decodes(plan)
@@ -341,6 +349,14 @@ class Scheduler:
             if not plan.preempted_req_ids and admission.admit_swapped(plan):
                 admission.admit_waiting(plan, self._pending)
 
+    def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Give requests drafts of what follows their tokens, for the next step. No step may be in flight.
+
+        Drafts are guesses: those of requests that don't decode are skipped, and those beyond a request's length are cut
+        off. The engine drafts tokens itself (`SchedulerConfig.speculation`); this is for drafts from elsewhere.
+        """
+        self._speculation.update_draft_token_ids(drafts)
+
     def take_refusals(self) -> dict[int, EngineCoreOutputs]:
         """The last outputs of requests that never ran, without waiting for the next step's outputs."""
         outputs, self._pending = self._pending, OutputsByClient()
@@ -348,6 +364,8 @@ class Scheduler:
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         decodes, manager = self._state.decodes, self.kv_cache_manager
+        if self._state.speculating:
+            self._speculation.allocate(plan)
         for request in decodes.pop_needing_block():
             # Making room for another request may have preempted this one meanwhile.
             while request.request_id in decodes:
@@ -361,11 +379,19 @@ class Scheduler:
                 self._preemption.make_room(request, plan)
         num_context_tokens = decodes.num_context_tokens
         plan.add_decodes(decodes.tick(), num_context_tokens)
+        if self._state.speculating:
+            num_others = len(self._state.filling) - len(self._state.speculating) + self._num_arriving
+            self._speculation.schedule(plan, num_others)
+
+    @property
+    def _num_arriving(self) -> int:
+        """The requests whose KV has arrived and that get a seat in this step."""
+        return min(len(self._waiting.arrived), self.config.max_num_seqs - len(self._state.running))
 
     def _schedule_filling(self, plan: StepPlan) -> None:
         # The other requests have all their known tokens in flight, and end with the token that is being computed.
         filling = [r for r in self._state.filling if r.num_tokens > r.num_computed_tokens]
-        arriving = min(len(self._waiting.arrived), self.config.max_num_seqs - len(self._state.running))
+        arriving = self._num_arriving
         for index, request in enumerate(filling):
             if plan.token_budget <= 0:
                 return
@@ -389,6 +415,7 @@ class Scheduler:
             # A beam and a prefill leg end with the token that is computed now, and an embedding needs none.
             if (
                 request.num_computed_tokens < request.num_tokens
+                or request.request_id in plan.drafts
                 or request.beams is not None
                 or request.leg in (Leg.PREFILL, Leg.EMBED)
             ):
@@ -396,6 +423,7 @@ class Scheduler:
             num_to_come = max_output_tokens(request, state.max_num_tokens(request)) - len(request.output_token_ids) - 1
             if num_to_come > 0:
                 state.filling.remove(request)
+                state.speculating.pop(request.request_id, None)
                 state.decodes.join(request, state.kv_cache_manager.num_slots(request.request_id), num_to_come)
 
     # --- committing a step ---
@@ -419,6 +447,8 @@ class Scheduler:
             self._stalled = False
             self._preemption.settle(plan, scheduler_output, runner_output)
             self._commit.commit(plan, num_scheduled, runner_output, outputs)
+            if self.config.speculation is not None and not scheduler_output.num_prefill_tokens:
+                self._speculation.note_step(scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds)
         self._state.remove_ended()
         if self._state.failed_groups:
             self._finish_failed_groups(outputs)

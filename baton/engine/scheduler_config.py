@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.errors import ConfigError
+from baton.messages.speculation import SpeculationConfig
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
 TransferFailurePolicy = Literal["reroute", "recompute", "fail"]
@@ -49,6 +50,8 @@ class SchedulerConfig:
     on_transfer_failure: TransferFailurePolicy = "reroute"
     """What happens to a request whose KV did not arrive: it ends with KV_LOST, so the router tries other nodes
     (reroute); it is computed here (recompute); or it ends with ERROR (fail)."""
+    speculation: SpeculationConfig | None = None
+    """How tokens are drafted; None: they are not."""
     min_priority: int = -(2**31)
     """Requests with a smaller priority number are refused, so that no client can put itself before all others."""
     max_times_passed: int = 16

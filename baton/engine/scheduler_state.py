@@ -77,6 +77,8 @@ class SchedulerState:
         """Running requests, in order of admission."""
         self.filling: list[Request] = []
         """Running requests that don't decode yet: some of their known tokens are still to be computed."""
+        self.speculating: dict[str, Request] = {}
+        """Those of `filling` that had drafts in the last step, or have some for the next one."""
         self.decodes = decodes
         """Running requests that decode."""
         self.kv_cache_manager = KVCacheManager(
@@ -124,6 +126,7 @@ class SchedulerState:
         self._settle_blocks(request, transferring)
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
+        self.speculating.pop(request.request_id, None)
         self._finished_req_ids.add(request.request_id)
         self._running_has_ended = True
         if request.group is not None:

@@ -33,6 +33,8 @@ class StepPlan:
         self.swapped_out: list[Request] = []
         """Preempted requests whose KV this step copies to the host tier."""
         self.blocks_to_copy: list[BlockCopy] = []
+        self.drafts: dict[str, Sequence[int]] = {}
+        """The drafts that the step computes behind the last tokens of requests, by request id."""
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
         self._forks: list[ForkedRequestData] = []
@@ -97,6 +99,14 @@ class StepPlan:
         )
         self._advance(request, num_tokens)
 
+    def add_drafted(self, request: Request, drafts: Sequence[int], new_block_ids: Sequence[int]) -> None:
+        """Compute the last token of a request that the runner knows, and drafts behind it."""
+        self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens))
+        if drafts:
+            self.drafts[request.request_id] = drafts
+        self._num_context_tokens += request.num_computed_tokens
+        self._take(request, 1 + len(drafts))
+
     def add_fork(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Compute `num_tokens` of a request that the runner has not seen, forked from a parent that it knows."""
         self._forks.append(
@@ -119,6 +129,7 @@ class StepPlan:
             scheduled_cached_reqs=self._known,
             num_scheduled_tokens=self._all_num_tokens(),
             total_num_scheduled_tokens=self._total,
+            scheduled_spec_decode_tokens=self.drafts,
             blocks_to_copy=self.blocks_to_copy,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted_req_ids) if self.preempted_req_ids else frozenset(),
@@ -141,6 +152,9 @@ class StepPlan:
         else:
             self._num_prefill_tokens += num_tokens
             self._num_prompt_logits += num_tokens if request.computes_prompt_logprobs else 0
+        self._take(request, num_tokens)
+
+    def _take(self, request: Request, num_tokens: int) -> None:
         # Counted as computed from now on, so that a next step can be decided before this one's tokens are back.
         request.num_computed_tokens += num_tokens
         self.requests.append(request)

@@ -48,6 +48,8 @@ class GenerateRequest:
     grammar: str | None = None
     """What else the output must be; see `SamplingParams`."""
     repetition_detection: RepetitionDetection | None = None
+    speculation: bool | None = None
+    """Whether nodes that draft tokens draft this request's; None: they do."""
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""

@@ -91,6 +91,8 @@ class SamplingParams:
     """The texts of which the output must be one; empty: any."""
     grammar: str = ""
     """The context-free grammar, in Lark's notation or in GBNF, that the output must follow; empty: none."""
+    speculation: bool = True
+    """Whether nodes that draft tokens draft this request's. The tokens are the same either way."""
     repetition_detection: RepetitionDetection | None = None
     """When an output that repeats itself ends with an error; None: never."""
 

@@ -9,6 +9,7 @@ from baton.config.setting import settings_for
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
+from baton.messages.speculation import SpeculationConfig
 from baton.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 from baton.runner.blocks.host_blocks import host_blocks_in
 
@@ -69,5 +70,6 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         windows=runner.layout.windows,
         policy=config.scheduling_policy,
         num_host_blocks=runner.num_host_blocks,
+        speculation=SpeculationConfig.from_json(config.speculative_config) if config.speculative_config else None,
         **own,
     )

@@ -73,6 +73,8 @@ class SamplingParams:
     grammar: str | None = None
     """The context-free grammar, in Lark's notation or in GBNF, that the output must follow."""
     repetition_detection: RepetitionDetection | None = None
+    speculation: bool | None = None
+    """False: tokens are not drafted, where the engine drafts some; they are the same either way."""
 
     def request(self, prompt: str | Sequence[int]) -> GenerateRequest:
         """The request that a client with these parameters would send. Raises InvalidRequest for a wrong type."""

@@ -29,6 +29,7 @@ class EngineSettings(TypedDict, total=False):
     host_cache_memory: int | str
     preemption_mode: Literal["recompute", "swap", "auto"]
     async_scheduling: Literal["on", "off"]
+    speculative_config: str
     max_num_batched_tokens: int
     max_num_seqs: int
     long_prefill_token_threshold: int

@@ -87,6 +87,10 @@ def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab
     return [list(beam.token_ids) for beam in search.finished]
 
 
+class ContradictoryStep(RuntimeError):
+    """A step asks for what the runner can't have computed, or has no tokens or slots for."""
+
+
 @dataclass(slots=True)
 class _RequestState:
     """The runner's state of a request."""
@@ -103,7 +107,7 @@ class _RequestState:
 class FakeRunner:
     """Computes deterministic tokens on a cache of `num_blocks` blocks.
 
-    Raises RuntimeError when the scheduler's output contradicts its own state of a request.
+    Raises ContradictoryStep when the scheduler's output contradicts its own state of a request.
     """
 
     def __init__(
@@ -249,14 +253,14 @@ class FakeRunner:
             else:
                 known.block_ids += changed.new_block_ids
             if known.num_computed_tokens != changed.num_computed_tokens:
-                raise RuntimeError(f"{changed.request_id}: {changed} but {known.num_computed_tokens} are computed")
+                raise ContradictoryStep(f"{changed.request_id}: {changed} but {known.num_computed_tokens} are computed")
             if changed.last_token_id is not None:
                 known.token_ids[-1] = changed.last_token_id
 
     def _fork(self, data: ForkedRequestData) -> _RequestState:
         parent = self._known[data.parent_id]
         if data.num_shared_tokens > parent.num_computed_tokens:
-            raise RuntimeError(f"{data} but {parent.num_computed_tokens} are computed")
+            raise ContradictoryStep(f"{data} but {parent.num_computed_tokens} are computed")
         return _RequestState(
             [*parent.token_ids[: data.num_shared_tokens], data.last_token_id],
             list(data.block_ids),
@@ -273,7 +277,7 @@ class FakeRunner:
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
         num_groups = len(self.layout.groups)
         if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self.layout.block_size:
-            raise RuntimeError(f"{request_id}: no token or no slot at position {stop - 1}")
+            raise ContradictoryStep(f"{request_id}: no token or no slot at position {stop - 1}")
         before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
         if num_groups > 1 and not self._sees_its_history(known, start):
             before ^= _MASK

@@ -50,6 +50,8 @@ _NOT_WITH_BEAMS = (
     *("best_of", "stop", "bad_words"),
     *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS | {"bad_words_token_ids"}),
 )
+_HARMLESS_WITH_BEAMS = {"temperature": 0.0, "speculation": False}
+"""Values that say what a beam search does anyway: it draws nothing, and nothing is drafted for it."""
 _SEED_BITS = 53
 """The bits of a drawn seed: few enough for every JSON reader to keep them exactly."""
 
@@ -263,6 +265,7 @@ def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingPar
         stop_token_ids=frozenset(raw.stop_token_ids),
         ignore_eos=bool(raw.ignore_eos),
         repetition_detection=_repetition(raw.repetition_detection),
+        speculation=raw.speculation is not False,
     )
 
 
@@ -300,8 +303,8 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
     width = _integer("beam_width", raw.beam_width, MIN_BEAMS, MAX_BEAMS)
     _integer("n", n, 1, width)
     for field in _NOT_WITH_BEAMS:
-        # A beam search is greedy anyway, so temperature 0 changes nothing.
-        if getattr(raw, field) not in (None, (), [], {}) and not (field == "temperature" and raw.temperature == 0.0):
+        value = getattr(raw, field)
+        if value not in (None, (), [], {}) and value != _HARMLESS_WITH_BEAMS.get(field):
             raise InvalidRequest(field, "does not go with beam_width")
     return replace(
         sampling,

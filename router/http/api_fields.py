@@ -60,6 +60,7 @@ FIELDS: Mapping[str, str] = {
     "ignore_eos": "Whether the output goes on behind the model's end token.",
     "include_stop_str_in_output": "Whether the output's text has the stop text, or the stop token's, at its end.",
     "repetition_detection": "When an output that repeats itself ends with an error.",
+    "speculation": "false: nodes that draft tokens (speculative decoding) don't draft this output's; it is the same.",
     "max_pattern_size": "Length of the longest pattern that is looked for, in tokens.",
     "min_pattern_size": "Length of the shortest pattern that is looked for, in tokens.",
     "min_count": "How often in a row the pattern has to occur.",

@@ -195,6 +195,7 @@ class EngineRig:
         for output in outputs:
             self.tokens.setdefault(output.request_id, [])
             assert output.request_id not in self.ends, f"{output} after the end"
+            assert "ContradictoryStep" not in (output.error or ""), output.error
             if output.new_token_ids:
                 assert output.first_index == len(self.tokens[output.request_id])
             self.tokens[output.request_id] += output.new_token_ids

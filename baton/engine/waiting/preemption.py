@@ -56,6 +56,8 @@ class Preemption:
         state.running.remove(request)
         if not state.decodes.leave(request.request_id):
             state.filling.remove(request)
+            state.speculating.pop(request.request_id, None)
+            request.spec_token_ids = []
         request.num_preemptions += 1
         plan.preempted_req_ids.add(request.request_id)
         state.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)

@@ -79,6 +79,7 @@ class GenerationBody(Strict):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     repetition_detection: RepetitionBody | None = None
+    speculation: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None

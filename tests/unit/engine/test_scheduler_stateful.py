@@ -18,6 +18,7 @@ from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
 from baton.messages.node import Leg, Outcome
+from baton.messages.speculation import SpeculationConfig
 from baton.testing.fake_connector import FakeLoad
 from baton.testing.fake_grammar import FakeMatcher
 from baton.testing.fake_runner import expected_beams, expected_embedding, expected_tokens
@@ -87,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
         ahead=st.sampled_from(["no", "late", "early"]),
         reads_at_once=st.booleans(),
         on_transfer_failure=st.sampled_from(["reroute", "recompute"]),
+        speculation=st.sampled_from([None, SpeculationConfig(prompt_lookup_min=1), SpeculationConfig("grammar")]),
     )
     def start(
         self,
@@ -106,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         ahead: Ahead,
         reads_at_once: bool,
         on_transfer_failure: TransferFailurePolicy,
+        speculation: SpeculationConfig | None,
     ) -> None:
         self.rig = EngineRig(
             1 + num_stripes * len(windows),
@@ -121,6 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
             preemption_mode=preemption_mode,
             num_host_blocks=num_host_blocks,
             on_transfer_failure=on_transfer_failure,
+            speculation=speculation,
             executor=executor_for(ahead),
         )
         self.ahead = ahead
@@ -168,6 +172,20 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
         for _ in range(count):
+            self.rig.step()
+
+    @rule(num_steps=st.integers(1, 6), length=st.integers(1, 9), wrong_at=st.integers(0, 12))
+    def steps_with_drafts(self, num_steps: int, length: int, wrong_at: int) -> None:
+        """Drafts for whatever lives, right up to `wrong_at`; those of requests that can't have any are skipped."""
+        for _ in range(num_steps):
+            drafts = {"nobody": [1, 2, 3]}
+            for name, request in self.rig.scheduler.requests.items():
+                known = request.num_output_tokens
+                to_come = self.rig.expected(name, known + length)[known:]
+                drafts[name] = [
+                    token_id + (place % 13 == wrong_at) for place, token_id in enumerate(to_come, start=known)
+                ]
+            self.rig.scheduler.update_draft_token_ids(drafts)
             self.rig.step()
 
     @precondition(lambda self: self.ahead == "no")

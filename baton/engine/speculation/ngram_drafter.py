@@ -1,0 +1,96 @@
+"""Drafts from a sequence's own text: what followed the last occurrence of its end ("prompt lookup decoding").
+
+Code edits, extraction and structured answers repeat long pieces of their prompt, and the text of a loop repeats itself.
+The search is that of DEFLATE compressors (RFC 1951, section 4): a hash table leads from the last few tokens to the
+latest place where they occurred, and from each place to the one before it. So a token costs the same whatever the
+length of the sequence, and so does a draft.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+WINDOW = 1 << 14
+"""The number of latest tokens among which occurrences are found; a power of two."""
+
+_MAX_PLACES = 16
+"""The most earlier places that one search compares."""
+
+_MAX_INDEXED = 4096
+"""The most tokens that one draft enters into the table. After a longer prompt the first drafts are empty."""
+
+_MULTIPLIER = 0x9E3779B1
+_MASK = 0xFFFFFFFF
+
+
+class NgramDrafter:
+    """A `Drafter` for one sequence. Its memory is 8 bytes for each token in the window, and 4 for any other."""
+
+    def __init__(self, least: int, most: int) -> None:
+        """At least `least` tokens must have occurred before; places are compared by at most `most` tokens."""
+        self._least = least
+        self._most = most
+        self._tokens = array("i")
+        self._num_indexed = 0
+        """How many leading tokens have been entered into the table, each with those before it."""
+        self._latest = array("i")
+        """For each hash, the end of the latest place with it; -1: none."""
+        self._earlier = array("i")
+        """For each end of a place, modulo the window, the end of the place before it with the same hash; -1: none."""
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._tokens.extend(token_ids)
+
+    def draft(self, most: int) -> Sequence[int]:
+        tokens, end = self._tokens, len(self._tokens)
+        self._index(end - 1)
+        if self._num_indexed < end - 1 or end <= self._least:
+            return ()
+        place, longest = -1, self._least - 1
+        candidate = self._latest[self._hash(end)]
+        for _ in range(_MAX_PLACES):
+            if candidate <= end - WINDOW or candidate < self._least:
+                break
+            length = self._num_common(candidate, end)
+            if length > longest:
+                place, longest = candidate, length
+                if length == self._most:
+                    break
+            candidate = self._earlier[candidate % WINDOW]
+        if place < 0:
+            return ()
+        # Where the place and the end overlap, the text repeats itself, and may go on doing so.
+        period = end - place
+        return [tokens[place + offset % period] for offset in range(most)]
+
+    def _num_common(self, place: int, end: int) -> int:
+        """How many tokens before `place` equal those before `end`, up to `most`."""
+        tokens = self._tokens
+        most = min(self._most, place)
+        for length in range(most):
+            if tokens[place - 1 - length] != tokens[end - 1 - length]:
+                return length
+        return most
+
+    def _index(self, stop: int) -> None:
+        """Enter the tokens before `stop` that are not in the table yet, as far as one call may."""
+        if not self._latest:
+            self._latest = array("i", [-1]) * WINDOW
+            self._earlier = array("i", [-1]) * WINDOW
+        # Tokens that have left the window would not be found.
+        start = max(self._num_indexed, stop - WINDOW, 0)
+        stop = min(stop, start + _MAX_INDEXED)
+        latest, earlier = self._latest, self._earlier
+        for end in range(max(start + 1, self._least), stop + 1):
+            key = self._hash(end)
+            earlier[end % WINDOW] = latest[key]
+            latest[key] = end
+        self._num_indexed = max(self._num_indexed, stop)
+
+    def _hash(self, end: int) -> int:
+        """The hash of the `least` tokens before `end`, below WINDOW."""
+        key = 0
+        for token_id in self._tokens[end - self._least : end]:
+            key = (key ^ token_id) * _MULTIPLIER & _MASK
+        return key >> 18

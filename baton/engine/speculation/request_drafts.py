@@ -1,0 +1,70 @@
+"""The drafts of one request: its drafters, and how long each one's drafts are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.request import Request
+from baton.engine.speculation.draft_length import DraftLength
+from baton.engine.speculation.drafter import Drafter
+from baton.engine.speculation.forced_drafter import ForcedDrafter
+from baton.engine.speculation.ngram_drafter import NgramDrafter
+from baton.messages.speculation import SpeculationConfig
+
+_PAUSE_OF_GRAMMAR = 4
+"""The most tokens after which a grammar is asked again what it forces. What it forces is nearly always right, and may
+begin at any token."""
+_PAUSE_OF_TEXT = 128
+"""The most tokens without a draft from the text, after the last ones were wrong."""
+
+
+class RequestDrafts:
+    """Drafts what a request's grammar forces or, where it forces nothing, what followed its last tokens before."""
+
+    def __init__(self, request: Request, config: SpeculationConfig) -> None:
+        most = config.num_speculative_tokens
+        self._request = request
+        self._grammar: Drafter | None = None
+        if request.matchers:
+            self._grammar = ForcedDrafter(request.matchers[0], request.output_token_ids)
+        self._text: Drafter | None = None
+        if config.method == "ngram":
+            self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        self._grammar_length = DraftLength(most, _PAUSE_OF_GRAMMAR)
+        self._text_length = DraftLength(most, _PAUSE_OF_TEXT)
+        self._num_followed = 0
+        self._num_forced = 0
+        """How many forced tokens to ask the grammar for."""
+        self._repeated: Sequence[int] = ()
+        """The draft from the text."""
+        self._latest = self._text_length
+        """The length that the latest draft had."""
+
+    def follow(self, price: float) -> bool:
+        """Note the request's new tokens. Returns whether there may be a draft, once no step is in flight.
+
+        `price`: see `DraftLength.next`.
+        """
+        request = self._request
+        if self._text is not None:
+            self._text.extend(request.token_ids(self._num_followed, request.num_tokens))
+            self._num_followed = request.num_tokens
+            most = self._text_length.next(price)
+            self._repeated = self._text.draft(most) if most else ()
+        self._num_forced = self._grammar_length.next(price) if self._grammar is not None else 0
+        return bool(self._num_forced or self._repeated)
+
+    def draft(self) -> Sequence[int]:
+        """The draft behind the tokens that `follow` has noted. Only while no step with the request is in flight."""
+        if self._grammar is not None and self._num_forced:
+            forced = self._grammar.draft(self._num_forced)
+            if forced:
+                self._latest = self._grammar_length
+                return forced
+            self._grammar_length.missed()
+        self._latest = self._text_length
+        return self._repeated
+
+    def verified(self, num_drafted: int, num_right: int, price: float) -> None:
+        """Note the fate of the latest draft."""
+        self._latest.verified(num_drafted, num_right, price)

@@ -1,0 +1,45 @@
+"""What one more row costs a step, from the durations of the steps before."""
+
+from __future__ import annotations
+
+_MEMORY = 0.98
+"""The weight of a step against that of the next one."""
+_ASSUMED_SHARE = 0.03
+"""What a row adds to a step of one row, as a share of its duration, until steps of different sizes have been seen."""
+_LEAST_SPREAD = 0.5
+"""The least variance of the numbers of rows from which the cost of a row is derived."""
+
+
+class StepCost:
+    """Fits seconds = fixed + rows * each to the latest steps that only decode (least squares, older ones fade)."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._rows = 0.0
+        self._seconds = 0.0
+        """Weighted means."""
+        self._variance = 0.0
+        self._covariance = 0.0
+        """Weighted sums of squares and products about the means."""
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        """Note a step that computed `num_rows` tokens of decoding sequences."""
+        self._weight = self._weight * _MEMORY + 1.0
+        off_rows, off_seconds = num_rows - self._rows, seconds - self._seconds
+        self._rows += off_rows / self._weight
+        self._seconds += off_seconds / self._weight
+        self._variance = self._variance * _MEMORY + off_rows * (num_rows - self._rows)
+        self._covariance = self._covariance * _MEMORY + off_rows * (seconds - self._seconds)
+
+    def price(self, num_sequences: int) -> float:
+        """The cost of a row, as a share of what a step of `num_sequences` rows spends on each of its tokens.
+
+        Above 0; from 1 on a draft costs more than the token that it may save.
+        """
+        if not self._weight or self._variance < _LEAST_SPREAD * self._weight:
+            each = _ASSUMED_SHARE
+            return num_sequences * each / (1.0 - each + num_sequences * each)
+        each = max(0.0, self._covariance / self._variance)
+        fixed = max(0.0, self._seconds - each * self._rows)
+        whole = fixed + num_sequences * each
+        return num_sequences * each / whole if whole else 0.0

@@ -1,0 +1,150 @@
+"""The part of speculation in the scheduler: whose tokens are drafted, their slots in a step, and what became of them.
+
+A request that decodes computes one token a step, and the scheduler looks at it only when it needs a block (see
+decode_set.py). With a draft it leaves the decodes: the next step computes its last token and the draft behind it. Until
+that step is committed nobody knows how many tokens it has, so no further step is decided (`may_run_ahead`). Without a
+new draft it joins the decodes again.
+
+Three rules keep drafts out of everything but the step that verifies them:
+
+  - A draft is made only behind tokens that are all committed, and it is forgotten when its step is decided. So neither
+    the prefix cache, nor an offer, a swap or an output ever sees a token that was not verified.
+  - A draft takes blocks only while some are free: no request is preempted for it, and it is dropped instead.
+  - The slots of wrong drafts belong to the request, and its next tokens overwrite them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.engine.kv_cache.allocation import AllocationAnswer
+from baton.engine.request import Request, RequestStatus
+from baton.engine.scheduler_state import SchedulerState
+from baton.engine.speculation.request_drafts import RequestDrafts
+from baton.engine.speculation.stats import SpecDecodingCounts
+from baton.engine.speculation.step_cost import StepCost
+from baton.engine.step_plan import StepPlan
+from baton.engine.stopping import max_output_tokens
+from baton.engine.waiting.preemption import Preemption
+from baton.messages.node import Leg
+from baton.messages.speculation import SpeculationConfig
+
+_LEAST_PRICE = 0.05
+"""The least price of a drafted token: it also takes the time of looking for it, and steps can't be decided ahead."""
+
+
+class Speculation:
+    """Drafts tokens for running requests, and schedules and commits the drafts. Called by the scheduler."""
+
+    def __init__(self, config: SpeculationConfig | None, state: SchedulerState, preemption: Preemption) -> None:
+        """`config`: how to draft tokens; None: only what `update_draft_token_ids` is given is verified."""
+        self._config = config
+        self._state = state
+        self._preemption = preemption
+        self._cost = StepCost()
+        self._ready: dict[str, Request] = {}
+        """Requests for which there may be a draft."""
+        self._new_block_ids: dict[str, Sequence[int]] = {}
+        """The new blocks of requests with drafts, while a step is decided."""
+        self.counts = SpecDecodingCounts()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether tokens are to be drafted before the next step is decided, which needs all steps committed."""
+        return bool(self._ready)
+
+    def follow(self, request: Request) -> None:
+        """Note the new tokens of a request that goes on."""
+        config = self._config
+        if config is None or request.beams is not None or not request.sampling_params.speculation:
+            return
+        drafts = request.drafts
+        if drafts is None:
+            if config.method == "grammar" and not request.matchers:
+                return
+            drafts = request.drafts = RequestDrafts(request, config)
+        if drafts.follow(self._price()):
+            self._ready[request.request_id] = request
+        else:
+            self._ready.pop(request.request_id, None)
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """Note the duration of a step that computed `num_rows` tokens of decoding sequences and nothing else."""
+        self._cost.add(num_rows, seconds)
+
+    def propose(self) -> None:
+        """Draft tokens for the step that is about to be decided. No step may be in flight."""
+        ready, self._ready = self._ready, {}
+        drafts = {
+            request_id: request.drafts.draft()
+            for request_id, request in ready.items()
+            if request.drafts is not None and self._may_draft(request)
+        }
+        self.update_draft_token_ids(drafts)
+
+    def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Give requests drafts of their next tokens; see `Scheduler.update_draft_token_ids`."""
+        state = self._state
+        for request_id, token_ids in drafts.items():
+            request = state.requests.get(request_id)
+            if request is None or not self._may_draft(request):
+                continue
+            # A step yields a token more than it has drafts.
+            most = max_output_tokens(request, state.max_num_tokens(request)) - request.num_output_tokens - 1
+            request.spec_token_ids = list(token_ids[: max(0, most)])
+            if request.spec_token_ids and state.decodes.leave(request_id):
+                state.filling.append(request)
+                state.speculating[request_id] = request
+
+    def _may_draft(self, request: Request) -> bool:
+        """Whether the request decodes, and all its tokens are committed."""
+        return (
+            request.status is RequestStatus.RUNNING
+            and request.num_computed_tokens == request.num_tokens - 1
+            and request.leg not in (Leg.PREFILL, Leg.EMBED)
+            and request.beams is None
+            and (request.request_id in self._state.decodes or request.request_id in self._state.speculating)
+        )
+
+    def allocate(self, plan: StepPlan) -> None:
+        """Get slots for all requests that had drafts, before anything of the step is scheduled."""
+        state = self._state
+        for request in tuple(state.speculating.values()):
+            # Making room for another request may have preempted this one meanwhile.
+            while request.request_id in state.speculating:
+                allocation = state.kv_cache_manager.allocate_slots(request, 1 + len(request.spec_token_ids))
+                if allocation.answer is AllocationAnswer.OK:
+                    self._new_block_ids[request.request_id] = allocation.new_block_ids
+                    break
+                if request.spec_token_ids:
+                    request.spec_token_ids = []
+                else:
+                    self._preemption.make_room(request, plan)
+
+    def schedule(self, plan: StepPlan, num_others: int) -> None:
+        """Schedule the requests with slots, as many of their drafts as the budget permits.
+
+        `num_others`: requests that are scheduled later in this step, each of which gets a token of the budget.
+        """
+        state = self._state
+        num_spare = plan.token_budget - len(state.speculating) - num_others
+        for request_id, request in state.speculating.items():
+            drafts, request.spec_token_ids = request.spec_token_ids[: max(0, num_spare)], []
+            num_spare -= len(drafts)
+            plan.add_drafted(request, drafts, self._new_block_ids[request_id])
+        self._new_block_ids.clear()
+
+    def commit(self, request: Request, drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+        """Take back what a step computed of wrong drafts; returns for how many tokens that is.
+
+        `token_ids`: what the runner sampled.
+        """
+        num_right = max(0, len(token_ids) - 1)
+        request.num_computed_tokens -= len(drafts) - num_right
+        self.counts.note(len(drafts), num_right)
+        if request.drafts is not None:
+            request.drafts.verified(len(drafts), num_right, self._price())
+        return len(drafts) - num_right
+
+    def _price(self) -> float:
+        return max(_LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))

@@ -350,12 +350,14 @@ class Scheduler:
                 admission.admit_waiting(plan, self._pending)
 
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Give requests drafts of what follows their tokens, for the next step. No step may be in flight.
+        """Give requests drafts of what follows their tokens, for the next step.
 
-        Drafts are guesses: those of requests that don't decode are skipped, and those beyond a request's length are cut
-        off. The engine drafts tokens itself (`SchedulerConfig.speculation`); this is for drafts from elsewhere.
+        Drafts are guesses: those of requests that don't decode are skipped, those beyond a request's length are cut off,
+        and while a step is in flight all are, since nobody knows yet what they would follow. The engine drafts tokens
+        itself (`SchedulerConfig.speculation`); this is for drafts from elsewhere.
         """
-        self._speculation.update_draft_token_ids(drafts)
+        if not self._in_flight:
+            self._speculation.update_draft_token_ids(drafts)
 
     def take_refusals(self) -> dict[int, EngineCoreOutputs]:
         """The last outputs of requests that never ran, without waiting for the next step's outputs."""

@@ -83,7 +83,7 @@ class Speculation:
         self.update_draft_token_ids(drafts)
 
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Give requests drafts of their next tokens; see `Scheduler.update_draft_token_ids`."""
+        """Give requests drafts of their next tokens; see `Scheduler.update_draft_token_ids`. No step is in flight."""
         state = self._state
         for request_id, token_ids in drafts.items():
             request = state.requests.get(request_id)

@@ -48,6 +48,7 @@ ALL = {
     "length_penalty": 0.5,
     "early_stopping": False,
     "repetition_detection": {"max_pattern_size": 8, "min_count": 5},
+    "speculation": False,
     "priority": -3,
     "cache_salt": "salt",
     "ttft_slo_ms": 100,

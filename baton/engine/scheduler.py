@@ -352,7 +352,7 @@ class Scheduler:
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """Give requests drafts of what follows their tokens, for the next step.
 
-        Drafts are guesses: those of requests that don't decode are skipped, those beyond a request's length are cut off,
+        Drafts are guesses: those of requests that don't decode are skipped, those beyond a request's length cut off,
         and while a step is in flight all are, since nobody knows yet what they would follow. The engine drafts tokens
         itself (`SchedulerConfig.speculation`); this is for drafts from elsewhere.
         """

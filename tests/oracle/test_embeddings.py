@@ -66,7 +66,10 @@ def hidden_states(directory: Path) -> dict[str, npt.NDArray[np.float32]]:
     """The last hidden state of transformers' layers at the last token of each prompt, scaled to length 1."""
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    # What transformers 5.17 would choose leaves soft caps out.
+    model = AutoModel.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+    ).eval()
     found = {}
     with torch.inference_mode():
         for name, prompt in PROMPTS.items():

@@ -1,0 +1,106 @@
+"""Splits a model's reasoning, `<think>…</think>` at the beginning of its text, from its answer, piece by piece.
+
+The rules:
+
+1. Reasoning stands at the beginning: behind white space and `<think>`, or, where the prompt has opened the block, from
+   the first character on. A text that ends before `</think>` is reasoning as a whole. Later markers are plain text.
+2. The MAX_SPACES characters of white space next to a marker belong to it. No other text is lost.
+3. Held is at most a marker with that white space. The parts are a function of the text: how it was cut into pieces
+   changes only the cuts.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+BEGIN = "<think>"
+END = "</think>"
+MAX_SPACES = 64
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a prompt's text ends within a block of reasoning that it has opened itself."""
+    return prompt[-len(BEGIN) - MAX_SPACES :].rstrip().endswith(BEGIN)
+
+
+class _State(Enum):
+    BEGIN = auto()
+    BEHIND_BEGIN = auto()
+    REASONING = auto()
+    BEHIND_END = auto()
+    ANSWER = auto()
+
+
+class ReasoningSplitter:
+    """Splits one text into its reasoning and the rest."""
+
+    __slots__ = ("_held", "_is_open", "_num_skipped", "_state")
+
+    def __init__(self, *, is_open: bool) -> None:
+        """`is_open`: the prompt has opened the reasoning."""
+        self._is_open = is_open
+        self._state = _State.BEGIN
+        self._held = ""
+        self._num_skipped = 0
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take the next piece; returns what is certain of the reasoning, and of the rest."""
+        if self._state is _State.ANSWER:
+            return "", text
+        self._held += text
+        return self._split(is_last=False)
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held, when no text follows. Idempotent."""
+        return self._split(is_last=True)
+
+    def _split(self, *, is_last: bool) -> tuple[str, str]:
+        reasoning = answer = ""
+        if self._state is _State.BEGIN:
+            self._begin(is_last=is_last)
+        if self._state is _State.BEHIND_BEGIN:
+            self._skip_spaces(_State.REASONING)
+        if self._state is _State.REASONING:
+            reasoning = self._reasoning(is_last=is_last)
+        if self._state is _State.BEHIND_END:
+            self._skip_spaces(_State.ANSWER)
+        if self._state is _State.ANSWER:
+            answer, self._held = self._held, ""
+        return reasoning, answer
+
+    def _begin(self, *, is_last: bool) -> None:
+        rest = self._held.lstrip()
+        num_spaces = len(self._held) - len(rest)
+        may_open = num_spaces <= MAX_SPACES
+        if may_open and rest.startswith(BEGIN):
+            self._held, self._state = rest[len(BEGIN) :], _State.BEHIND_BEGIN
+        elif not may_open or is_last or not BEGIN.startswith(rest):
+            self._state = _State.BEHIND_BEGIN if self._is_open else _State.ANSWER
+
+    def _skip_spaces(self, then: _State) -> None:
+        window = self._held[: MAX_SPACES - self._num_skipped]
+        rest = window.lstrip()
+        self._num_skipped += len(window) - len(rest)
+        self._held = self._held[len(window) - len(rest) :]
+        if self._held:
+            self._state, self._num_skipped = then, 0
+
+    def _reasoning(self, *, is_last: bool) -> str:
+        place = self._held.find(END)
+        if place >= 0:
+            text, self._held = self._held[:place], self._held[place + len(END) :]
+            self._state = _State.BEHIND_END
+            return text[: _without_spaces(text)]
+        if is_last:
+            text, self._held = self._held, ""
+            return text
+        place = self._held.rfind(END[0], max(0, len(self._held) - len(END) + 1))
+        before = self._held[:place] if place >= 0 and END.startswith(self._held[place:]) else self._held
+        sure = _without_spaces(before)
+        text, self._held = self._held[:sure], self._held[sure:]
+        return text
+
+
+def _without_spaces(text: str) -> int:
+    """The length of a text without the white space at its end that belongs to a marker."""
+    return max(len(text.rstrip()), len(text) - MAX_SPACES)

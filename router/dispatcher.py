@@ -26,6 +26,7 @@ from baton.errors import (
 from baton.fair_executor import FairExecutor
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.ids import SCOPED_ID_PATTERN, unscoped
+from baton.messages.sampling import Constraint
 from router.admission.bounded_work import BoundedWork
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
@@ -285,6 +286,11 @@ class Dispatcher:
             request = validate(*args)
         if (constraint := request.sampling_params.constraint) is not None:
             await self._queued(self._bounded_work.check(constraint, raw.tenant))
+        for field, schema in raw.schemas.items():
+            try:
+                await self._queued(self._bounded_work.check(Constraint(schema), raw.tenant))
+            except InvalidRequest as error:
+                raise InvalidRequest(field, error.reason) from None
         return request
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:

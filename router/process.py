@@ -55,6 +55,7 @@ from router.http.app import HttpFront
 from router.http.cors import with_cors
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
+from router.http.parsed_text import AnswerParsers
 from router.http.responses.store import ResponseStore, StoreBounds
 from router.http.server import HttpServer
 from router.limits import DispatchLimits
@@ -143,9 +144,12 @@ class RouterProcess:
         request_template = None
         if template is not None and config.trust_request_chat_template == "on":
             request_template = partial(RequestTemplate, workers, template.special_tokens)
+        parsers = None
+        if template is not None:
+            parsers = AnswerParsers.of(config.tool_call_parser, config.reasoning_parser, template.source)
         front = HttpFront(
             handler,
-            ServedModel(cards, codec, template, datetime.now, request_template),
+            ServedModel(cards, codec, template, datetime.now, request_template, parsers),
             self._why_not_ready,
             self._metrics,
             clock,

@@ -53,6 +53,16 @@ class RouterSettings(ClusterSettings):
         description="on: a chat may bring a template of its own (chat_template), a program that the router runs within "
         "limits of time and memory; for clients that you trust.",
     )
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args", "smollm2"] = Field(
+        "auto",
+        description="The format in which the model calls tools; auto: the one that its chat template describes; none: "
+        "chats with tools are refused.",
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        "auto",
+        description="Whether reasoning, <think>…</think> at the beginning of an answer, is split off in chats: always "
+        "(think), if the model's chat template has these markers (auto), or never (none).",
+    )
     max_local_prefill_tokens: CountOrZero = Field(
         512,
         description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
@@ -64,6 +64,12 @@ class GenerateRequest:
     """The number of the client's call for this request, counted from 1; 0: the client does not number its calls."""
     embeds: bool = False
     """Whether the client asks for the embedding of the prompt; no tokens are generated then."""
+    shown_tokens: Sequence[int] = ()
+    """Special tokens whose texts are part of the output's text. Like the next two, only the HTTP service sets it."""
+    is_parsed: bool = False
+    """Whether the output's text is parsed as a whole, so that a resumed stream begins with `KnownText`."""
+    schemas: Mapping[str, str] = field(default_factory=dict)
+    """JSON schemas that are checked and otherwise not used, by the field that a refusal names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,12 @@ class Chunk:
     def next_position(self) -> int:
         """The output index behind this chunk. A chunk without tokens, the rest of a text, counts as one token."""
         return self.first_index + (len(self.token_ids) or 1)
+
+
+class KnownText(Chunk):
+    """Text, without its tokens, that the client of a resumed stream has already."""
+
+    __slots__ = ()
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:

@@ -18,6 +18,8 @@ MAX_INPUTS = 256
 """The most inputs of one call for embeddings."""
 MAX_MESSAGES = 4096
 """The most messages of one chat."""
+MAX_TOOLS = 128
+"""The most tools of one chat, and the most calls in one of its messages."""
 MAX_TEMPLATE_VARIABLES = 64
 MAX_TEMPLATE_VARIABLE_BYTES = 8 << 10
 """The longest text of a variable for the chat template, which may write it once for each message."""

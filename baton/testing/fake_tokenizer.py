@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class FakeTokenizer:
@@ -23,7 +23,10 @@ class FakeTokenizer:
     def spelling(self, token_id: int) -> bytes:
         return self.letter(token_id).encode()
 
-    def detokenizer(self) -> FakeDetokenizer:
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        return []
+
+    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> FakeDetokenizer:
         return FakeDetokenizer(self.letter)
 
 

@@ -57,6 +57,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the model's chat template is broken (not valid Jinja): {error}") from error
+        self.source = source
+        """The template in Jinja."""
         self.special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
         """The text of each special token, by its name in templates; empty for those that the model has not."""
         self.is_default = source == DEFAULT_TEMPLATE
@@ -87,22 +89,24 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         now: datetime,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
         """The prompt's text, special tokens included; raises InvalidRequest for messages that the template rejects.
 
-        `variables`: further variables for the template, such as `enable_thinking`. `continue_final_message`: the text
-        ends within the last message, which the model then continues, as in transformers.
+        `variables`: further variables for the template, such as `enable_thinking`. `tools`: those that the model may
+        call, each as `{"type": "function", "function": {...}}`. `continue_final_message`: the text ends within the last
+        message, which the model then continues, as in transformers.
         """
         if continue_final_message:
             *before, last = messages
             tagged = [*before, {**last, "content": last["content"] + _CONTINUED}]
-            return _cut_at_tag(self.render(tagged, now, variables, add_generation_prompt=False))
+            return _cut_at_tag(self.render(tagged, now, variables, tools, add_generation_prompt=False))
         check_variables(variables)
         try:
             pieces = self._template.generate(
@@ -111,7 +115,7 @@ class ChatTemplate:
                 | {
                     "messages": [self._with_known_role(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
+                    "tools": list(tools) if tools else None,
                     "documents": None,
                     "strftime_now": now.strftime,
                 }
@@ -125,7 +129,7 @@ class ChatTemplate:
             reason = f"{self._whose} rejects {'them' if self._field == 'messages' else 'the messages'}"
             raise InvalidRequest(self._field, f"{reason}: {_shortened(error)}") from error
 
-    def _with_known_role(self, message: Mapping[str, str]) -> Mapping[str, str]:
+    def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         # "developer" is OpenAI's newer name for the role "system", and few templates know it.
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}

@@ -23,9 +23,10 @@ class RequestTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         now: datetime,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -37,7 +38,8 @@ class RequestTemplate:
         """
         check_variables(variables)
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        work = TemplateWork(self._source, self._special_tokens, messages, now.isoformat(), variables or {}, options)
+        at = now.isoformat()
+        work = TemplateWork(self._source, self._special_tokens, messages, at, variables or {}, tools or (), options)
         outcome = self._workers.run("chat_template", work.as_json())
         if outcome.reason:
             raise InvalidRequest(FIELD, outcome.reason)

@@ -19,10 +19,11 @@ class TemplateWork:
 
     source: str
     special_tokens: Mapping[str, str]
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     now: str
     """In ISO 8601."""
     variables: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
     options: Mapping[str, bool]
 
     def as_json(self) -> str:
@@ -37,7 +38,8 @@ class TemplateWork:
     def render(self) -> str:
         """The rendered text; raises InvalidRequest, and MemoryError. Takes any time."""
         template = ChatTemplate.of_request(self.special_tokens, self.source)
-        return template.render(self.messages, datetime.fromisoformat(self.now), self.variables, **self.options)
+        now = datetime.fromisoformat(self.now)
+        return template.render(self.messages, now, self.variables, self.tools, **self.options)
 
 
 _EXAMPLES = (
@@ -51,6 +53,6 @@ _EXAMPLES = (
 def load_all() -> None:
     """Load all modules that rendering needs, those for errors included, which Jinja imports when there is one."""
     for source in _EXAMPLES:
-        work = TemplateWork(source, {}, [{"role": "user", "content": ""}], "2026-01-01T00:00:00", {}, {})
+        work = TemplateWork(source, {}, [{"role": "user", "content": ""}], "2026-01-01T00:00:00", {}, [], {})
         with suppress(InvalidRequest):
             work.render()

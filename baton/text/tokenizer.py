@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from baton.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDeto
 
 TOKENIZER_FILE = "tokenizer.json"
 
+_MAX_SHOWING = 8
+"""Sets of special tokens to show; a router's requests have one, unless its settings were changed."""
 _BYTE_FALLBACK_TOKENS = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
@@ -33,6 +36,8 @@ class Tokenizer:
         self._byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
         self._byte_tokens: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
+        self._showing: dict[tuple[int, ...], Tokenizer] = {}
+        """The same tokenizer with special tokens that have a text, by those tokens."""
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -69,9 +74,30 @@ class Tokenizer:
         """The text of `token_ids`; special tokens and ids without a token are skipped."""
         return self.decode_visible([token for token in token_ids if self.is_visible(token)])
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh incremental detokenizer for one stream of tokens."""
+    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental detokenizer for one stream of tokens.
+
+        `shown_tokens`: special tokens that have a text in this stream, which others have not.
+        """
+        if shown_tokens:
+            return self._that_shows(tuple(shown_tokens)).detokenizer()
         return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self)
+
+    def _that_shows(self, tokens: tuple[int, ...]) -> Tokenizer:
+        found = self._showing.get(tokens)
+        if found is None:
+            found = copy(self)
+            found._special = self._special - set(tokens)
+            found._whole_texts, found._byte_tokens = {}, {}
+            if len(self._showing) >= _MAX_SHOWING:
+                self._showing.clear()
+            self._showing[tokens] = found
+        return found
+
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        """The ids of those texts that are special tokens."""
+        ids = (self._backend.token_to_id(text) for text in texts)
+        return [token for token in ids if token in self._special]
 
     def is_visible(self, token_id: int) -> bool:
         """Whether the token contributes to a text: it exists and is not special."""

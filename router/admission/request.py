@@ -37,6 +37,10 @@ class ValidRequest:
     """Whether the prompt's embedding is wanted, and no output."""
     prompt_length: int = 0
     """Number of tokens of the prompt, if the prompt itself is missing; see `without_prompt`."""
+    shown_tokens: _TokenIds = ()
+    """Special tokens whose texts are part of the text."""
+    is_parsed: bool = False
+    """Whether a resumed stream begins with `KnownText`."""
     keeps_stop: bool = False
     """Whether the text ends with the stop string, or the stop token's text, instead of before it."""
 

@@ -101,6 +101,8 @@ def validate(
         sampling_params=sampling,
         stop=stop,
         keeps_stop=bool(raw.include_stop_str_in_output),
+        shown_tokens=tuple(raw.shown_tokens),
+        is_parsed=raw.is_parsed,
         priority=raw.priority,
         cache_salt=scoped(raw.tenant, raw.cache_salt),
         num_returned=n,

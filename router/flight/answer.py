@@ -49,9 +49,10 @@ class Answer:
         self._is_best_of = request.num_returned < params.n
         self.has_stop_strings = bool(request.stop)
         """Whether `stop_string_found` may return one."""
-        stop, keeps_stop = request.stop, request.keeps_stop
+        stop, keeps_stop, shown = request.stop, request.keeps_stop, request.shown_tokens
         self._sequences = [
-            _Sequence(TextStream(codec, stop, params.min_tokens, keeps_stop=keeps_stop)) for _ in range(params.n)
+            _Sequence(TextStream(codec, stop, params.min_tokens, keeps_stop=keeps_stop, shown_tokens=shown))
+            for _ in range(params.n)
         ]
         self._ranked: Sequence[_Sequence] = self._sequences
 

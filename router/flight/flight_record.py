@@ -76,7 +76,10 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         and request.prompt_length + params.max_tokens <= card.max_model_len
         and 1 <= request.num_returned <= params.n
     )
-    return replace(record, request=replace(request, prompt_token_ids=(), stop=tuple(request.stop))) if fits else None
+    if not fits:
+        return None
+    stop, shown = tuple(request.stop), tuple(request.shown_tokens)
+    return replace(record, request=replace(request, prompt_token_ids=(), stop=stop, shown_tokens=shown))
 
 
 def _keys(value: Any) -> Any:

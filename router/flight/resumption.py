@@ -1,7 +1,8 @@
 """Resuming a stream: an answer that continues behind what its client already has, and the nodes of its flight's record.
 
 Text is made token by token, so a text that is cut at a token's index is exact: what lies before the cut is computed,
-since the rest depends on it, and then left out. Positions are `Chunk.next_position`.
+since the rest depends on it, and then left out, or given as `KnownText` to a reader that parses the text. Positions are
+`Chunk.next_position`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.errors import InvalidRequest
-from baton.messages.generation import Chunk, GenerateEvent
+from baton.messages.generation import Chunk, GenerateEvent, KnownText
 from baton.messages.node import NodeDescription, RequestDelta
 from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
@@ -36,10 +37,11 @@ def check_positions(request: ValidRequest, positions: Sequence[int]) -> None:
 class ResumedAnswer(Answer):
     """An answer from a position on in each sequence that the client gets; positions that are missing are 0."""
 
-    __slots__ = ("_begin",)
+    __slots__ = ("_begin", "_is_parsed")
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest, positions: Sequence[int]) -> None:
         super().__init__(codec, request)
+        self._is_parsed = request.is_parsed
         self._begin = [*positions, *[0] * (request.sampling_params.n - len(positions))]
 
     def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
@@ -68,14 +70,24 @@ class ResumedAnswer(Answer):
 
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
         if not self._is_best_of and chunk.next_position <= self._begin[index]:
-            return ()
+            return super()._give(index, _known(chunk)) if self._is_parsed and chunk.text else ()
         if not chunk.token_ids and not chunk.text:
             # A piece after a stop string.
             return ()
         return super()._give(index, chunk)
 
     def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
-        return super()._whole([chunk for chunk in chunks if chunk.next_position > self._begin[place]], place)
+        begin = self._begin[place]
+        following = super()._whole([chunk for chunk in chunks if chunk.next_position > begin], place)
+        before = [chunk for chunk in chunks if chunk.next_position <= begin]
+        if not self._is_parsed or not before:
+            return following
+        return [*(replace(_known(chunk), sequence_index=place) for chunk in before), *following]
+
+
+def _known(chunk: Chunk) -> Chunk:
+    """What the client has of a chunk, without its tokens. Text that came without tokens stays as it is."""
+    return KnownText(chunk.next_position - 1, (), chunk.text) if chunk.token_ids else chunk
 
 
 def replayed(

@@ -22,7 +22,9 @@ class TextCodec(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one stream. `shown_tokens`: special tokens that have a text in it, too."""
+        ...
 
 
 class TextStream:
@@ -31,10 +33,18 @@ class TextStream:
     __slots__ = ("_detokenizer", "_keeps_stop", "_min_tokens", "_plain", "_search", "num_tokens")
 
     def __init__(
-        self, codec: TextCodec | None, stop: Sequence[str], min_tokens: int, *, keeps_stop: bool = False
+        self,
+        codec: TextCodec | None,
+        stop: Sequence[str],
+        min_tokens: int,
+        *,
+        keeps_stop: bool = False,
+        shown_tokens: Sequence[int] = (),
     ) -> None:
-        """`keeps_stop`: the text ends with the stop string or the stop token's text, instead of before it."""
-        self._detokenizer = codec.detokenizer() if codec is not None else None
+        """`keeps_stop`: the text ends with the stop string or the stop token's text, instead of before it.
+        `shown_tokens`: special tokens that have a text here.
+        """
+        self._detokenizer = codec.detokenizer(shown_tokens) if codec is not None else None
         self._keeps_stop = keeps_stop
         self._search = StopStrings(stop, keeps_found=keeps_stop)
         self._plain = self._detokenizer if self._search.is_off else None

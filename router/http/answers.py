@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.errors import BatonError
 from baton.messages.generation import (
@@ -27,6 +27,7 @@ from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import AnswerOptions, Label, usage_of
 from router.http.logprobs import Spelling, prompt_entries, unknown
+from router.http.parsed_text import ParsedMessage, ParsedSequence
 
 _log = logging.getLogger(__name__)
 
@@ -161,13 +162,21 @@ class Collected:
         place: int,
         index: int,
         echo: EchoedPrompt | None = None,
+        parsed: ParsedSequence | None = None,
         **more: object,
     ) -> str:
-        """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields."""
+        """A sequence as one of OpenAI's choices, in JSON. `place`: that of the sequence; `more`: further fields.
+
+        `parsed`: the parser of its text, if that is parsed.
+        """
         chunks = self.chunks[place] if options.output else ()
         finish_reason, stop_reason = self.ends[place] if options.output else ("length", None)
-        text = "".join(chunk.text for chunk in chunks)
-        before = {"index": index, **answer_format.choice_of(text if echo is None else echo.text + text)}
+        if parsed is None:
+            text = "".join(chunk.text for chunk in chunks)
+            before = {"index": index, **answer_format.choice_of(text if echo is None else echo.text + text)}
+        else:
+            before = {"index": index, "message": await _message(parsed, chunks)}
+            finish_reason = parsed.finish_reason(finish_reason)
         after = {"finish_reason": finish_reason, "stop_reason": stop_reason, **more}
         if options.token_ids:
             after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
@@ -188,6 +197,17 @@ class Collected:
             await asyncio.sleep(0)
             parts += map(_json, prompt_entries(self.prompt_logprobs[first : first + _POSITIONS_A_TURN], spelling))
         return f"[{', '.join(parts)}]"
+
+
+async def _message(parsed: ParsedSequence, chunks: Sequence[Chunk]) -> Mapping[str, Any]:
+    """The message that a sequence's text is. It may take long to parse, so other requests get their turns."""
+    message = ParsedMessage()
+    for place, chunk in enumerate(chunks):
+        if place:
+            await asyncio.sleep(0)
+        message.add(parsed.push(chunk.text))
+    message.add(parsed.finish())
+    return message.fields()
 
 
 async def logprob_lists(
@@ -221,10 +241,12 @@ async def whole_answer(
     spelling: Spelling,
     prompts: Sequence[Sequence[int]] = (),
     echoed: Sequence[EchoedPrompt] = (),
+    parser: Callable[[int], ParsedSequence] | None = None,
 ) -> bytes:
     """The answers of all prompts as one JSON object.
 
     `prompts`: the token ids of the prompts, if they are wanted. `echoed`: the prompts that begin their outputs' texts.
+    `parser` makes the parser of a choice, if texts are parsed.
     """
     choices: list[str] = []
     for answer, prompt, echo in zip_longest(answers, prompts, echoed):
@@ -233,7 +255,9 @@ async def whole_answer(
                 await asyncio.sleep(0)  # there may be hundreds of long ones
             # In the first choice of each prompt alone, since a prompt may be long and its choices many.
             more = {"prompt_token_ids": prompt} if prompt and place == 0 and not answer_format.has_one_prompt else {}
-            choices.append(await answer.choice(answer_format, options, spelling, place, len(choices), echo, **more))
+            index = len(choices)
+            parsed = parser(index) if parser is not None else None
+            choices.append(await answer.choice(answer_format, options, spelling, place, index, echo, parsed, **more))
     ends = [answer.finished for answer in answers]
     usage = usage_of(
         sum(end.prompt_tokens for end in ends),

@@ -36,6 +36,19 @@ FIELDS: Mapping[str, str] = {
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
     "truncate_prompt_tokens": "Only so many of the prompt's last tokens are used; -1: as many as the model takes.",
     "echo": "Whether the text begins with the prompt, and the log-probabilities with the prompt's. Chats: only false.",
+    # Tools and reasoning
+    "tools": "The functions that the model may call.",
+    "tool_choice": "none, auto, required, or the one tool that is to be called. Only chats have tools.",
+    "parallel_tool_calls": "Whether one answer may have several calls. Default: true.",
+    "function": "The function: its name, and what is known of it, or the arguments of the call.",
+    "parameters": "The JSON schema of the arguments, which are an object.",
+    "arguments": "The arguments of the call, as JSON.",
+    "tool_calls": "The calls that the assistant made in this message.",
+    "tool_call_id": "The id of the call of which this message is the result.",
+    "id": "Name of the call.",
+    "index": _NO_EFFECT,
+    "reasoning_content": "The reasoning before this message, for the chat template.",
+    "reasoning_effort": "For the chat template, as reasoning_effort; none also sets enable_thinking to false.",
     # How tokens are drawn
     "temperature": "How random tokens are; 0: always the most likely one. Default: the model's own, else 1.",
     "top_p": "Only the most likely tokens with this probability together are drawn.",
@@ -136,7 +149,5 @@ FIELDS: Mapping[str, str] = {
     "prompt_cache_key": _NO_EFFECT,
     "cache_control": "Accepted; prefixes are cached where they can be.",
     "thinking": "Only disabled is served.",
-    "tool_choice": "Accepted; no tools are served.",
-    "parallel_tool_calls": _NO_EFFECT,
     "disable_parallel_tool_use": _NO_EFFECT,
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -40,6 +41,7 @@ from router.http.answers import (
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.completions import CompletionBody
 from router.http.bodies.generation import GenerationBody, read_generation
+from router.http.chat_plan import plan_chat
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.event_id import parse_event_id
@@ -47,6 +49,8 @@ from router.http.events import COMMENT, AnswerOptions, EventWriter, Label
 from router.http.json_body import is_small, parse_json, read_body
 from router.http.logprobs import Spelling, as_token_id
 from router.http.model import ServedModel
+from router.http.parsed_events import ParsedEventWriter
+from router.http.parsed_text import TextParsing
 
 T = TypeVar("T")
 P = TypeVar("P", bound="EndpointRequest")
@@ -204,6 +208,8 @@ class OptionsRequest(EndpointRequest):
     options: AnswerOptions
     echoed: Sequence[EchoedPrompt] = ()
     """The prompts with which their outputs' texts begin; empty: with none."""
+    parsing: TextParsing = field(default_factory=TextParsing)
+    """How the texts of the answer are parsed."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
@@ -221,6 +227,12 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
         label, spelling = self._label(accepted.request_id), self._spelling(parsed)
         is_new = not any(positions)
         prompt = parsed.prompts[0] if parsed.options.token_ids and is_new else ()
+        parsing = parsed.parsing
+        if parsing.is_needed:
+            sequences = [parsing.sequence(accepted.request_id, index) for index in range(len(positions))]
+            return ParsedEventWriter(
+                sequences, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt
+            )
         echo = parsed.echoed[0].text if parsed.echoed else ""
         return EventWriter(
             self.answer_format, label, parsed.options, positions, accepted.prompt_tokens, spelling, prompt, echo
@@ -229,8 +241,11 @@ class _OpenAiEndpoint(Endpoint[OptionsRequest]):
     async def _whole_answer(self, parsed: OptionsRequest, answers: Sequence[Collected]) -> bytes:
         prompts = parsed.prompts if parsed.options.token_ids else ()
         label = self._label(parsed.request_id)
-        spelling = self._spelling(parsed)
-        return await whole_answer(self.answer_format, label, answers, parsed.options, spelling, prompts, parsed.echoed)
+        parsing, spelling = parsed.parsing, self._spelling(parsed)
+        parser = partial(parsing.sequence, parsed.request_id) if parsing.is_needed else None
+        return await whole_answer(
+            self.answer_format, label, answers, parsed.options, spelling, prompts, parsed.echoed, parser
+        )
 
     def _spelling(self, parsed: OptionsRequest) -> Spelling:
         return as_token_id if parsed.options.tokens_as_ids else self._model.spelling
@@ -304,6 +319,7 @@ class ChatCompletions(_OpenAiEndpoint):
     names = {  # noqa: RUF012
         **Completions.names,
         "prompt": ("messages",),
+        "grammar": (*Completions.names["grammar"], "tool_choice"),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }
@@ -316,11 +332,13 @@ class ChatCompletions(_OpenAiEndpoint):
         check_model(body.model or "", card)
         body.check_prompt_logprobs()
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        prompt = truncated(self._model.chat_prompt(body), body.truncate_prompt_tokens, _longest(card, max_tokens))
+        plan = plan_chat(body, self._model, card)
+        prompt = truncated(plan.prompt, body.truncate_prompt_tokens, _longest(card, max_tokens))
         if max_tokens is None:
             max_tokens = longest_answer(card, len(prompt), body.num_generated, body.num_logprobs)
-        request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
-        return _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
+        request = plan.applied(replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens))
+        parsed = _with_options(body, request_id, [request], timeout_s, logprobs=bool(body.logprobs))
+        return replace(parsed, parsing=plan.parsing)
 
 
 async def in_thread_if_large(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:

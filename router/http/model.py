@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -12,7 +12,10 @@ from baton.messages.request_limits import MAX_PROMPT_BYTES, MAX_TEMPLATE_VARIABL
 from baton.text.chat_template import FIELD, MAX_RENDERED_BYTES, ChatTemplate
 from router.admission.validation import check_text
 from router.http.bodies.chats import ChatPrompt
+from router.http.bodies.tools import ToolBody
 from router.http.logprobs import as_token_id
+from router.http.parsed_text import AnswerParsers
+from router.http.template_messages import template_message
 
 _NOT_TRUSTED = "is not taken from requests here; an operator allows it with --trust-request-chat-template on"
 
@@ -22,9 +25,10 @@ class Template(Protocol):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         now: datetime,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -42,6 +46,8 @@ class Vocabulary(Protocol):
 
     def spelling(self, token_id: int) -> bytes: ...
 
+    def special_ids(self, texts: Iterable[str]) -> list[int]: ...
+
 
 class ServedModel:
     """The model that the cluster serves."""
@@ -53,13 +59,18 @@ class ServedModel:
         template: ChatTemplate | None,
         now: Callable[[], datetime],
         request_template: Callable[[str], Template] | None = None,
+        answer_parsers: AnswerParsers | None = None,
     ) -> None:
-        """`request_template` makes a template of the source that a request has; None: such requests are refused."""
+        """`request_template` makes a template of the source that a request has; None: such requests are refused.
+        `answer_parsers`: by default those that fit the model's template.
+        """
         self._card = card
         self._vocabulary = vocabulary
         self._template = template
         self._now = now
         self._request_template = request_template
+        self.answer_parsers = answer_parsers or AnswerParsers.of("auto", "auto", template.source if template else "")
+        """How calls and reasoning in the model's text are found."""
 
     @property
     def card(self) -> ModelCard:
@@ -98,32 +109,57 @@ class ServedModel:
 
     def chat_prompt(self, body: ChatPrompt) -> list[int]:
         """The token ids of a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
-        return self.prompt(
-            [_as_template_message(message.role, message.content, message.name) for message in body.messages],
-            _checked_variables(body.chat_template_kwargs),
+        return self.rendered_ids(self.chat_text(body, body.tools or ()))
+
+    def chat_text(self, body: ChatPrompt, tools: Sequence[ToolBody], variables: Mapping[str, Any] | None = None) -> str:
+        """The text of a chat's prompt; raises InvalidRequest that names the wrong field. May be called in a thread.
+
+        `tools`: those that the model gets to know. `variables`: for the template, where the body has none of the name.
+        """
+        return self._render(
+            [template_message(message, place) for place, message in enumerate(body.messages)],
+            {**(variables or {}), **_checked_variables(body.chat_template_kwargs)},
+            [tool.for_template() for tool in tools],
             template=self._template_of(body.chat_template),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
 
     def prompt(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
-        template: Template | None = None,
         **options: bool,
     ) -> list[int]:
         """The token ids of messages, each with a role and a content; raises InvalidRequest for `messages`.
 
-        `variables` and `options` are those of `ChatTemplate.render`. `template`: instead of the model's own. May be
-        called in a thread.
+        `variables` and `options` are those of `ChatTemplate.render`. May be called in a thread.
         """
+        return self.rendered_ids(self._render(messages, variables, (), None, **options))
+
+    def rendered_ids(self, text: str) -> list[int]:
+        """The token ids of a text that a chat template made. May be called in a thread."""
+        return self._with_text().encode_rendered(text)
+
+    def special_ids(self, texts: Iterable[str]) -> list[int]:
+        """The ids of those texts that are special tokens."""
+        return self._with_text().special_ids(texts)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Template | None = None,
+        **options: bool,
+    ) -> str:
+        """The text of messages. `template`: instead of the model's own."""
         template = template or self._template
         if self._vocabulary is None or template is None:
             message = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", message)
-        text = template.render(messages, self._now(), variables, **options)
+        text = template.render(messages, self._now(), variables, tools, **options)
         check_text("messages", text, MAX_RENDERED_BYTES)
-        return self._vocabulary.encode_rendered(text)
+        return text
 
     def _template_of(self, source: str | None) -> Template | None:
         """The template of a request, None if it has none; raises InvalidRequest if requests may not have one."""
@@ -132,11 +168,6 @@ class ServedModel:
         if self._request_template is None:
             raise InvalidRequest(FIELD, _NOT_TRUSTED)
         return self._request_template(source)
-
-
-def _as_template_message(role: str, content: str, name: str | None) -> Mapping[str, str]:
-    message = {"role": role, "content": content}
-    return message if name is None else {**message, "name": name}
 
 
 def _checked_variables(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:

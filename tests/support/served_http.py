@@ -52,9 +52,10 @@ async def served(
     head_s: float = 20.0,
     authenticator: PageAuthenticator | None = None,
     tls: TlsFiles | None = None,
+    template: str = DEFAULT_TEMPLATE,
 ) -> AsyncIterator[Served]:
     rig = HttpRig(authenticator=authenticator)
-    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s, tls, head_s)
+    server = HttpServer(rig.front(rig.handler, 1000.0, template), stall_s, tls, head_s)
     port = server.bind("127.0.0.1", 0)
     before = asyncio.all_tasks()
     await server.start()

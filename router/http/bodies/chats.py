@@ -11,6 +11,7 @@ from baton.messages.request_limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIA
 from router.http.bodies.fields import NotServed, bounded_messages
 from router.http.bodies.generation import GenerationBody
 from router.http.bodies.strict import Strict
+from router.http.bodies.tools import CallId, Calls, ToolChoice, Tools
 
 
 def _content(value: Any) -> str:
@@ -46,14 +47,24 @@ Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | l
 class Message(Strict):
     """One message of a chat. Fields of our own answers are accepted while they are empty: clients send them back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: str | None = None
     refusal: NotServed = None
     annotations: NotServed = None
     audio: NotServed = None
     function_call: NotServed = None
-    tool_calls: NotServed = None
+    tool_calls: Calls = None
+    tool_call_id: CallId = None
+    reasoning_content: str | None = None
+
+    def check(self, place: int) -> None:
+        """Raises InvalidRequest for a field that does not go with the role. `place`: of the message in the chat."""
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise InvalidRequest(f"messages[{place}].tool_call_id", "and the role tool need each other")
+        for field in ("tool_calls", "reasoning_content"):
+            if getattr(self, field) and self.role != "assistant":
+                raise InvalidRequest(f"messages[{place}].{field}", "needs the role assistant")
 
 
 class ChatPrompt(Strict):
@@ -67,7 +78,7 @@ class ChatPrompt(Strict):
     chat_template: Annotated[str | None, BeforeValidator(_template)] = None
     documents: NotServed = None
     mm_processor_kwargs: NotServed = None
-    tools: NotServed = None
+    tools: Tools = None
 
 
 class ChatBody(ChatPrompt, GenerationBody):
@@ -79,12 +90,12 @@ class ChatBody(ChatPrompt, GenerationBody):
     modalities: list[Literal["text"]] | None = None
     echo: Literal[False] | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice = None
     audio: NotServed = None
     function_call: NotServed = None
     functions: NotServed = None
     prediction: NotServed = None
-    reasoning_effort: NotServed = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     verbosity: NotServed = None
     web_search_options: NotServed = None
 

@@ -137,8 +137,16 @@ class GenerationBody(Strict):
         """Number of sequences that are generated for each prompt; not checked."""
         return max(1 if self.n is None else self.n, self.best_of or 0)
 
-    def _constraint(self) -> dict[str, Any]:
-        """What the answer must be, as a field of the core; empty: any text. Raises InvalidRequest for several."""
+    @property
+    def constraint_field(self) -> str | None:
+        """The field that says what the answer must be; None: any text. Raises InvalidRequest for several."""
+        return next(iter(self._constraints()), None)
+
+    def _constraints(self) -> dict[str, Constrained]:
+        """What the answer must be, as a field of the core, by the field that says it: one, or none for any text.
+
+        Raises InvalidRequest for several.
+        """
         found: dict[str, Constrained] = {
             "response_format": (
                 self.response_format.as_constraint() if self.response_format is not None else ("json_schema", None)
@@ -158,11 +166,12 @@ class GenerationBody(Strict):
             raise InvalidRequest(
                 list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"
             )
-        return dict(given.values())
+        return {name: (kind, value) for name, (kind, value) in given.items()}
 
     def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
         """The request to the core, for one prompt; raises InvalidRequest for an invalid response format."""
         beam_width, best_of = self.beam_width, self.best_of
+        constraint: dict[str, Any] = dict(self._constraints().values())
         if self.use_beam_search:
             # In vLLM the width is `n`; in older versions it is `best_of`.
             beam_width, best_of = beam_width or best_of or self.n or 1, None
@@ -176,7 +185,7 @@ class GenerationBody(Strict):
             beam_width=beam_width,
             prompt_logprobs=self.num_prompt_logprobs,
             repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
-            **self._constraint(),
+            **constraint,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             **{name: getattr(self, name) for name in _AS_THEY_CAME},

@@ -30,7 +30,9 @@ PARAMS = SamplingParams(
     max_tokens=20,
     n=3,
 )
-REQUEST = ValidRequest("r", "m", (), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True, prompt_length=2)
+REQUEST = ValidRequest(
+    "r", "m", (), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True, prompt_length=2, shown_tokens=(7,)
+)
 RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9, f"00-{'a' * 32}-{'b' * 16}-01")
 
 

@@ -49,7 +49,7 @@ class SlowCodec:
         self._wait()
         return str(list(token_ids))
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> Detokenizer:
         raise NotImplementedError
 
 

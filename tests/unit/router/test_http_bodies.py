@@ -78,6 +78,10 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "call": 0,
         # Asked for at a path of its own.
         "embeds": False,
+        # Of chats with tools, or with reasoning, alone.
+        "shown_tokens": (),
+        "is_parsed": False,
+        "schemas": {},
     }
     assert {field.name: getattr(request, field.name) for field in fields(GenerateRequest)} == expected
 
@@ -182,7 +186,7 @@ def test_prompts_are_accepted_in_every_form(prompt: object, found: object) -> No
         ("messages[0].content", {"role": "user", "content": 1}),
         ("messages[0].content", {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
         ("messages[0].content", {"role": "user", "content": ["x"]}),
-        ("messages[0].tool_calls", {"role": "assistant", "tool_calls": [{"id": "x"}]}),
+        ("messages[0].tool_calls[0].function", {"role": "assistant", "tool_calls": [{"id": "x"}]}),
         ("messages[0].colour", {"role": "user", "content": "x", "colour": "red"}),
     ],
 )
@@ -197,8 +201,8 @@ def test_a_bad_message_is_named(field: str, message: object) -> None:
     [
         ("messages", {}),
         ("messages", {"messages": []}),
-        ("tools", HELLO | {"tools": [{"type": "function"}]}),
-        ("tool_choice", HELLO | {"tool_choice": "required"}),
+        ("tools[0].function", HELLO | {"tools": [{"type": "function"}]}),
+        ("tool_choice", HELLO | {"tool_choice": "always"}),
         ("modalities[0]", HELLO | {"modalities": ["audio"]}),
         ("chat_template", HELLO | {"chat_template": ["{{ x }}"]}),
         ("logprobs", HELLO | {"logprobs": 1}),

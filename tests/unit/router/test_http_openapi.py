@@ -49,7 +49,7 @@ def test_every_field_of_a_body_is_described_and_no_other() -> None:
 
 def test_fields_that_are_not_served_are_left_out_and_ranges_are_told() -> None:
     chat = API["components"]["schemas"]["ChatBody"]
-    assert "tools" not in chat["properties"]
+    assert "functions" not in chat["properties"]
     assert chat["required"] == ["messages"]
     assert chat["properties"]["temperature"]["maximum"] == 2
     assert chat["properties"]["top_p"]["exclusiveMinimum"] == 0

@@ -55,7 +55,7 @@ async def test_a_chat_has_the_tokens_with_which_it_would_be_generated() -> None:
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {**CHAT, "tools": [{}]}, "tools"),
+        ("/tokenize", {**CHAT, "tools": [{}]}, "tools[0].type"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [300]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -45,7 +45,7 @@ class PairDetokenizer(FakeDetokenizer):
 
 
 class PairCodec(FakeTokenizer):
-    def detokenizer(self) -> PairDetokenizer:
+    def detokenizer(self, shown_tokens: Sequence[int] = ()) -> PairDetokenizer:
         return PairDetokenizer()
 
 

@@ -1,0 +1,132 @@
+"""Tools that a chat offers, the choice among them, and the calls that are in its messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, PlainValidator
+
+from baton.errors import InvalidRequest
+from baton.messages.request_limits import MAX_TOOLS
+from baton.text.tool_calls.call_parser import TOOL_NAME
+from baton.text.tool_calls.formats import Tool
+from router.http.bodies.strict import Strict, read_as
+
+_MAX_ID_CHARS = 256
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not TOOL_NAME.match(value):
+        raise ValueError("must be 1 to 64 letters, digits or _ -")
+    return value
+
+
+def _call_id(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and 0 < len(value) <= _MAX_ID_CHARS):
+        return value
+    raise ValueError(f"must be a string of 1 to {_MAX_ID_CHARS} characters")
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_TOOLS:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_TOOLS} are taken")
+    return value
+
+
+def _distinct(value: list[ToolBody] | None) -> list[ToolBody] | None:
+    names = [tool.function.name for tool in value or ()]
+    if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+        raise ValueError(f"has {twice} twice")
+    return value
+
+
+ToolName = Annotated[str, PlainValidator(_name, json_schema_input_type=str)]
+CallId = Annotated[str | None, PlainValidator(_call_id, json_schema_input_type=str)]
+
+
+class FunctionBody(Strict):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Strict):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates get it."""
+        given = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": given}
+
+
+class CalledFunction(Strict):
+    """The function of a call, and its arguments as JSON, which a model wrote."""
+
+    name: ToolName
+    arguments: str
+
+
+class CallBody(Strict):
+    """A call in a message of the assistant."""
+
+    id: CallId = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class NamedFunction(Strict):
+    """The name of a function."""
+
+    name: ToolName
+
+
+class NamedTool(Strict):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+_WORDS = ("none", "auto", "required")
+
+
+def _choice(value: Any) -> Any:
+    if value is None or value in _WORDS:
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"must be {', '.join(_WORDS)} or {{'type': 'function', 'function': {{'name': ...}}}}")
+    try:
+        return read_as(NamedTool, value)
+    except InvalidRequest as error:
+        raise ValueError(f"{error.field} {error.reason}") from None
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+]
+Tools = Annotated[list[ToolBody] | None, BeforeValidator(_bounded), AfterValidator(_distinct)]
+Calls = Annotated[list[CallBody] | None, BeforeValidator(_bounded)]
+
+
+def tools_of(bodies: list[ToolBody]) -> list[Tool]:
+    """The tools as the formats of calls need them; raises InvalidRequest that names the parameters."""
+    tools = []
+    for place, body in enumerate(bodies):
+        try:
+            tools.append(Tool.of(body.function.name, body.function.parameters))
+        except InvalidRequest as error:
+            raise InvalidRequest(parameters_field(place), error.reason) from None
+    return tools
+
+
+def parameters_field(place: int) -> str:
+    """The name of a tool's parameters in refusals."""
+    return f"tools[{place}].function.parameters"

@@ -1,0 +1,327 @@
+"""Tools and reasoning of chats: what the core gets to do, what is refused, and what clients get of the text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.messages.generation import Chunk, GenerateRequest, KnownText, SequenceFinished
+from baton.messages.request_limits import MAX_TOOLS
+from baton.messages.sampling import TokenLogprobs
+from baton.text.schema_compiling import check_constraint
+from tests.support.http_client import Event, Exchange
+from tests.support.http_rig import HttpRig, chunk, finished
+from tests.support.tool_formats import MARKERS, template, written
+
+CHATS = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+F = {"type": "function", "function": {"name": "f", "description": "It fs.", "parameters": SCHEMA, "strict": True}}
+G = {"type": "function", "function": {"name": "g"}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, "tools": [F, G], **fields}
+
+
+async def asked(
+    rig: HttpRig, body: dict[str, Any], text: str = "so", reason: str = "stop"
+) -> tuple[GenerateRequest, Any]:
+    """The request that the core gets, and the answer when it writes this text."""
+    exchange = rig.post(CHATS, body)
+    call = await rig.next_call()
+    call.tell(chunk(0, text), finished(reason))
+    answer = await exchange.end()
+    assert answer.status == 200, answer.json
+    assert call.request is not None
+    return call.request, answer.json["choices"][0]
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    assert request.prompt is not None
+    return "".join(map(chr, request.prompt))  # type: ignore[arg-type]
+
+
+async def test_templates_get_tools_without_what_they_were_not_made_for() -> None:
+    request, _ = await asked(HttpRig(template=template("hermes")), chat())
+    shown = {"type": "function", "function": {"name": "f", "description": "It fs.", "parameters": SCHEMA}}
+    assert prompt_of(request) == f"<tool>{json.dumps(shown)}</tool><tool>{json.dumps(G)}</tool>[user]hi[assistant]"
+    assert list(request.schemas) == ["tools[0].function.parameters", "tools[1].function.parameters"]
+    assert json.loads(request.schemas["tools[0].function.parameters"]) == SCHEMA
+    assert request.grammar is None
+
+
+async def test_messages_with_calls_reach_the_template_with_arguments_as_objects() -> None:
+    broken = {**CALL, "function": {"name": "f", "arguments": "{x"}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL, broken], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    request, _ = await asked(HttpRig(template=template("hermes")), chat(messages=messages))
+    assert prompt_of(request).endswith(
+        '[user]hi[assistant]<call c1 f {"x": 1}><call c1 f "{x">[tool]2<of c1>[assistant]'
+    )
+
+
+async def test_with_the_choice_none_the_model_knows_no_tools_and_nothing_is_parsed() -> None:
+    text = written("hermes", [("f", {})])
+    request, choice = await asked(HttpRig(template=template("hermes")), chat(tool_choice="none"), text)
+    assert prompt_of(request) == "[user]hi[assistant]"
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert not request.is_parsed
+
+
+@pytest.mark.parametrize("name", MARKERS)
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("is_parallel", [True, False])
+async def test_a_demanded_call_is_a_grammar(name: str, choice: Any, is_parallel: bool) -> None:
+    rig = HttpRig(template=template(name))
+    fields = chat(tool_choice=choice, parallel_tool_calls=is_parallel)
+    calls = [("f", {"x": 5})] if choice == NAMED or name == "mistral-args" else [("g", {})]
+    if is_parallel and name != "mistral-args":
+        calls = [*calls, ("f", {"x": 6})]
+    text = written(name, calls)
+    if name == "llama3":
+        text = text.removeprefix("<|python_tag|>")
+    if name.startswith("mistral"):
+        text = text.removeprefix("[TOOL_CALLS]").lstrip()
+    if name == "mistral-args":
+        text = text.removeprefix("f[ARGS]") if choice == NAMED else text.replace("[ARGS]", "")
+    request, got = await asked(rig, fields, text)
+    assert request.grammar is not None
+    check_constraint(request.grammar, "grammar")
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar))
+    assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+    assert matcher.is_accepting()
+    assert [
+        (one["function"]["name"], json.loads(one["function"]["arguments"])) for one in got["message"]["tool_calls"]
+    ] == calls
+    assert (got["message"]["content"], got["finish_reason"]) == (None, "tool_calls")
+    # Neither other text, nor another tool, nor arguments that don't fit, nor more calls than are wanted.
+    wrong = ["so", text.replace('"x": ', '"y": ') if "x" in text else "{}", text.replace("f", "h").replace("g", "h")]
+    for other in wrong if is_parallel else [*wrong, text + ("; " if name == "llama3" else "\n") + text]:
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar))
+        assert matcher.try_consume_tokens(list(other.encode())) < len(other) or other == text
+
+
+async def test_reasoning_may_come_before_a_demanded_call() -> None:
+    text = "so\n</think>\n\n" + written("hermes", [("f", {"x": 1})])
+    rig = HttpRig(template=template("hermes", THINKING))
+    request, choice = await asked(rig, chat(tool_choice="required"), text)
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar or ""))
+    assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+    assert matcher.is_accepting()
+    assert choice["message"]["reasoning_content"] == "so"
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"tools": [F, F]}, "tools", "has f twice"),
+        ({"tools": [F] * (MAX_TOOLS + 1)}, "tools", "at most"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
+        (
+            {"tools": [G, {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[1].function.parameters",
+            "object",
+        ),
+        ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
+        ({"tool_choice": "always"}, "tool_choice", "must be"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "function is required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name", "none of"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "does not go with response_format",
+        ),
+        ({"tool_choice": NAMED, "guided_regex": "a"}, "tool_choice", "does not go with guided_regex"),
+        (
+            {"tool_choice": NAMED, "structured_outputs": {"json": {}}},
+            "tool_choice",
+            "does not go with structured_outputs",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "need each other"),
+        ({"messages": [{"role": "user", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "need each other"),
+        ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
+        ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs", "tools"),
+        ({"reasoning_effort": "most"}, "reasoning_effort", "must be"),
+    ],
+)
+async def test_what_is_wrong_is_refused_by_its_name(fields: dict[str, Any], param: str, reason: str) -> None:
+    exchange = await HttpRig(template=template("hermes")).post(CHATS, chat(**fields)).end()
+    assert exchange.status == 400
+    assert exchange.error["param"] == param
+    assert reason in exchange.error["message"]
+
+
+async def test_tools_are_refused_for_a_model_whose_template_has_none() -> None:
+    rig = HttpRig()
+    exchange = await rig.post(CHATS, chat()).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "tools")
+    assert "--tool-call-parser" in exchange.error["message"]
+    await asked(rig, chat(tool_choice="none"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "end", "text", "expected"),
+    [
+        ({}, "<think>\n", "so\n</think>\n\nHi", ("so", "Hi")),
+        ({"reasoning_effort": "none"}, "</think>\n\n", "Hi", (None, "Hi")),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "</think>\n\n", "Hi", (None, "Hi")),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "<think>\n",
+            "so",
+            ("so", ""),
+        ),
+        # A constraint holds from the first token on, so there is no reasoning.
+        ({"response_format": {"type": "json_object"}}, "<think>\n", "{}", (None, "{}")),
+    ],
+)
+async def test_reasoning_is_split_off(
+    fields: dict[str, Any], end: str, text: str, expected: tuple[str | None, str]
+) -> None:
+    rig = HttpRig(template=template("none", THINKING))
+    request, choice = await asked(rig, {"messages": HELLO, **fields}, text)
+    assert prompt_of(request).endswith(end)
+    assert (choice["message"].get("reasoning_content"), choice["message"]["content"]) == expected
+
+
+async def test_calls_in_reasoning_are_no_calls() -> None:
+    call = written("hermes", [("f", {"x": 1})])
+    rig = HttpRig(template=template("hermes", THINKING))
+    _, choice = await asked(rig, chat(), f"I could {call}.</think>No. {call}")
+    message = choice["message"]
+    assert message["reasoning_content"] == f"I could {call}."
+    assert (message["content"], len(message["tool_calls"])) == ("No.", 1)
+
+
+async def test_one_call_is_delivered_without_parallel_calls() -> None:
+    calls = written("hermes", [("g", {}), ("f", {"x": 1})])
+    _, choice = await asked(HttpRig(template=template("hermes")), chat(parallel_tool_calls=False), calls)
+    assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["g"]
+    assert choice["message"]["content"].startswith('<tool_call>\n{"name": "f"')
+
+
+def events_of(exchange: Exchange) -> list[Event]:
+    return [event for event in exchange.events if not event.is_done]
+
+
+def folded(events: list[Any], index: int = 0) -> dict[str, Any]:
+    """The message of a stream's events, as clients put it together."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "reason": None}
+    for event in events:
+        for choice in event["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            for field in ("content", "reasoning_content"):
+                found[field] += delta.get(field) or ""
+            for part in delta.get("tool_calls", ()):
+                call = found["calls"].setdefault(part["index"], {"arguments": ""})
+                call |= {key: part[key] for key in ("id",) if key in part}
+                call |= {key: part["function"][key] for key in ("name",) if key in part["function"]}
+                call["arguments"] += part["function"]["arguments"]
+            found["reason"] = found["reason"] or choice["finish_reason"]
+    return found
+
+
+TEXT = "so</think>Hm. " + written("hermes", [("f", {"x": 12}), ("g", {})]) + "\nEnd <tool"
+
+
+async def test_a_stream_goes_on_from_each_of_its_events() -> None:
+    rig = HttpRig(template=template("hermes", THINKING))
+    body = chat(stream=True)
+    headers = {"x-request-id": "r1"}
+    exchange = rig.post(CHATS, body, headers)
+    call = await rig.next_call()
+    pieces = [TEXT[place : place + 3] for place in range(0, len(TEXT), 3)]
+    call.tell(*(Chunk(place, (7,), piece) for place, piece in enumerate(pieces)), finished("stop", len(pieces)))
+    whole = events_of(await exchange.end())
+    expected = folded([event.json for event in whole])
+    assert expected["content"] == "Hm.End <tool"
+    assert expected["reason"] == "tool_calls"
+    assert [one["name"] for one in expected["calls"].values()] == ["f", "g"]
+    for place, event in enumerate(whole):
+        if event.id is None:
+            continue
+        position = int(event.id)
+        again = rig.post(CHATS, body, {**headers, "last-event-id": event.id})
+        call = await rig.next_call()
+        assert call.positions == (position,)
+        known = [KnownText(index, (), piece) for index, piece in enumerate(pieces) if index < position]
+        call.tell(
+            *known,
+            *(Chunk(index, (7,), piece) for index, piece in enumerate(pieces) if index >= position),
+            finished("stop", len(pieces)),
+        )
+        rest = events_of(await again.end())
+        assert folded([one.json for one in [*whole[: place + 1], *rest]]) == expected, event.id
+
+
+async def test_text_that_came_without_tokens_is_not_sent_twice() -> None:
+    """A stop string that was not completed is held until the end, where it may complete a call."""
+    rig = HttpRig(template=template("hermes"))
+    body, headers = chat(stream=True), {"x-request-id": "r1"}
+    text = written("hermes", [("f", {"x": 1})])
+
+    async def events(position: str | None, *chunks: Chunk) -> list[Any]:
+        exchange = rig.post(CHATS, body, headers if position is None else {**headers, "last-event-id": position})
+        (await rig.next_call()).tell(*chunks, finished("stop", 1))
+        return events_of(await exchange.end())
+
+    rest = Chunk(1, (), text[30:])
+    whole = await events(None, Chunk(0, (7,), text[:30]), rest)
+    expected = folded([event.json for event in whole])
+    assert json.loads(expected["calls"][0]["arguments"]) == {"x": 1}
+    assert whole[-1].id == "2"
+    again = await events("1", KnownText(0, (), text[:30]), rest)
+    assert folded([event.json for event in [*whole[:-1], *again]]) == expected
+    again = await events("2", KnownText(0, (), text[:30]), rest)
+    assert folded([event.json for event in [*whole, *again]]) == expected
+
+
+async def test_each_sequence_has_its_own_calls_and_ids() -> None:
+    rig = HttpRig(template=template("hermes"))
+    text = written("hermes", [("f", {"x": 1})])
+    ends = [SequenceFinished(index, "stop", None, len(text)) for index in range(2)]
+    found = []
+    for stream in (True, False):
+        exchange = rig.post(CHATS, chat(n=2, stream=stream), {"x-request-id": "r1"})
+        call = await rig.next_call()
+        call.tell(*(chunk(0, text, index) for index in range(2)), *ends, finished("stop"))
+        answer = await exchange.end()
+        if stream:
+            events = [event.json for event in events_of(answer)]
+            found.append([folded(events, index)["calls"][0]["id"] for index in range(2)])
+        else:
+            found.append([choice["message"]["tool_calls"][0]["id"] for choice in answer.json["choices"]])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+
+
+async def test_logprobs_and_token_ids_of_all_tokens_are_delivered() -> None:
+    rig = HttpRig(template=template("hermes"))
+    text = written("hermes", [("f", {"x": 1})])
+    body = chat(stream=True, logprobs=True, return_token_ids=True)
+    exchange = rig.post(CHATS, body)
+    call = await rig.next_call()
+    for place, letter in enumerate(text):
+        call.tell(Chunk(place, (ord(letter),), letter, (TokenLogprobs(ord(letter), -1.0, 1, ()),)))
+    call.tell(finished("stop"))
+    choices = [choice for event in events_of(await exchange.end()) for choice in event.json["choices"]]
+    tokens = [entry["token"] for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+    assert "".join(tokens) == text
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == list(map(ord, text))

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS
+from baton.text.schema_compiling import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
 from router.http.bodies.strict import Strict, read_as
@@ -121,7 +122,9 @@ def tools_of(bodies: list[ToolBody]) -> list[Tool]:
     tools = []
     for place, body in enumerate(bodies):
         try:
-            tools.append(Tool.of(body.function.name, body.function.parameters))
+            tool = Tool.of(body.function.name, body.function.parameters)
+            parse_schema(tool.parameters)
+            tools.append(tool)
         except InvalidRequest as error:
             raise InvalidRequest(parameters_field(place), error.reason) from None
     return tools

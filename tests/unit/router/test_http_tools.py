@@ -137,6 +137,11 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
             "tools[1].function.parameters",
             "object",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 70_000}}}]},
+            "tools[0].function.parameters",
+            "bytes",
+        ),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": "always"}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "function is required"),

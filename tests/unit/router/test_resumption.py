@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from baton.messages.generation import Chunk, GenerateEvent, Path, SequenceFinished
+from baton.messages.generation import Chunk, GenerateEvent, KnownText, Path, SequenceFinished
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
@@ -192,6 +192,33 @@ def test_a_live_answer_is_replayed_from_any_position(seed: int, stops: list[str]
 
 def is_behind(event: GenerateEvent, position: int) -> bool:
     return not isinstance(event, Chunk) or event.next_position > position
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=2), best=st.booleans()
+)
+def test_a_reader_that_parses_gets_the_text_before_its_position(seed: int, stops: list[str], best: bool) -> None:
+    rng = Random(seed)
+    outputs = [[ord(rng.choice("ab")) for _ in range(rng.randint(1, 8))] for _ in range(2)]
+    params = SamplingParams(seed=1, max_tokens=8, n=2, logprobs=0 if best else None)
+    request = ValidRequest(
+        "r", "m", (1,), params, tuple(stops), num_returned=1 if best else 2, wants_logprobs=best, is_parsed=True
+    )
+    script = Script(request, outputs, stop_token=False)
+    whole, end = collect(script.play(Answer(PairCodec(), request), rng, 3))
+    positions = [rng.randint(0, most) for most in end]
+    for index, position in enumerate(positions):
+        events = script.play(ResumedAnswer(PairCodec(), request, positions), rng, rng.choice([1, 2, 5]))
+        chunks = [event for event in events if isinstance(event, Chunk) and event.sequence_index == index]
+        assert "".join(chunk.text for chunk in chunks) == whole[index].text
+        known = [isinstance(chunk, KnownText) for chunk in chunks]
+        assert known == sorted(known, reverse=True)
+        assert not any(chunk.token_ids for chunk in chunks if isinstance(chunk, KnownText))
+        assert all(
+            (chunk.next_position <= position) or not is_known for chunk, is_known in zip(chunks, known, strict=True)
+        )
+        assert [token for chunk in chunks for token in chunk.token_ids] == whole[index].token_ids[position:]
 
 
 def test_ended_sequences_are_replayed_with_their_end() -> None:

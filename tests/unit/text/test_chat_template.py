@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -42,6 +43,37 @@ def test_the_template_of_the_bundled_model_gives_the_same_tokens_as_transformers
     ours = Tokenizer.load(bundled_model_dir()).encode_rendered(ChatTemplate.load(bundled_model_dir()).render(CHAT, NOW))
     theirs = AutoTokenizer.from_pretrained(bundled_model_dir()).apply_chat_template(CHAT, add_generation_prompt=True)
     assert ours == list(theirs["input_ids"])
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "<é>", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+QWEN = """{%- for tool in tools or [] %}
+{{ tool | tojson }}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}<tool_response>{{ message.content }}</tool_response>{% endif %}
+{%- if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls %}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}{% endfor %}"""
+
+
+def test_tools_calls_and_their_results_are_rendered_as_in_transformers() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": ["é"]}}}
+    chat: list[Any] = [
+        *CHAT,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_dir())
+    theirs = tokenizer.apply_chat_template(chat, tools=TOOLS, chat_template=QWEN, tokenize=False)
+    text = ChatTemplate(QWEN, {}).render(chat, NOW, None, TOOLS, add_generation_prompt=False)
+    assert text == theirs
+    assert '"arguments": {"x": ["é"]}' in text
 
 
 @pytest.mark.parametrize("generation", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,22 @@ def test_the_text_of_a_stop_token_is_kept_if_that_is_wanted() -> None:
         stream = TextStream(tokenizer, (), 0, keeps_stop=keeps_stop)
         assert stream.push(0, (97, 98, 99), ends_with_stop_token=True).text + stream.finish() == text
         assert stream.num_tokens == 3
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_special_tokens_have_a_text_where_they_are_asked_for(make: Callable[[], tokenizers.Tokenizer]) -> None:
+    tokenizer = Tokenizer(make())
+    (shown,) = tokenizer.special_ids(["</s>", "no token"])
+    words = tokenizer.encode_rendered("é 中")
+    tokens = [*words, shown, *tokenizer.special_ids(["<s>"]), *words]
+    for asked, text in (((shown,), "</s>"), ((), "")):
+        stream = TextStream(tokenizer, (), 0, shown_tokens=asked)
+        pieces = [stream.push(place, (token,)).text for place, token in enumerate(tokens)]
+        whole = "".join(pieces) + stream.finish()
+        assert ("</s>" in whole) == bool(text)
+        assert whole.count("中") == 2
+        assert whole.replace("</s>", "").replace(" ", "") == "é中é中"
+        assert "<s>" not in whole
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:

@@ -84,6 +84,20 @@ def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, 
     return list(found.items())
 
 
+def expected_prompt_logprobs(prompt: Sequence[int], top: int, spec: SimulatedSpec) -> list[TokenLogprobs]:
+    """What a request must report of its prompt with `top` as `prompt_logprobs`."""
+    kv = expected_kv(prompt, layout_of(spec))
+    return [_prompt_logprob(kv[:stop], prompt[stop], top, spec) for stop in range(1, len(prompt))]
+
+
+def _prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> TokenLogprobs:
+    """That of a token of a prompt behind the history kv. Tokens that are not among the likeliest are all alike."""
+    likeliest = likeliest_tokens(kv, max(top, 1), spec.vocab_size)
+    place = next((place for place, one in enumerate(likeliest) if one[0] == token_id), None)
+    logprob = likeliest[-1][1] - 1.0 if place is None else likeliest[place][1]
+    return TokenLogprobs(token_id, logprob, 1 + (len(likeliest) if place is None else place), likeliest[:top])
+
+
 def expected_beams(prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec) -> list[list[int]]:
     """The output tokens that a beam search must find, best sequence first."""
     layout = layout_of(spec)
@@ -259,16 +273,16 @@ class SimulatedRunner:
         return sampled
 
     def _prompt_logprobs(self, chunk: PromptChunk) -> list[TokenLogprobs]:
-        """Those of the tokens of a stored chunk. Tokens that are not among the likeliest are equally unlikely."""
-        state, found = chunk.state, []
-        top = state.sampling_params.prompt_logprobs or 0
-        for stop in range(state.num_computed_tokens + 1, state.num_computed_tokens + 1 + chunk.count):
-            token_id = int(state.token_ids[stop])
-            likeliest = likeliest_tokens(self.read(state.block_table, stop), max(top, 1), self._spec.vocab_size)
-            rank = next((place for place, one in enumerate(likeliest) if one[0] == token_id), len(likeliest))
-            logprob = likeliest[rank][1] if rank < len(likeliest) else likeliest[-1][1] - 1.0
-            found.append(TokenLogprobs(token_id, logprob, rank + 1, likeliest[:top]))
-        return found
+        """Those of the tokens behind the rows of a stored chunk."""
+        state, start, top = (
+            chunk.state,
+            chunk.state.num_computed_tokens,
+            chunk.state.sampling_params.prompt_logprobs or 0,
+        )
+        return [
+            _prompt_logprob(self.read(state.block_table, stop), int(state.token_ids[stop]), top, self._spec)
+            for stop in range(start + 1, start + 1 + chunk.count)
+        ]
 
     def _slot_at(self, state: RequestState, position: int) -> Bytes:
         block, offset = divmod(position, self._spec.block_size)

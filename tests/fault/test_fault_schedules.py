@@ -20,7 +20,7 @@ from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
+from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from kv_transfer.mover.window import WindowLimits
 from tests.support.simulated_cluster import (
@@ -119,6 +119,8 @@ class Schedule:
         request = GenerateRequest(
             prompt, f"r{number}", temperature=temperature, seed=seed, max_tokens=params.max_tokens, n=n
         )
+        if number % 3 == 2:
+            request = replace(request, prompt_logprobs=2)
         timeout_s = rng.choice([None, None, None, rng.uniform(0.01, 4.0)])
         answering = asyncio.create_task(self.cluster.generate(request, timeout_s))
         if rng.random() < 0.2:
@@ -126,7 +128,11 @@ class Schedule:
             if not answering.done():
                 self._leave(request.request_id)
         each = [replace(params, seed=sequence_seed(seed, index)) for index in range(n)]
-        self._judge(await answering, [expected_tokens(prompt, one, self.limits.spec) for one in each])
+        answer = await answering
+        self._judge(answer, [expected_tokens(prompt, one, self.limits.spec) for one in each])
+        if answer.finished is not None and request.prompt_logprobs is not None:
+            expected = expected_prompt_logprobs(prompt, request.prompt_logprobs, self.limits.spec)
+            assert answer.ranks_in_prompt == [(position.token_id, position.rank) for position in expected]
 
     def _leave(self, request_id: str) -> None:
         try:

@@ -19,7 +19,7 @@ from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverge
 from baton.messages.generation import GenerateRequest
 from baton.messages.node import Role
 from baton.messages.sampling import SamplingParams
-from baton.runner.simulated import expected_tokens
+from baton.runner.simulated import expected_prompt_logprobs, expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause
@@ -83,6 +83,8 @@ class Schedule:
         request = GenerateRequest(
             prompt, f"r{number}", temperature=temperature, seed=seed, max_tokens=params.max_tokens, n=n
         )
+        if number % 3 == 2:
+            request = replace(request, prompt_logprobs=2)
         chance = rng.choice([0.0, 0.0, 0.1])
         answer = await self.cluster.ask(request, lambda: rng.random() < chance)
         each = [replace(params, seed=sequence_seed(seed, index)) for index in range(n)]
@@ -94,6 +96,9 @@ class Schedule:
             self.struck[f"failed: {type(answer.error).__name__}"] += 1
             return
         assert answer.sequences == dict(enumerate(expected))
+        if request.prompt_logprobs is not None:
+            of_prompt = expected_prompt_logprobs(prompt, request.prompt_logprobs, self.limits.spec)
+            assert answer.ranks_in_prompt == [(position.token_id, position.rank) for position in of_prompt]
         self.struck["finished"] += 1
 
     def _could_be_served(self) -> bool:

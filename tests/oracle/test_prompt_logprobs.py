@@ -99,9 +99,8 @@ class Engine:
             num_blocks=runner.memory.num_blocks,
             block_size=runner.layout.block_size,
             windows=runner.layout.windows,
-            max_num_seqs=8,
             max_model_len=runner.model.max_model_len,
-            **settings,  # type: ignore[arg-type]
+            **{"max_num_seqs": 8, **settings},  # type: ignore[arg-type]
         )
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), FakeClock())
         self.core = EngineCore(scheduler, runner)
@@ -150,14 +149,21 @@ def test_they_come_once_for_all_sequences_and_not_where_output_was_given(qwen2: 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preemption_changes_nothing(qwen2: Path, mode: str) -> None:
-    runner = load(qwen2, 14, host_cache_bytes=1 << 22)
-    engine = Engine(runner, max_num_batched_tokens=24, preemption_mode=mode, num_host_blocks=runner.num_host_blocks)
-    stream = Request("stream", PROMPTS["of-17"], SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True))
-    asks = [Request(f"asks-{n}", PROMPTS["of-70"], PARAMS) for n in range(3)]
+    runner = load(qwen2, 8, host_cache_bytes=1 << 22)
+    # A prompt is computed so slowly that the stream needs a block of it before it is complete.
+    engine = Engine(
+        runner,
+        max_num_batched_tokens=4,
+        max_num_seqs=4,
+        preemption_mode=mode,
+        num_host_blocks=runner.num_host_blocks,
+    )
+    stream = Request("stream", PROMPTS["of-17"], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    asks = [Request(f"asks-{n}", PROMPTS["of-70"], PARAMS) for n in range(2)]
     engine.run(stream, *asks)
-    assert engine.core.make_stats().num_preemptions_by_mode[mode] >= 0
+    assert engine.core.make_stats().num_preemptions_by_mode[mode] > 0
     right = computed(qwen2, PROMPTS)["of-70"]
-    assert engine.found == {f"asks-{n}": [right] for n in range(3)}
+    assert engine.found == {f"asks-{n}": [right] for n in range(2)}
 
 
 def test_a_step_computes_few_of_their_rows_and_goes_on_with_others(qwen2: Path) -> None:

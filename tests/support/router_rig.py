@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -161,6 +161,7 @@ class RouterRig:
         sequence_index: int = 0,
         logprob: float | None = None,
         takeover: int = 0,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Let a node report a step with one token for each letter of `text`."""
         tokens = tuple(ord(letter) for letter in text)
@@ -176,6 +177,7 @@ class RouterRig:
                 timings=timings,
                 sequence_index=sequence_index,
                 takeover=takeover,
+                prompt_logprobs=prompt_logprobs,
             )
         )
 

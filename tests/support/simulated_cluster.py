@@ -25,10 +25,11 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
-from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey
 from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.sampling import TokenLogprobs
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.outbox import Outbox
 from baton.node.reports.event_log import EventLog
@@ -527,6 +528,7 @@ class Answer:
     """The answer to a request: the tokens of each sequence so far, and its one end."""
 
     sequences: dict[int, list[int]] = field(default_factory=lambda: {0: []})
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     finished: Finished | None = None
     error: BatonError | None = None
 
@@ -535,8 +537,17 @@ class Answer:
         """The tokens of the first sequence."""
         return self.sequences[0]
 
+    @property
+    def ranks_in_prompt(self) -> list[tuple[int, int]]:
+        """Token id and rank at each position of the prompt from the second one on; empty if it was not asked for."""
+        return [(position.token_id, position.rank) for position in self.prompt_logprobs]
+
     def note(self, event: GenerateEvent) -> None:
         """Add an event that the client received."""
+        if isinstance(event, PromptLogprobs):
+            assert not self.prompt_logprobs, "they come once"
+            assert not any(self.sequences.values()), "they come before all tokens"
+            self.prompt_logprobs = event.positions
         if isinstance(event, Chunk):
             token_ids = self.sequences.setdefault(event.sequence_index, [])
             assert event.first_index == len(token_ids), "a gap, or a token twice"

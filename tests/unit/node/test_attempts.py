@@ -21,6 +21,7 @@ from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
+from baton.node.reports.deltas import split_by_size
 from baton.testing.fake_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, queued_reports, submit
 from tests.support.transitions import check_pair, every_pair, row
@@ -76,6 +77,16 @@ def test_ended_attempts_are_kept_within_bounds_and_the_oldest_go_first() -> None
     assert book.get(str(small.key)) is None, "40 tokens and 20 with three log-probabilities each are more than 100"
     assert book.get(str(large.key)) is large
     assert large.num_entries == 80
+
+
+def test_a_report_is_divided_where_log_probabilities_of_prompts_are_many() -> None:
+    def delta(number: int, count: int) -> RequestDelta:
+        position = TokenLogprobs(1, -0.5, 1, [(1, -0.5)] * 20)
+        return RequestDelta(AttemptKey(f"a{number}", 1), prompt_logprobs=[position] * count)
+
+    small, large = [delta(number, 100) for number in range(50)], [delta(number, 11_000) for number in range(3)]
+    assert split_by_size(small) == [small]
+    assert split_by_size([*small, *large]) == [[*small, large[0]], large[1:2], large[2:]]
 
 
 def test_log_probabilities_of_a_prompt_are_replayed_before_all_tokens() -> None:

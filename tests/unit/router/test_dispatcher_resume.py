@@ -19,10 +19,17 @@ from baton.errors import (
     InvalidRequest,
     RequestNotFound,
 )
-from baton.messages.generation import Accepted, Chunk, GenerateRequest, ModelCard, SequenceFinished
+from baton.messages.generation import (
+    Accepted,
+    Chunk,
+    GenerateRequest,
+    ModelCard,
+    PromptLogprobs,
+    SequenceFinished,
+)
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
-from baton.messages.sampling import SamplingParams
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.registry.flights import ENDED_S
 from baton.testing.fake_flight_records import LIFETIME_S
 from router.admission.request import ValidRequest
@@ -59,6 +66,28 @@ async def start_request(rig: RouterRig, **fields: object) -> tuple[Reader, Attem
 
 
 # The live run.
+
+
+async def test_a_second_stream_gets_the_log_probabilities_of_the_prompt_if_it_has_no_token() -> None:
+    of_prompt = [TokenLogprobs(ord(letter), -1.0, 1, ()) for letter in "ello"]
+    async with router_rig(prefill(), decode()) as rig:
+        old, attempt = await start_request(rig, max_tokens=3, seed=5, prompt_logprobs=0)
+        assert not rig.store.kept, "another router's flight would not have them"
+        rig.report("d1", attempt, 0, "wo")
+        rig.report("p1", attempt, 0, "w", Outcome.HANDED_OFF, prompt_logprobs=of_prompt)
+        await old.wait_for_tokens(2)
+        assert [type(event) for event in old.events[:3]] == [Accepted, PromptLogprobs, Chunk]
+        new = rig.resume("r")
+        await new.wait_for_tokens(2)
+        behind = rig.resume("r", 1)
+        await behind.wait_for_tokens(1)
+        rig.report("d1", attempt, 2, "r", Outcome.LENGTH)
+        await behind.finished()
+        assert new.events[1] == PromptLogprobs(of_prompt)
+        assert [type(event) for event in behind.events[:2]] == [Accepted, Chunk]
+        for reader in (old, new):
+            with pytest.raises(Cancelled):
+                await reader.finished()
 
 
 async def test_a_second_stream_takes_over_a_live_request() -> None:

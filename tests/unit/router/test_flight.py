@@ -333,6 +333,16 @@ def test_a_decode_leg_that_has_its_prompt_continues_without_its_prefill_node(
         assert [(e.first_index, e.token_ids) for e in tokens if isinstance(e, EmitTokens)] == [(0, (5, 6))]
 
 
+def test_a_prefill_node_is_needed_for_the_log_probabilities_of_the_prompt_whatever_the_decode_node_has() -> None:
+    asked = request()
+    flight = Flight(replace(asked, sampling_params=replace(asked.sampling_params, prompt_logprobs=0)))
+    flight.start()
+    flight.handle(Placed(Placement(prefill("p1"), replace(decode("d1"), on_transfer_failure="recompute"), "because")))
+    flight.handle(Delta("p1.1", RequestDelta(key())))
+    flight.handle(Delta("d1.1", RequestDelta(key(), 0, (10, 11))))
+    assert isinstance(flight.handle(NodeGone("p1.1", "died"))[-1], Place)
+
+
 def lost_until_it_ends(tokens_between: int, *, unrelated: int = 0, taken: bool = True) -> tuple[Flight, int]:
     """Lose the nodes of a flight after this number of tokens, together with others; return the number of losses."""
     flight = Flight(request(max_tokens=1_000_000))

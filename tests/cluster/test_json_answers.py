@@ -13,6 +13,8 @@ import baton
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.text.structural_tags import lark_of_structural_tag
+from tests.support.caller import TokenCount
 from tests.support.http_streams import sse, tokens_of
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.mini_cluster import mini_cluster
@@ -91,6 +93,55 @@ async def test_answers_match_their_pattern_choice_or_grammar(constraint: dict[st
     assert alone.token_ids == tokens_of(events) == whole.token_ids
     streamed = [choice["text"] for _, data in events if data != "[DONE]" for choice in data["choices"]]
     assert "".join(streamed) == alone.text
+
+
+TAGGED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {
+                "type": "tag",
+                "begin": "<think>",
+                "content": {"type": "regex", "pattern": "([a-z]{1,9} ){90}"},
+                "end": "</think>",
+            },
+            {
+                "type": "triggered_tags",
+                "triggers": ["<f="],
+                "tags": [
+                    {
+                        "begin": "<f=sum>",
+                        "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                        "end": "</f>",
+                    }
+                ],
+                "at_least_one": True,
+                "stop_after_first": True,
+            },
+        ],
+    },
+}
+
+
+async def test_a_structural_tag_goes_on_with_the_same_tokens_when_its_node_is_lost() -> None:
+    grammar = lark_of_structural_tag(json.dumps(TAGGED), "response_format")
+    ask = GenerateRequest(PROMPT, seed=6, n=2, grammar=grammar, max_tokens=500, temperature=1.0, top_k=-1)
+    async with mini_cluster(make_runner, DEMO_MODEL, decode=2) as cluster:
+        undisturbed = await cluster.generate(ask)
+        await cluster.wait_until_idle()
+        count = TokenCount()
+        answering = asyncio.create_task(cluster.generate(ask, on_event=count))
+        await count.wait_for_tokens(20, num_sequences=2)
+        (lost,) = (name for name in ("decode-0", "decode-1") if cluster.nodes[name].num_blocks_in_use)
+        assert max(count.by_sequence.values()) < len(undisturbed.token_ids) / 2
+        await cluster.nodes[lost].end()
+        answer = await answering
+    assert (answer.end.path.attempts, answer.end.path.decode_node == lost) == (2, False)
+    for index in range(2):
+        assert answer.sequence(index).token_ids == undisturbed.sequence(index).token_ids
+        assert answer.sequence(index).indices == list(range(len(answer.sequence(index).token_ids)))
+        assert re.fullmatch(r"<think>([a-z]{1,9} ){90}</think><f=sum>-?\d+</f>", answer.sequence(index).text)
 
 
 async def test_any_json_object_may_be_asked_for() -> None:

@@ -89,10 +89,15 @@ class LarkGrammar:
             return Part(f"({part.text}){often}", is_regular=True, is_single=False)
         return Part(f"({part.text}){often}", is_regular=False)
 
-    def text_until(self, ends: Sequence[str]) -> Part:
-        """Any text up to the first of these texts, and that text."""
-        until = self.sequence([ANY_TEXT, self.choice([literal(end) for end in ends])])
-        return self._defined("lazy", f"[lazy]: {until.text}")
+    def shared(self, part: Part) -> Part:
+        """The same part by a name, so that the grammar does not grow with each use of it."""
+        if part.is_regular:
+            return Part(self._defined("TERMINAL", f": {part.text}").text, is_regular=True)
+        return self._defined("rule", f": {part.text}")
+
+    def text_until(self, end: Part) -> Part:
+        """Any text up to the first place at which this regular part fits, and what fits there."""
+        return self._defined("lazy", f"[lazy]: {self.sequence([ANY_TEXT, end]).text}")
 
     def json(self, schema: str) -> Part:
         """JSON that fits a schema."""

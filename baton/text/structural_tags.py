@@ -20,7 +20,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.text.closed_objects import without_extra_keys
-from baton.text.lark_parts import ANY_TEXT, LarkGrammar, Part, literal, pattern
+from baton.text.lark_parts import ANY_TEXT, EMPTY, LarkGrammar, Part, literal, pattern
 from baton.text.schema_compiling import JSON_OPTIONS, parse_schema
 
 _MAX_REPETITIONS = 1_000_000
@@ -34,6 +34,7 @@ class _Ends:
     """Where a format ends: before one of these texts, or, if there are none, at the end of the output."""
 
     texts: tuple[str, ...] = ()
+    part: Part = EMPTY
 
 
 _OUTPUT_END = _Ends()
@@ -162,21 +163,21 @@ class _Compiler:
         return self._closed(self.grammar.repeated(content, least, most), ends)
 
     def _tag(self, node: Node, place: str, ends: _Ends | None) -> Part:
-        return self._closed_tag(node, place, ends)
+        begin, rest = self._opened_tag(node, place, ends)
+        return self.grammar.sequence([literal(begin), rest])
 
-    def _closed_tag(self, node: Any, place: str, ends: _Ends | None, skipped: int = 0) -> Part:
-        """A tag without the first `skipped` characters of its beginning."""
+    def _opened_tag(self, node: Any, place: str, ends: _Ends | None) -> tuple[str, Part]:
+        """The beginning of a tag, and what comes behind it."""
         _check_keys(node, place, ("begin", "content", "end"), ("type",))
         _check_only(node, place, type="tag")
-        begin = literal(_string(node["begin"], f"{place}.begin")[skipped:])
-        end = node["end"]
+        begin, end = _string(node["begin"], f"{place}.begin"), node["end"]
         texts = [_string(one, f"{place}.end") for one in (end if isinstance(end, list) and end else [end])]
         if texts == [""]:
-            return self.grammar.sequence([begin, self.part(node["content"], f"{place}.content", ends)])
+            return begin, self.part(node["content"], f"{place}.content", ends)
         if "" in texts:
             raise InvalidRequest(f"{place}.end", "must have no empty text beside others")
-        content = self.part(node["content"], f"{place}.content", _Ends(tuple(texts)))
-        return self._closed(self.grammar.sequence([begin, content]), ends)
+        own_ends = _Ends(tuple(texts), self.grammar.shared(self.grammar.choice([literal(text) for text in texts])))
+        return begin, self._closed(self.part(node["content"], f"{place}.content", own_ends), ends)
 
     def _triggered_tags(self, node: Node, place: str, ends: _Ends | None) -> Part:
         _check_keys(node, place, ("type", "triggers", "tags"), ("at_least_one", "stop_after_first", "excludes"))
@@ -193,29 +194,32 @@ class _Compiler:
             trigger = next((one for one in triggers if isinstance(begin, str) and begin.startswith(one)), None)
             if trigger is None:
                 raise InvalidRequest(f"{at}.begin", "must begin with one of the triggers")
-            begun[trigger].append(self._closed_tag(tag, at, None, len(trigger)))
-            if must:
-                whole.append(self._closed_tag(tag, at, None))
+            begin, rest = self._opened_tag(tag, at, None)
+            rest = self.grammar.shared(rest)
+            begun[trigger].append(self.grammar.sequence([literal(begin[len(trigger) :]), rest]))
+            whole.append(self.grammar.sequence([literal(begin), rest]))
         if idle := [trigger for trigger, parts in begun.items() if not parts]:
             raise InvalidRequest(f"{place}.triggers", f"has {idle[0][:40]!r}, with which no tag begins")
         if must and once:
             return self._closed(self.grammar.choice(whole), ends)
         later = self.grammar.choice(
             [
-                self.grammar.sequence([self.grammar.text_until([trigger]), self.grammar.choice(parts)])
+                self.grammar.sequence([self.grammar.text_until(literal(trigger)), self.grammar.choice(parts)])
                 for trigger, parts in begun.items()
             ]
         )
-        rest = self._free_text(place, ends)
+        text = self._free_text(place, ends)
         if once:
-            return self.grammar.choice([self._closed(later, ends), rest])
+            return self.grammar.choice([self._closed(later, ends), text])
         first = [self.grammar.choice(whole)] if must else []
-        return self.grammar.sequence([*first, self.grammar.repeated(later, 0, None), rest])
+        return self.grammar.sequence([*first, self.grammar.repeated(later, 0, None), text])
 
     def _tags_with_separator(self, node: Node, place: str, ends: _Ends | None) -> Part:
         _check_keys(node, place, ("type", "tags", "separator"), ("at_least_one", "stop_after_first"))
         tags = enumerate(_list(node, "tags", place))
-        one = self.grammar.choice([self._closed_tag(tag, f"{place}.tags[{number}]", None) for number, tag in tags])
+        one = self.grammar.shared(
+            self.grammar.choice([self._tag(tag, f"{place}.tags[{number}]", None) for number, tag in tags])
+        )
         separator = literal(_string(node["separator"], f"{place}.separator"))
         found = one
         if not _flag(node, "stop_after_first", place):
@@ -229,12 +233,12 @@ class _Compiler:
     def _closed(self, part: Part, ends: _Ends | None) -> Part:
         if ends is None or not ends.texts:
             return part
-        return self.grammar.sequence([part, self.grammar.choice([literal(text) for text in ends.texts])])
+        return self.grammar.sequence([part, ends.part])
 
     def _free_text(self, place: str, ends: _Ends | None) -> Part:
         if ends is None:
             raise InvalidRequest(place, "is free text, so it must be the last of its tag or of the output")
-        return self.grammar.text_until(ends.texts) if ends.texts else ANY_TEXT
+        return self.grammar.text_until(ends.part) if ends.texts else ANY_TEXT
 
     @staticmethod
     def _check_told_apart(triggers: Sequence[str], place: str, ends: _Ends | None) -> None:

@@ -200,6 +200,15 @@ def test_what_is_no_structural_tag_is_refused(text: str, field: str, reason: str
     assert caught.value.field == field
 
 
+def test_a_grammar_does_not_grow_faster_than_its_tag() -> None:
+    many_ends = tag("<a>", either(*[TEXT] * 1000), ["x" * 30] * 1000)
+    nested: dict[str, Any] = const("x" * 1000)
+    for _ in range(4):
+        nested = separated(tag("<", triggered(tag("(", nested, ")"), triggers=("(",), at_least_one=True), ">"))
+    for format_ in (many_ends, nested):
+        assert len(grammar_of(format_)) < 5 * len(json.dumps(format_)) + 1000
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_of_a_vocabulary_are_masked_as_the_text_requires(name: str) -> None:
     """Also where a token reaches over the end of a tag."""

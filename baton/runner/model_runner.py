@@ -96,13 +96,14 @@ class TorchModelRunner:
         chunks = chunks_of(scheduled)
         rows = np.concatenate([batch.logits_rows, *(chunk.rows for chunk in chunks)]) if chunks else None
         num_sampled = batch.logits_rows.size
-        if any(share.state.embeds for share in samplers):
-            computed = self._transformer.compute_with_hidden(batch, rows)
-            logits, of_prompts = computed.logits[:num_sampled], computed.logits[num_sampled:]
-            logits, samplers = _take_embeddings(computed.hidden[:num_sampled], logits, samplers, embeddings, failed)
-        else:
-            logits = self._transformer.compute(batch, rows)
-            logits, of_prompts = logits[:num_sampled], logits[num_sampled:]
+        with self._masks.filling(share.state for share in samplers):
+            if any(share.state.embeds for share in samplers):
+                computed = self._transformer.compute_with_hidden(batch, rows)
+                logits, of_prompts = computed.logits[:num_sampled], computed.logits[num_sampled:]
+                logits, samplers = _take_embeddings(computed.hidden[:num_sampled], logits, samplers, embeddings, failed)
+            else:
+                logits = self._transformer.compute(batch, rows)
+                logits, of_prompts = logits[:num_sampled], logits[num_sampled:]
         prompt_logprobs, faults = take_prompt_logprobs(chunks, of_prompts)
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}

@@ -124,21 +124,22 @@ TAGGED = {
 }
 
 
-async def test_a_structural_tag_goes_on_with_the_same_tokens_when_its_node_is_lost() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_structural_tag_goes_on_with_the_same_tokens_when_its_node_is_lost(n: int) -> None:
     grammar = lark_of_structural_tag(json.dumps(TAGGED), "response_format")
-    ask = GenerateRequest(PROMPT, seed=6, n=2, grammar=grammar, max_tokens=500, temperature=1.0, top_k=-1)
+    ask = GenerateRequest(PROMPT, seed=6, n=n, grammar=grammar, max_tokens=500, temperature=1.0, top_k=-1)
     async with mini_cluster(make_runner, DEMO_MODEL, decode=2) as cluster:
         undisturbed = await cluster.generate(ask)
         await cluster.wait_until_idle()
         count = TokenCount()
         answering = asyncio.create_task(cluster.generate(ask, on_event=count))
-        await count.wait_for_tokens(20, num_sequences=2)
+        await count.wait_for_tokens(20, num_sequences=n)
         (lost,) = (name for name in ("decode-0", "decode-1") if cluster.nodes[name].num_blocks_in_use)
         assert max(count.by_sequence.values()) < len(undisturbed.token_ids) / 2
         await cluster.nodes[lost].end()
         answer = await answering
     assert (answer.end.path.attempts, answer.end.path.decode_node == lost) == (2, False)
-    for index in range(2):
+    for index in range(n):
         assert answer.sequence(index).token_ids == undisturbed.sequence(index).token_ids
         assert answer.sequence(index).indices == list(range(len(answer.sequence(index).token_ids)))
         assert re.fullmatch(r"<think>([a-z]{1,9} ){90}</think><f=sum>-?\d+</f>", answer.sequence(index).text)

@@ -19,6 +19,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
+from baton.runner.execution.token_masks import TokenMasks
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.testing.fake_clock import FakeClock
@@ -183,6 +184,7 @@ def test_batching_preemption_and_asynchronous_scheduling_change_no_token(
     cramped = load_runner(
         model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=24, host_cache_bytes=100 * block_bytes
     )
+    cramped._masks = TokenMasks(VOCAB, least_beside=1)  # all steps' masks by the second thread
     engine = Engine(cramped, grammars, ahead, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)
     assert engine.run(*sampled) == alone
     assert engine.core.make_stats().num_preemptions_by_mode[mode] > 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +14,50 @@ from baton.runner.execution.input_batch import RequestState
 
 Masks = dict[str, npt.NDArray[np.int32]]
 
+_LEAST_BESIDE = 8
+"""Fewer masks take no longer than handing them to a second thread, within the variation of a step."""
+
 
 class TokenMasks:
     """Fills masks from the requests' matchers. Requests without a grammar cost nothing."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, least_beside: int = _LEAST_BESIDE) -> None:
+        """`least_beside`: the least number of masks for which another thread pays."""
+        self._least_beside = least_beside
         self._rows = np.zeros((0, -(-vocab_size // 32)), dtype=np.int32)
+        self._filled: tuple[Masks, dict[str, BatonError]] | None = None
+        """What was filled beside the step and `fill` has not returned."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-masks")
+        """Starts when it is first needed, and ends with this object."""
+
+    @contextmanager
+    def filling(self, samplers: Iterable[RequestState]) -> Iterator[None]:
+        """While the block computes a step, fill the masks that the next call of `fill` returns, for the same requests.
+
+        The block must not change them. Matchers and the model's kernels compute without the interpreter's lock.
+        """
+        self._filled = None
+        constrained = [state for state in samplers if state.sampling_params.has_grammar]
+        if len(constrained) < self._least_beside:
+            yield
+            return
+        filling = self._thread.submit(self._fill, constrained)
+        try:
+            yield
+        finally:
+            # Nobody may use the matchers until the thread is done with them. An error of the block is raised first.
+            filling.exception()
+        self._filled = filling.result()
 
     def fill(self, samplers: Iterable[RequestState]) -> tuple[Masks, dict[str, BatonError]]:
         """The masks by request id, valid until the next call; and the errors of requests that could not get one."""
+        filled, self._filled = self._filled, None
+        if filled is not None:
+            return filled
         constrained = [state for state in samplers if state.sampling_params.has_grammar]
-        if not constrained:
-            return {}, {}
+        return self._fill(constrained) if constrained else ({}, {})
+
+    def _fill(self, constrained: Sequence[RequestState]) -> tuple[Masks, dict[str, BatonError]]:
         if len(constrained) > len(self._rows):
             self._rows = np.zeros((len(constrained), self._rows.shape[1]), dtype=np.int32)
         masks: Masks = {}

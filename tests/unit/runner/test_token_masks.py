@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -119,3 +120,71 @@ def test_each_request_has_a_mask_of_its_own_and_fails_alone() -> None:
 
 def test_without_constrained_requests_there_is_nothing_to_fill() -> None:
     assert TokenMasks(VOCAB).fill([state("plain", None, SamplingParams())]) == ({}, {})
+
+
+def test_masks_are_filled_beside_the_step() -> None:
+    """By a thread that has not begun before the block, and is done behind it."""
+    masks = TokenMasks(VOCAB, least_beside=2)
+    good = state("good", FakeMatcher([{7}, {8}, {9}], EOS))
+    complex_ = state("complex", FakeMatcher([{7}, {8}], EOS, too_complex_at=1))
+    begun, computed = threading.Event(), threading.Event()
+    waiting = state("waiting", WaitingMatcher(begun, computed))
+    requests = [good, state("plain", None, SamplingParams()), complex_, waiting]
+    with masks.filling(requests):
+        assert begun.wait(30), "another thread fills"
+        computed.set()
+    filled, faults = masks.fill(requests)
+    assert {name: row.tolist() for name, row in filled.items()} == {
+        "good": mask_of({8}).tolist(),
+        "waiting": mask_of({8}).tolist(),
+    }
+    assert set(faults) == {"complex"}
+    # Further positions of the same step, as of a draft that is right, are filled where they are asked for.
+    good.append_token(8)
+    assert masks.fill([good])[0]["good"].tolist() == mask_of({9}).tolist()
+
+
+def test_a_step_that_fails_leaves_no_matcher_in_use() -> None:
+    masks = TokenMasks(VOCAB, least_beside=2)
+    begun, computed = threading.Event(), threading.Event()
+    matcher = WaitingMatcher(begun, computed)
+    requests = [state("waiting", matcher), state("other", FakeMatcher([{7}, {8}], EOS))]
+
+    def fail() -> None:
+        with masks.filling(requests):
+            assert begun.wait(30)
+            computed.set()
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert matcher.is_done
+    requests[1].append_token(8)
+    assert masks.fill(requests[1:])[0]["other"].tolist() == mask_of(EOS).tolist(), "nothing is left of that step"
+
+
+def test_an_error_of_the_thread_is_that_of_the_step() -> None:
+    masks = TokenMasks(VOCAB, least_beside=2)
+    requests = [state("broken", BrokenMatcher([{7}], EOS)), state("other", FakeMatcher([{7}], EOS))]
+    with pytest.raises(ZeroDivisionError), masks.filling(requests):
+        pass
+
+
+class WaitingMatcher(FakeMatcher):
+    """Takes until the step has been computed."""
+
+    def __init__(self, begun: threading.Event, computed: threading.Event) -> None:
+        super().__init__([{7}, {8}], EOS)
+        self._begun, self._computed = begun, computed
+        self.is_done = False
+
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        self._begun.set()
+        assert self._computed.wait(30)
+        super().fill(mask)
+        self.is_done = True
+
+
+class BrokenMatcher(FakeMatcher):
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        raise ZeroDivisionError

@@ -284,13 +284,13 @@ class Dispatcher:
             request = await self.in_thread(raw.tenant, validate, *args)
         else:
             request = validate(*args)
-        if (constraint := request.sampling_params.constraint) is not None:
-            await self._queued(self._bounded_work.check(constraint, raw.tenant))
         for field, schema in raw.schemas.items():
             try:
                 await self._queued(self._bounded_work.check(Constraint(schema), raw.tenant))
             except InvalidRequest as error:
                 raise InvalidRequest(field, error.reason) from None
+        if (constraint := request.sampling_params.constraint) is not None:
+            await self._queued(self._bounded_work.check(constraint, raw.tenant))
         return request
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:

@@ -17,9 +17,9 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
-from baton.text.reasoning import opens_reasoning
+from baton.text.reasoning import BEGIN, END, opens_reasoning
 from baton.text.tool_calls.call_parser import MAX_CALLS
-from baton.text.tool_calls.formats import Tool, ToolFormat
+from baton.text.tool_calls.formats import Tool
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.tools import NamedTool, parameters_field, tools_of
 from router.http.model import ServedModel
@@ -75,6 +75,8 @@ def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
         reasons=reasons,
         is_open=reasons and opens_reasoning(text),
     )
+    # Some models have the markers as special tokens, whose texts are left out otherwise.
+    markers = [*(tool_format.markers if tool_format is not None else ()), *((BEGIN, END) if reasons else ())]
     grammar = None
     if wanted and tool_format is not None:
         demand = tool_format.demand(
@@ -91,7 +93,7 @@ def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
         model.rendered_ids(text),
         parsing,
         grammar,
-        _shown_tokens(tool_format, model),
+        model.special_ids(markers) if markers else (),
         {parameters_field(place): tool.parameters for place, tool in enumerate(tools)},
     )
 
@@ -119,8 +121,3 @@ def _variables(body: ChatBody) -> Mapping[str, Any]:
     if effort is None:
         return {}
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-
-
-def _shown_tokens(tool_format: ToolFormat | None, model: ServedModel) -> Sequence[int]:
-    """The special tokens that are markers of calls."""
-    return model.special_ids(tool_format.markers) if tool_format is not None and tool_format.markers else ()

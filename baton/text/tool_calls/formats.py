@@ -16,7 +16,7 @@ from baton.errors import InvalidRequest
 from baton.text.closed_objects import without_extra_keys
 from baton.text.schema_compiling import JSON_OPTIONS
 from baton.text.tool_calls.call_parser import CallParser
-from baton.text.tool_calls.hermes import HermesParser
+from baton.text.tool_calls.hermes import BEGIN, END, HermesParser
 from baton.text.tool_calls.llama3 import TAG, Llama3Parser
 from baton.text.tool_calls.mistral import ARGUMENTS, CALL_ID, CALLS, MistralParser
 
@@ -67,7 +67,7 @@ class ToolFormat:
     prompt_end: str = ""
     """The markers before the first call that are special tokens, and so are no part of a grammar."""
     markers: Sequence[str] = ()
-    """Texts of special tokens that belong to the format."""
+    """Texts of the format that are special tokens in some models."""
     has_short_ids: bool = False
     """Whether the model's template takes only ids of calls with nine letters and digits."""
 
@@ -115,6 +115,7 @@ _HERMES = ToolFormat(
     head='<tool_call>\n{"name": "NAME", "arguments": ',
     tail="}\n</tool_call>",
     between="\n",
+    markers=(BEGIN, END),
 )
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
@@ -145,6 +146,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         before="<tool_call>[",
         between=", ",
         after="]</tool_call>",
+        markers=(BEGIN, END),
     ),
 }
 """All formats, by the names that `--tool-call-parser` takes."""

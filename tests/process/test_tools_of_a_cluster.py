@@ -1,0 +1,76 @@
+"""A running cluster whose bundled model, which was trained on no tools, is made to call them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from baton.config import bundled_model_dir
+from tests.support.process_cluster import process_cluster
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "paint",
+            "parameters": {
+                "type": "object",
+                "properties": {"color": {"enum": ["red", "blue"]}, "coats": {"type": "integer", "maximum": 9}},
+                "required": ["color", "coats"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "wait"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "paint"}}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    flags = ("--threads", "1", "--tool-call-parser", "smollm2")
+    run_dir = tmp_path_factory.mktemp("cluster") / "run"
+    with (
+        process_cluster(run_dir, bundled_model_dir(), *flags) as cluster,
+        OpenAI(base_url=f"http://{cluster.state.http_address}/v1", api_key="any", max_retries=0) as opened,
+    ):
+        yield opened
+
+
+def asked(client: OpenAI, **fields: Any) -> dict[str, Any]:
+    model = client.models.list().data[0].id
+    hello = [{"role": "user", "content": "hello"}]
+    return {"model": model, "messages": hello, "tools": TOOLS, "max_tokens": 200, "seed": 3, **fields}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_demanded_call_fits_the_schema_of_its_tool_streamed_or_not(client: OpenAI, choice: Any) -> None:
+    fields = asked(client, tool_choice=choice, parallel_tool_calls=False)
+    whole = client.chat.completions.create(**fields).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.tool_calls is not None
+    (call,) = whole.message.tool_calls
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "paint":
+        assert arguments.keys() == {"color", "coats"}
+        assert arguments["color"] in ("red", "blue")
+    else:
+        assert (choice, call.function.name, arguments) == ("required", "wait", {})
+    with client.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls is not None
+    (again,) = streamed.message.tool_calls
+    assert again.type == "function"
+    assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
+
+
+def test_a_schema_that_is_none_is_refused_although_it_demands_nothing(client: OpenAI) -> None:
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "nonsense"}}}}}]
+    with pytest.raises(openai.BadRequestError, match="nonsense") as caught:
+        client.chat.completions.create(**asked(client, tools=bad))
+    assert caught.value.param == "tools[0].function.parameters"

@@ -350,10 +350,12 @@ class Placer:
         if prompt is None:
             prompt = self._prompts[request.request_id] = self._prompt_keys(request)
         costs = self._table.costs(able)
+        # A prompt whose log-probabilities are wanted is computed as a whole.
+        uses_cache = request.sampling_params.prompt_logprobs is None
         return PlacementQuery(
             demand=demand,
             costs=costs,
-            cached=self._caches.cached_by_scheme(prompt, self._table.key_schemes),
+            cached=self._caches.cached_by_scheme(prompt, self._table.key_schemes) if uses_cache else {},
             level=_level(request, waited_s),
             alone_tokens=0 if self._settings.require_disaggregation else self._settings.alone_tokens,
             passed_over=self._passed_over(costs, now),

@@ -189,6 +189,8 @@ def test_a_long_prompt_that_a_decode_node_has_cached_stays_there() -> None:
     assert names(fleet.choose(prompt))[0] == "p1"
     fleet.has_cached("d2", prompt)
     assert names(fleet.choose(prompt)) == (None, "d2")
+    whole = SamplingParams(max_tokens=64, prompt_logprobs=0)
+    assert names(fleet.choose(prompt, sampling_params=whole))[0] == "p1", "its cache is of no use"
 
 
 def test_a_burst_is_spread_before_any_node_reports() -> None:

@@ -1,0 +1,169 @@
+"""Speculation changes no bit: tokens, log-probabilities and ends are those of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.speculation.stats import SpecDecodingStats
+from baton.messages.node import Outcome
+from baton.messages.sampling import SamplingParams, TokenLogprobs
+from baton.messages.speculation import SpeculationConfig
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_grammar import FakeMatcher
+from tests.support.tiny_models import TINY_MODELS
+
+LENGTH = 40
+VOCABULARY = 256
+LOOP = [7, 8, 9, 10, 11, 12] * 4
+FORCED = [[(5 * place + 3) % VOCABULARY] if place % 6 < 4 else range(0, VOCABULARY, 3) for place in range(LENGTH)]
+"""A grammar that forces four tokens of six."""
+PROMPTS: Mapping[str, Sequence[int]] = {
+    "greedy": LOOP,
+    "drawn": [(3 * place + 1) % 250 for place in range(19)],
+    "penalised": [4, 4, 5, 5, *LOOP],
+    "stops": LOOP[2:],
+    "forced": [1, 2, 3],
+}
+PARAMS: Mapping[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH, logprobs=2),
+    "drawn": SamplingParams(temperature=0.9, top_p=0.9, seed=21, max_tokens=LENGTH, logprobs=4),
+    "penalised": SamplingParams(
+        temperature=0.6,
+        top_k=20,
+        seed=3,
+        repetition_penalty=1.2,
+        frequency_penalty=0.4,
+        presence_penalty=0.2,
+        logit_bias={9: 1.5},
+        allowed_token_ids=tuple(range(200)),
+        max_tokens=LENGTH,
+        logprobs=1,
+    ),
+    "stops": SamplingParams(
+        temperature=0.8, seed=8, min_tokens=11, stop_token_ids=frozenset(range(0, VOCABULARY, 7)), max_tokens=LENGTH
+    ),
+    "forced": SamplingParams(temperature=0.0, json_schema="{}", max_tokens=LENGTH, logprobs=3),
+}
+
+
+@dataclass
+class Result:
+    """What a client gets of one request."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    outcome: Outcome | None = None
+
+
+Draft = Callable[[Sequence[int]], Sequence[int]]
+"""Drafts from the tokens that plain decoding generates next."""
+
+
+def generate(
+    runner: TorchModelRunner,
+    names: Sequence[str],
+    speculation: SpeculationConfig | None = None,
+    drafts: Mapping[str, Draft] | None = None,
+    expected: Mapping[str, Result] | None = None,
+    without: Sequence[str] = (),
+) -> tuple[dict[str, Result], SpecDecodingStats]:
+    """Run requests as one batch, prompts in chunks of 9 tokens, with an engine that drafts, or with given drafts."""
+    config = SchedulerConfig(
+        num_blocks=runner.memory.num_blocks,
+        block_size=runner.layout.block_size,
+        windows=runner.layout.windows,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        long_prefill_token_threshold=9,
+        enable_prefix_caching=False,
+        speculation=speculation,
+    )
+    core = EngineCore(Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), SystemClock()), runner)
+    results = {name: Result([], []) for name in names}
+    for name in names:
+        params = replace(PARAMS[name], speculation=name not in without)
+        core.add_request(Request(name, PROMPTS[name], params))
+        if params.has_grammar:
+            core.grammar_compiled(name, [FakeMatcher(FORCED, range(VOCABULARY))])
+    while core.has_work():
+        if drafts is not None and expected is not None:
+            core.scheduler.update_draft_token_ids(
+                {
+                    name: draft(expected[name].token_ids[len(results[name].token_ids) :])
+                    for name, draft in drafts.items()
+                }
+            )
+        for client in core.step().values():
+            for output in client.outputs:
+                assert output.error is None
+                result = results[output.request_id]
+                result.token_ids += output.new_token_ids
+                result.logprobs += output.new_logprobs
+                result.outcome = output.outcome
+    stats = core.make_stats()
+    assert stats.free_blocks == stats.total_blocks
+    return results, stats.spec_decoding
+
+
+def random_drafts(seed: int) -> Draft:
+    chance = random.Random(seed)
+
+    def draft(to_come: Sequence[int]) -> Sequence[int]:
+        count = chance.randint(0, 9)
+        return [token_id if chance.random() < 0.8 else chance.randrange(VOCABULARY) for token_id in to_come[:count]]
+
+    return draft
+
+
+def lying_drafts(to_come: Sequence[int]) -> Sequence[int]:
+    """More than there is room for, and no tokens of the model."""
+    return [*to_come[:3], *[999, -5] * 100]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=TINY_MODELS)
+def runner(request: pytest.FixtureRequest, dtype: str, tmp_path: Path) -> TorchModelRunner:
+    write_random_model(tmp_path, TINY_MODELS[request.param], 0)
+    runner = load_runner(tmp_path, dtype=dtype, num_blocks=160, block_size=8)
+    assert runner.model.bit_exact
+    return runner
+
+
+def test_speculation_changes_no_bit(runner: TorchModelRunner) -> None:
+    names = list(PROMPTS)
+    plain: dict[str, Result] = {}
+    for name in names:
+        plain |= generate(runner, [name])[0]
+    assert {result.outcome for result in plain.values()} >= {Outcome.LENGTH}
+
+    # Drafts of the engine's own: of one request alone, of all, and of some beside mates without.
+    for name in names:
+        assert generate(runner, [name], SpeculationConfig(prompt_lookup_min=1))[0] == {name: plain[name]}
+    found, stats = generate(runner, names, SpeculationConfig(prompt_lookup_min=1))
+    assert found == plain
+    assert stats.num_accepted_tokens > 0  # how many are drafted depends on the time that steps take
+    assert generate(runner, names, SpeculationConfig(prompt_lookup_min=2), without=["greedy", "forced"])[0] == plain
+
+    # Drafts from elsewhere: right, partly right, and impossible.
+    perfect: dict[str, Draft] = dict.fromkeys(names, lambda to_come: to_come[:12])
+    found, stats = generate(runner, names, None, perfect, plain)
+    assert found == plain
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > LENGTH
+    mixed = {name: random_drafts(seed) for seed, name in enumerate(names[:4])}
+    assert generate(runner, names, None, mixed, plain)[0] == plain
+    assert generate(runner, names, None, dict.fromkeys(names, lying_drafts), plain)[0] == plain

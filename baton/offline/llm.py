@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 import numpy as np
 
+from baton.engine.speculation.stats import SpecDecodingStats
 from baton.errors import BatonError, ConfigError, InvalidRequest
 from baton.messages.generation import GenerateRequest
 from baton.models.resolve import with_model_directory
@@ -163,6 +164,11 @@ class LLM:
             return GenerateRequest(_checked_prompt(listed[place]), embeds=True)
 
         return self._run(len(listed), request, lambda place, one: _embedded(one), use_tqdm=use_tqdm)
+
+    @property
+    def spec_decoding(self) -> SpecDecodingStats:
+        """What became of the drafts of all calls so far (setting `speculative_config`)."""
+        return self._engine.scheduler.make_stats().spec_decoding
 
     def close(self) -> None:
         """End the engine's thread and free the KV cache; later calls raise ConfigError. Idempotent."""

@@ -11,6 +11,9 @@ from baton.cli.bench.load_options import DtypeOption, ShapeOption
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 from baton.config.kinds import KVCacheDtype
+from baton.errors import ConfigError
+from baton.messages.speculation import SpeculationConfig
+from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
     from baton.bench.micro.engine import EngineReport
@@ -29,6 +32,14 @@ def engine(
     ] = False,
     context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
     steps: Annotated[int, typer.Option(help="Decode steps at each batch size; medians are shown.", min=6)] = 48,
+    speculative: Annotated[
+        str,
+        typer.Option(
+            help='Measure instead what drafts save, such as \'{"method": "ngram"}\' (--speculative-config of nodes).',
+            metavar="JSON",
+            callback=_checked_speculation,
+        ),
+    ] = "",
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -38,12 +49,18 @@ def engine(
     reads with the same threads measure the bandwidth before and after each round. SHARE is floor divided by step: 1 is
     the optimum. Prefill is compared with the best matrix product of torch or Baton over several shapes, measured
     before and after each prompt. Run it on an otherwise idle machine.
+
+    With --speculative chats of several kinds are decoded alone, with drafts and without by turns: ACCEPTED is the
+    number of tokens that a step with a draft yields, RATIO how many times as fast decoding is.
     """
     from baton.bench.results.host import set_compute_threads, usable_cores
 
     count = threads or usable_cores()
     set_compute_threads(count)
     with chosen_model(model, shape) as chosen:
+        if speculative:
+            _measure_speculation(chosen, dtype, kv_cache_dtype, quantization, speculative, count, output)
+            return
         from baton.bench.micro.engine import EngineBenchConfig, run
 
         config = EngineBenchConfig(
@@ -64,6 +81,58 @@ def engine(
         print_yaml(asdict(report))
     else:
         _print(report)
+
+
+def _checked_speculation(config: str) -> str:
+    if config:
+        try:
+            SpeculationConfig.from_json(config)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from None
+    return config
+
+
+def _measure_speculation(
+    chosen: FoundModel,
+    dtype: str,
+    kv_cache_dtype: str,
+    quantization: str,
+    config: str,
+    threads: int,
+    output: Format,
+) -> None:
+    from baton.bench.micro.speculation import measure
+
+    settings = {
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "quantization": quantization,
+        "dequantize": chosen.dequantize,
+        "speculative_config": config,
+        "threads": threads,
+    }
+    figures = measure(chosen.directory, settings)
+    if output is Format.JSON:
+        print_json([asdict(one) for one in figures])
+    elif output is Format.YAML:
+        print_yaml([asdict(one) for one in figures])
+    else:
+        print_table(
+            ["TEXT", "TOKENS", "ACCEPTED", "TOKENS/S", "PLAIN", "RATIO", "P10", "P90"],
+            [
+                [
+                    one.workload,
+                    str(one.num_tokens),
+                    f"{one.acceptance_length:.2f}",
+                    f"{one.tokens_per_s:.1f}",
+                    f"{one.plain_tokens_per_s:.1f}",
+                    f"{one.ratio:.2f}",
+                    f"{one.ratio_p10:.2f}",
+                    f"{one.ratio_p90:.2f}",
+                ]
+                for one in figures
+            ],
+        )
 
 
 def _print(report: EngineReport) -> None:

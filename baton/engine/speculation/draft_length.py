@@ -6,8 +6,8 @@ import math
 
 _MEMORY = 0.85
 """The weight of earlier drafts against that of one token later."""
-_FIRST_RIGHT, _FIRST_TRIED = 1.5, 2.0
-"""Drafts of which a new sequence is assumed to have had so many right."""
+_FIRST_TRIED = 2.0
+"""The weight of what is assumed of a new sequence, in drafted tokens."""
 
 
 class DraftLength:
@@ -18,11 +18,14 @@ class DraftLength:
     token is worth its price, drafting pauses, each time for twice as long.
     """
 
-    def __init__(self, most: int, longest_pause: int) -> None:
-        """At most `most` tokens a draft. After at most `longest_pause` steps without one, a token is drafted again."""
+    def __init__(self, most: int, longest_pause: int, assumed_share: float) -> None:
+        """At most `most` tokens a draft. After at most `longest_pause` steps without one, a token is drafted again.
+
+        `assumed_share`: the share of drafted tokens that are assumed to be right, until some have been verified.
+        """
         self._most = most
         self._longest_pause = longest_pause
-        self._right = _FIRST_RIGHT
+        self._right = assumed_share * _FIRST_TRIED
         self._tried = _FIRST_TRIED
         self._pause = 0
         self._num_to_skip = 0

@@ -32,6 +32,8 @@ class NgramDrafter:
         self._least = least
         self._most = most
         self._tokens = array("i")
+        self.num_matched = 0
+        """How many tokens the place of the last draft has in common with the end of the text."""
         self._num_indexed = 0
         """How many leading tokens have been entered into the table, each with those before it."""
         self._latest = array("i")
@@ -60,6 +62,7 @@ class NgramDrafter:
             candidate = self._earlier[candidate % WINDOW]
         if place < 0:
             return ()
+        self.num_matched = longest
         # Where the place and the end overlap, the text repeats itself, and may go on doing so.
         period = end - place
         return [tokens[place + offset % period] for offset in range(most)]

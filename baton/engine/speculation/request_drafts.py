@@ -14,8 +14,13 @@ from baton.messages.speculation import SpeculationConfig
 _PAUSE_OF_GRAMMAR = 4
 """The most tokens after which a grammar is asked again what it forces. What it forces is nearly always right, and may
 begin at any token."""
+_SHARE_OF_GRAMMAR = 0.9
+"""The share of forced tokens that are assumed to be right: the same text may be written with other tokens."""
 _PAUSE_OF_TEXT = 128
 """The most tokens without a draft from the text, after the last ones were wrong."""
+_SHARES_OF_TEXT = ((8, 0.85), (5, 0.6), (0, 0.35))
+"""The share of drafts from the text that are assumed to be right, by the least number of tokens that have occurred
+before: the more, the likelier does the same follow. Each kind is adapted by itself."""
 
 
 class RequestDrafts:
@@ -27,11 +32,14 @@ class RequestDrafts:
         self._grammar: Drafter | None = None
         if request.matchers:
             self._grammar = ForcedDrafter(request.matchers[0], request.output_token_ids)
-        self._text: Drafter | None = None
+        self._text: NgramDrafter | None = None
         if config.method == "ngram":
             self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-        self._grammar_length = DraftLength(most, _PAUSE_OF_GRAMMAR)
-        self._text_length = DraftLength(most, _PAUSE_OF_TEXT)
+        self._most = most
+        self._grammar_length = DraftLength(most, _PAUSE_OF_GRAMMAR, _SHARE_OF_GRAMMAR)
+        self._text_lengths = [DraftLength(most, _PAUSE_OF_TEXT, share) for _, share in _SHARES_OF_TEXT]
+        self._text_length = self._text_lengths[0]
+        """That of the draft from the text."""
         self._num_followed = 0
         self._num_forced = 0
         """How many forced tokens to ask the grammar for."""
@@ -49,8 +57,11 @@ class RequestDrafts:
         if self._text is not None:
             self._text.extend(request.token_ids(self._num_followed, request.num_tokens))
             self._num_followed = request.num_tokens
-            most = self._text_length.next(price)
-            self._repeated = self._text.draft(most) if most else ()
+            self._repeated = self._text.draft(self._most)
+            if self._repeated:
+                kind = next(kind for kind, (least, _) in enumerate(_SHARES_OF_TEXT) if self._text.num_matched >= least)
+                self._text_length = self._text_lengths[kind]
+                self._repeated = self._repeated[: self._text_length.next(price)]
         self._num_forced = self._grammar_length.next(price) if self._grammar is not None else 0
         return bool(self._num_forced or self._repeated)
 

@@ -106,7 +106,7 @@ def test_a_grammar_that_fails_drafts_nothing() -> None:
 
 
 def test_drafts_grow_while_they_are_right() -> None:
-    length, lengths = DraftLength(16, 64), list[int]()
+    length, lengths = DraftLength(16, 64, 0.75), list[int]()
     for _ in range(8):
         lengths.append(length.next(0.05))
         length.verified(lengths[-1], lengths[-1], 0.05)
@@ -116,7 +116,7 @@ def test_drafts_grow_while_they_are_right() -> None:
 
 
 def test_drafting_pauses_longer_and_longer_while_drafts_are_wrong() -> None:
-    length, at = DraftLength(16, 64), list[int]()
+    length, at = DraftLength(16, 64, 0.75), list[int]()
     for step in range(400):
         count = length.next(0.05)
         if count:
@@ -129,7 +129,7 @@ def test_drafting_pauses_longer_and_longer_while_drafts_are_wrong() -> None:
 
 
 def test_drafting_resumes_when_drafts_are_right_again() -> None:
-    length = DraftLength(16, 64)
+    length = DraftLength(16, 64, 0.75)
     for _ in range(200):
         count = length.next(0.05)
         if count:
@@ -143,8 +143,8 @@ def test_drafting_resumes_when_drafts_are_right_again() -> None:
 
 
 def test_dear_rows_make_short_drafts() -> None:
-    assert DraftLength(16, 64).next(0.9) == 1
-    assert DraftLength(16, 64).next(1.0) == 0
+    assert DraftLength(16, 64, 0.75).next(0.9) == 1
+    assert DraftLength(16, 64, 0.75).next(1.0) == 0
 
 
 def test_the_price_of_a_row_is_its_share_of_a_tokens_cost() -> None:

@@ -25,7 +25,7 @@ _CODE = """def total_price(items, tax_rate):
     for item in items:
         price = item["price"]
         quantity = item["quantity"]
-        subtotal += price * quantity
+        subtotl += price * quantity
     tax = subtotal * tax_rate
     return subtotal + tax
 """
@@ -67,7 +67,10 @@ class _Workload:
 _WORKLOADS = (
     _Workload(
         "code edit",
-        [f"Rewrite this code with a docstring for the function. Answer with the whole code.\n\n```python\n{_CODE}```"],
+        [
+            "Fix the typo in this code: subtotl should be subtotal. Write out the complete code.\n\n"
+            f"```python\n{_CODE}```"
+        ],
     ),
     _Workload("extraction", [f"Repeat the following text word for word, and add nothing:\n\n{_TEXT}"]),
     _Workload("records", ["Copy these records as JSON, one object a line:\n" + "\n".join(map(json.dumps, _RECORDS))]),

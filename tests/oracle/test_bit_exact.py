@@ -32,6 +32,8 @@ LENGTH = 300
 """Long enough that torch splits elementwise work over two threads (from 32768 elements on)."""
 CACHED = 160
 """Tokens whose KV comes from a cached prefix, or from another runner."""
+SHARED_BY_ALL = 64
+"""Tokens that all sequences share which share any; some of them share CACHED."""
 MOST_MATES = 31
 
 ODD_WIDTHS = {**TINY_MODELS["llama"], "intermediate_size": 120, "head_dim": 24}
@@ -131,6 +133,14 @@ class Run:
                 return logits
             assert logits.shape[0] == 0
 
+    def step(self, states: Sequence[RequestState]) -> npt.NDArray[np.float32]:
+        """Compute the next token of each sequence in one step; returns their logits."""
+        step = [Scheduled(state, 1) for state in states]
+        batch = flatten(step, self.transformer.layout, self.transformer.row_quantum)
+        logits = self.transformer.compute(batch, np.arange(len(step)))
+        self._commit(step)
+        return logits
+
     @staticmethod
     def _commit(step: Sequence[Scheduled]) -> None:
         for done in step:
@@ -212,11 +222,26 @@ def assert_interruptions_change_no_bit(run: Run, expected: Bits) -> tuple[list[i
     return cached, tail
 
 
+def assert_sharing_changes_no_bit(run: Run, cached: list[int], tail: Bits) -> None:
+    """Assert that sequences have the main one's bits when they decode in one step behind the same cached blocks.
+
+    They are at different positions, so that no two rows are the same, and share more and fewer blocks.
+    """
+    fewer = cached[: len(cached) * SHARED_BY_ALL // CACHED]
+    states = [run.state("main", shared=blocks) for blocks in (cached, fewer, cached, cached, fewer)]
+    for ahead, state in enumerate(states):
+        run.compute(state, [LENGTH], until=CACHED + 7 * ahead + 1)
+    for _ in range(20):
+        at = [state.num_computed_tokens - CACHED for state in states]
+        assert same_bits(run.step(states), tail.logits[at]), f"beside sequences that share blocks, {at[0]} behind them"
+
+
 def assert_continued_alike(run: Run, other: Run, cached: list[int], tail: Bits) -> None:
     """Assert that another runner, which gets the blocks of a prefix, computes the bits of what comes behind them."""
     moved = other.state("main").block_table[: len(cached)].tolist()
     other.kv_blocks[moved] = run.kv_blocks[cached]
     assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+    assert_sharing_changes_no_bit(other, moved, tail)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -238,6 +263,7 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str, 
         assert same_bits(run.draw(run.state("main"), chunk), expected.logits[-1:]), f"drawn after chunks of {chunk}"
 
     cached, tail = assert_interruptions_change_no_bit(run, expected)
+    assert_sharing_changes_no_bit(run, cached, tail)
 
     other, reason = load(models, name, dtype, num_threads=2, cache_dtype=cache_dtype)
     assert reason is None

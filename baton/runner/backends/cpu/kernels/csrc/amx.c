@@ -298,6 +298,11 @@ TARGET static void attention_bfloat16_and_release(const void *job, size_t task, 
     release();
 }
 
+TARGET static void shared_attention_bfloat16_and_release(const void *job, size_t task, void *scratch) {
+    shared_attention_bfloat16(job, task, scratch);
+    release();
+}
+
 /* Linux lets a process use the tiles only after it has requested permission. */
 static int supported(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
@@ -309,7 +314,7 @@ static int supported(void) {
 
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {linear_float8_float32, linear_float8_and_release},
-    {attention_float32, attention_bfloat16_and_release},
+    {attention_float32, attention_bfloat16_and_release}, {shared_attention_float32, shared_attention_bfloat16_and_release},
     {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, STEP_PAIRS, BLOCK_ROWS, 512, 1,
     &quantized_avx512_vnni};
 #endif

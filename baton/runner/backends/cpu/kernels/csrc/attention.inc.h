@@ -10,7 +10,8 @@
  * Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). Tiles begin at absolute multiples of KEY_TILE, a
  * key's lane is its position modulo 16, and a tile changes a row's state only by the keys that the row sees. So the arithmetic of
  * a row is a function of its query and its own keys: other rows, the bounds of the chunk, the block size and the placement of
- * blocks only decide what is computed beside it. Memory behind a request's keys never enters a sum.
+ * blocks only decide what is computed beside it. Memory behind a request's keys never enters a sum. So rows of several requests can
+ * attend to a tile together, too, where these share it (sharing.c, shared_attention.inc.h).
  */
 #define LOG2_E 1.44269504f
 #define REFERENCE_SLACK 8.0f
@@ -134,11 +135,12 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
     }
 }
 
-INLINE void prepare_queries(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
-                            struct attention_state *state, int64_t first_row) {
-    const size_t dim = (size_t)call->key_dim, size = dtype == DTYPE_FLOAT32 ? 4 : 2;
-    const size_t items = dtype == DTYPE_FLOAT32 ? dim : state->query_dim / 2 * ROW_ITEMS_PER_PAIR;
-    size_t row = 0;
+/* Converts the queries of a task to the rows from a row on, and returns their number. */
+INLINE size_t prepare_queries(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
+                              struct attention_state *state, size_t row) {
+    const size_t dim = (size_t)call->key_dim, items = dtype == DTYPE_FLOAT32 ? dim : state->query_dim / 2 * ROW_ITEMS_PER_PAIR;
+    const int64_t first_row = call->query_start[task->seq] + task->token_start;
+    const size_t before = row;
     for (int64_t token = 0; token < task->token_count; token++)
         for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
             size_t from = (size_t)((first_row + token) * call->query_stride) + (size_t)(task->head_start + head) * dim;
@@ -150,16 +152,33 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
                 widen_row(to, (const uint16_t *)call->query + from, dim);
             }
         }
+    return row - before;
+}
+
+/* The state of rows that have seen no key yet. */
+INLINE void start_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, size_t rows) {
+    const size_t dim = (size_t)call->key_dim, size = dtype == DTYPE_FLOAT32 ? 4 : 2;
     if (state->query_dim > dim) /* scratch may have NaN or infinity, and zero times that is not zero */
         for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
             memset((char *)state->keys + (panel * state->query_dim + dim) * LANES * size, 0, (state->query_dim - dim) * LANES * size);
-#ifdef FEW_SCORES
-    for (int64_t kv = 0; dtype == DTYPE_BFLOAT16 && state->few && kv < task->kv_count; kv++)
-        transpose_query(state, kv, (size_t)task->head_count);
-#endif
-    memset(state->output, 0, row * state->out_stride * sizeof(float));
-    memset(state->sum, 0, row * LANES * sizeof(float));
-    for (size_t r = 0; r < row; r++) state->reference[r] = -INFINITY;
+    memset(state->output, 0, rows * state->out_stride * sizeof(float));
+    memset(state->sum, 0, rows * LANES * sizeof(float));
+    for (size_t row = 0; row < rows; row++) state->reference[row] = -INFINITY;
+}
+
+/* Saves the states of a task's rows after shared attention, or goes on with those that were saved. */
+INLINE void exchange_states(const struct attention_job *job, const struct attention_task *task, struct attention_state *state, size_t row,
+                            const int save) {
+    const size_t floats = state_floats(job->call->value_dim);
+    const int64_t first = job->sharing->place[task->seq] + task->token_start;
+    for (int64_t token = first; token < first + task->token_count; token++)
+        for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
+            float *saved = job->sharing->states + (size_t)(token * job->call->heads + task->head_start + head) * floats;
+            float *parts[] = {state->output + row * state->out_stride, state->sum + row * LANES, state->reference + row};
+            const size_t sizes[] = {state->out_stride, LANES, 1};
+            for (int i = 0; i < 3; saved += sizes[i++])
+                memcpy(save ? saved : parts[i], save ? parts[i] : saved, sizes[i] * sizeof(float));
+        }
 }
 
 INLINE void store_outputs(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
@@ -188,9 +207,8 @@ INLINE void store_outputs(const enum dtype dtype, const struct attention_call *c
         }
 }
 
-INLINE void attend(const enum dtype dtype, const struct attention_job *job, size_t index, void *scratch) {
-    const struct attention_call *call = job->call;
-    const struct attention_task *task = &job->tasks[index];
+/* The state of a task whose parts are in the thread's scratch, with keys in panels; the first tile's rows are here. */
+INLINE struct attention_state state_in_scratch(const enum dtype dtype, const struct attention_call *call, void *scratch) {
     struct attention_state state;
     size_t dim = (size_t)call->key_dim, multiple = dtype == DTYPE_BFLOAT16 ? QUERY_MULTIPLE : 1;
     state.query_dim = (dim + multiple - 1) / multiple * multiple;
@@ -206,29 +224,45 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.keys = state.probabilities + SCORE_ROWS * 2 * KEY_TILE;
     state.query = (float *)state.keys + KEY_TILE * padded_columns(call->key_dim);
     state.widened = (char *)((float *)state.query + ATTENTION_ROWS * padded_columns(call->key_dim));
+    state.key_bytes = dim * (size_t)cache_element_size(dtype, call);
+    state.value_bytes = (size_t)call->value_dim * (size_t)cache_element_size(dtype, call);
+    state.few = state.values_as_they_lie = state.here = 0;
+    state.asked = 0;
+    state.line_ahead = 0;
+    return state;
+}
 
+#include "shared_attention.inc.h"
+
+INLINE void attend(const enum dtype dtype, const struct attention_job *job, size_t index, void *scratch) {
+    const struct attention_call *call = job->call;
+    const struct attention_task *task = &job->tasks[index];
+    const int64_t shared_tiles = job->sharing == NULL ? 0 : job->sharing->tiles[task->seq];
+    struct attention_state state = state_in_scratch(dtype, call, scratch);
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];
     int64_t first_row = query_start + task->token_start;
     int64_t first_position = call->seq_lens[task->seq] - (query_end - query_start) + task->token_start;
     int64_t last_position = first_position + task->token_count - 1;
     int64_t tile = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
+    if (shared_tiles > 0) tile = shared_tiles * KEY_TILE;
     state.few = FEW_ROWS_OF(dtype) && task->token_count == 1 && task->head_count <= FEW_SCORE_ROWS;
 #ifdef FEW_VALUES
     state.values_as_they_lie = state.few && call->value_dim % (2 * LANES) == 0;
-#else
-    state.values_as_they_lie = 0;
 #endif
     /* A panel's keys are side by side in the cache. */
-    const int whole_panels = state.values_as_they_lie && call->block_size % LANES == 0 && dim % LANES == 0;
+    const int whole_panels = state.values_as_they_lie && call->block_size % LANES == 0 && call->key_dim % LANES == 0;
     const size_t line_of_panel = whole_panels ? 2 * LANES * (size_t)cache_element_size(dtype, call) : 0;
     state.here = 1;
-    state.asked = 0;
-    state.key_bytes = dim * (size_t)cache_element_size(dtype, call);
-    state.value_bytes = (size_t)call->value_dim * (size_t)cache_element_size(dtype, call);
     tile = tile / KEY_TILE * KEY_TILE;
     find_rows(dtype, call, task, &state.rows[0], task->kv_head, first_position, tile);
     if (state.few) ask_ahead(&state, KEY_TILE);
-    prepare_queries(dtype, call, task, &state, first_row);
+    size_t rows = prepare_queries(dtype, call, task, &state, 0);
+#ifdef FEW_SCORES
+    for (int64_t kv = 0; dtype == DTYPE_BFLOAT16 && state.few && kv < task->kv_count; kv++)
+        transpose_query(&state, kv, (size_t)task->head_count);
+#endif
+    start_rows(dtype, call, &state, rows);
+    if (shared_tiles > 0) exchange_states(job, task, &state, 0, 0);
     state.here = 0;
     for (; tile <= last_position; tile += KEY_TILE)
         for (int64_t kv = 0; kv < task->kv_count; kv++, state.here = 1 - state.here) {
@@ -245,3 +279,9 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
 
 TARGET static void attention_float32(const void *job, size_t task, void *scratch) { attend(DTYPE_FLOAT32, job, task, scratch); }
 TARGET static void attention_bfloat16(const void *job, size_t task, void *scratch) { attend(DTYPE_BFLOAT16, job, task, scratch); }
+TARGET static void shared_attention_float32(const void *job, size_t task, void *scratch) {
+    attend_shared(DTYPE_FLOAT32, job, task, scratch);
+}
+TARGET static void shared_attention_bfloat16(const void *job, size_t task, void *scratch) {
+    attend_shared(DTYPE_BFLOAT16, job, task, scratch);
+}

@@ -140,10 +140,33 @@ struct attention_task {
     int32_t seq, kv_head, kv_count, head_start, head_count, token_start, token_count; /* head_count: of each KV head */
 };
 
+/* A request that shares tiles with others: its block table begins with the same blocks as theirs. */
+struct sharing_member {
+    int32_t seq, tokens; /* tokens: its query tokens, few enough that two such requests fit into a task */
+    int32_t tiles;       /* how many tiles it shares with the next member of the task; of the last one 0 */
+};
+
+/* One task of shared attention: members whose query rows attend together to the tiles that they share, for one KV head. */
+struct sharing_task {
+    int32_t member, member_end, kv_head;
+};
+
+/* Which requests of a call share tiles, and what their rows have after these: the state with which each row goes on alone. */
+struct sharing {
+    struct sharing_task *tasks;
+    size_t count;
+    struct sharing_member *members; /* neighbours share the most */
+    int32_t *tiles;                 /* [num_seqs]: how many tiles of a request are attended to in shared tasks */
+    int32_t *place;                 /* [num_seqs]: where its first query row is in states */
+    float *states;                  /* [rows, heads, state_floats(value_dim)]: a row's output, sum and reference */
+};
+
+/* The tasks of a call, and before them those of shared attention. */
 struct attention_job {
     const struct attention_call *call;
     struct attention_task *tasks;
     size_t count;
+    struct sharing *sharing; /* NULL: no request shares tiles with another */
 };
 
 struct quantized_kernels;
@@ -163,6 +186,7 @@ struct isa {
     task_function linear[2];
     task_function linear_float8[2]; /* with weights in float8 */
     task_function attention[2];
+    task_function shared_attention[2];
     task_function rms_norm[2];
     task_function rotate[2];
     size_t step_pairs;   /* pairs of k in a step of packed bfloat16 weights */
@@ -179,6 +203,9 @@ extern const struct isa *const isas[];
 static inline size_t padded_columns(int64_t columns) {
     return ((size_t)columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
 }
+
+/* The number of floats of a row's state between shared attention and its own: output, sum and reference, in whole cache lines. */
+static inline size_t state_floats(int64_t value_dim) { return padded_columns(value_dim) + 2 * LANES; }
 
 /* ATTENTION_ROWS: the most rows (query tokens x query heads) of an attention task, which share tiles of keys. SCORE_ROWS: for how
  * many of them scores are computed at a time, so that a tile and its scores stay in the first-level cache. TASK_KV_HEADS: the
@@ -203,7 +230,8 @@ struct work linear_work(struct linear_call *call, const struct isa *isa, enum dt
 struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
 struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
 struct work store_work(struct store_call *call);
-struct work attention_work(const struct attention_job *job, const struct isa *isa, enum dtype dtype);
+/* Appends one work or, where requests share tiles, two; returns how many. */
+size_t attention_works(const struct attention_job *job, const struct isa *isa, enum dtype dtype, struct work works[2]);
 
 /* Writes dim numbers to the cache in 8 bits, and their scale. */
 void store_8bit(enum cache_format format, enum dtype dtype, const void *numbers, size_t dim, uint8_t *codes, uint16_t *scale);
@@ -211,8 +239,12 @@ void store_8bit(enum cache_format format, enum dtype dtype, const void *numbers,
 /* Check everything that could make a kernel read or write outside of the tensors. They return an enum status. */
 int check_store(const struct store_call *call);
 int check_attention(const struct attention_call *call);
-/* Plans the tasks of a checked call into job->tasks, which the caller frees. */
+/* Plans the tasks of a checked call. The caller frees the plan, also after an error. */
 int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads);
+void free_attention_plan(struct attention_job *job);
+/* Finds the requests of a checked call that share tiles; *found is NULL if there are none. */
+int find_sharing(struct sharing **found, const struct attention_call *call, int n_threads);
+void free_sharing(struct sharing *sharing);
 /* Sets the output rows that belong to no request to zero. */
 void clear_unused_rows(const struct attention_call *call, enum dtype dtype);
 

@@ -11,10 +11,17 @@ static size_t attention_scratch(const struct attention_call *call) {
     return sizeof(float) * (rows + scores + KEY_TILE * value * 3 / 2 + KEY_TILE * key + widened); /* values, their pairs, keys */
 }
 
+/* The number of keys that a request's own tasks attend to, at least one. */
+static int64_t own_keys(const struct attention_job *job, int64_t seq) {
+    int64_t shared = job->sharing == NULL ? 0 : (int64_t)job->sharing->tiles[seq] * KEY_TILE, length = job->call->seq_lens[seq];
+    return length > shared ? length - shared : 1;
+}
+
 /* How many KV heads a task of one token computes: longer pieces of memory are read faster, but all threads need tasks.
  * work: the number of keys times KV heads, of all requests. */
-static int64_t kv_heads_together(const struct attention_call *call, int64_t seq, int64_t work, int n_threads) {
-    int64_t group = call->heads / call->kv_heads, most = work / (2 * n_threads * (int64_t)call->seq_lens[seq]);
+static int64_t kv_heads_together(const struct attention_job *job, int64_t seq, int64_t work, int n_threads) {
+    const struct attention_call *call = job->call;
+    int64_t group = call->heads / call->kv_heads, most = work / (2 * n_threads * own_keys(job, seq));
     if (most > TASK_KV_HEADS) most = TASK_KV_HEADS;
     if (most > ATTENTION_ROWS / group) most = ATTENTION_ROWS / group;
     while (most > 1 && call->kv_heads % most != 0) most--;
@@ -22,10 +29,11 @@ static int64_t kv_heads_together(const struct attention_call *call, int64_t seq,
 }
 
 /* Appends the tasks of one request, or only counts them when tasks is NULL. */
-static size_t plan_request(const struct attention_call *call, int64_t seq, int64_t work, int n_threads, struct attention_task *tasks) {
+static size_t plan_request(const struct attention_job *job, int64_t seq, int64_t work, int n_threads, struct attention_task *tasks) {
+    const struct attention_call *call = job->call;
     int64_t tokens = call->query_start[seq + 1] - call->query_start[seq], group = call->heads / call->kv_heads;
     int64_t heads = group < ATTENTION_ROWS ? group : ATTENTION_ROWS, step = ATTENTION_ROWS / heads;
-    int64_t together = tokens == 1 ? kv_heads_together(call, seq, work, n_threads) : 1;
+    int64_t together = tokens == 1 ? kv_heads_together(job, seq, work, n_threads) : 1;
     size_t count = 0;
     for (int64_t token = 0; token < tokens; token += step)
         for (int64_t kv_head = 0; kv_head < call->kv_heads; kv_head += together)
@@ -71,20 +79,31 @@ int plan_attention(struct attention_job *job, const struct attention_call *call,
     int64_t work = 0;
     *job = (struct attention_job){.call = call};
     if (n_threads < 1) n_threads = 1;
+    int status = find_sharing(&job->sharing, call, n_threads);
+    if (status != STATUS_OK) return status;
     for (int64_t seq = 0; seq < call->num_seqs; seq++)
-        if (call->query_start[seq + 1] > call->query_start[seq]) work += call->seq_lens[seq] * call->kv_heads;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) job->count += plan_request(call, seq, work, n_threads, NULL);
+        if (call->query_start[seq + 1] > call->query_start[seq]) work += own_keys(job, seq) * call->kv_heads;
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) job->count += plan_request(job, seq, work, n_threads, NULL);
     if (job->count == 0) return STATUS_OK;
     job->tasks = malloc(job->count * sizeof *job->tasks);
     if (job->tasks == NULL) return STATUS_NO_MEMORY;
     size_t planned = 0;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, work, n_threads, job->tasks + planned);
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(job, seq, work, n_threads, job->tasks + planned);
     return STATUS_OK;
 }
 
-struct work attention_work(const struct attention_job *job, const struct isa *isa, enum dtype dtype) {
-    return (struct work){.function = isa->attention[dtype], .job = job, .n_tasks = job->count,
-                         .scratch_bytes = attention_scratch(job->call)};
+void free_attention_plan(struct attention_job *job) {
+    free(job->tasks);
+    free_sharing(job->sharing);
+}
+
+size_t attention_works(const struct attention_job *job, const struct isa *isa, enum dtype dtype, struct work works[2]) {
+    size_t count = 0, scratch = attention_scratch(job->call);
+    if (job->sharing != NULL)
+        works[count++] = (struct work){.function = isa->shared_attention[dtype], .job = job, .n_tasks = job->sharing->count,
+                                       .scratch_bytes = scratch};
+    works[count++] = (struct work){.function = isa->attention[dtype], .job = job, .n_tasks = job->count, .scratch_bytes = scratch};
+    return count;
 }
 
 int baton_attention(int isa, int dtype, const struct attention_call *call, int n_threads) {
@@ -93,10 +112,12 @@ int baton_attention(int isa, int dtype, const struct attention_call *call, int n
     clear_unused_rows(call, (enum dtype)dtype);
     struct attention_job job;
     status = plan_attention(&job, call, n_threads);
-    if (status != STATUS_OK) return status;
-    struct work work = attention_work(&job, isas[isa], (enum dtype)dtype);
-    status = run_works(&work, 1, n_threads, NULL);
-    free(job.tasks);
+    if (status == STATUS_OK) {
+        struct work works[2];
+        size_t count = attention_works(&job, isas[isa], (enum dtype)dtype, works);
+        status = run_works(works, count, n_threads, NULL);
+    }
+    free_attention_plan(&job);
     return status;
 }
 

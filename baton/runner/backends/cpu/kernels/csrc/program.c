@@ -59,7 +59,9 @@ struct step {
 struct prepared {
     union call call;
     struct attention_job job;
-    int owns_tasks;
+    const struct prepared *earlier; /* of an attention that owns its plan: the one before it that does */
+    int owns_plan;
+    size_t end; /* the number of works up to the operation's end */
 };
 
 static void *at(const struct step *step, struct place place) {
@@ -74,30 +76,39 @@ static void take_all_rows(const void *job, size_t task, void *scratch) {
                (size_t)call->row_bytes);
 }
 
-static int prepare_attention(struct prepared *to, struct work *work, const struct prepared *before, const struct isa *isa,
-                             enum dtype dtype, int n_threads) {
+/* Whether a plan for one call is the plan for another one of the same step. */
+static int plans_alike(const struct attention_call *one, const struct attention_call *other) {
+    return one->query_start == other->query_start && one->block_tables == other->block_tables && one->window == other->window &&
+           one->heads == other->heads && one->kv_heads == other->kv_heads && one->block_size == other->block_size &&
+           one->value_dim == other->value_dim;
+}
+
+/* plans: the last attention that owns its plan. Layers take their turns, so they can use one another's room for states, too. */
+static int prepare_attention(struct prepared *to, const struct prepared **plans, int n_threads) {
     const struct attention_call *call = &to->call.attention;
     int status = check_attention(call);
     if (status != STATUS_OK) return status;
-    clear_unused_rows(call, dtype);
-    const struct attention_call *other = before != NULL ? &before->call.attention : NULL;
-    if (other != NULL && other->query_start == call->query_start && other->heads == call->heads && other->kv_heads == call->kv_heads) {
-        to->job = (struct attention_job){call, before->job.tasks, before->job.count};
-    } else {
-        status = plan_attention(&to->job, call, n_threads);
-        to->owns_tasks = 1;
-    }
-    *work = attention_work(&to->job, isa, dtype);
-    return status;
+    for (const struct prepared *other = *plans; other != NULL; other = other->earlier)
+        if (plans_alike(&other->call.attention, call)) {
+            to->job = other->job;
+            to->job.call = call;
+            return STATUS_OK;
+        }
+    to->earlier = *plans;
+    to->owns_plan = 1;
+    *plans = to;
+    return plan_attention(&to->job, call, n_threads);
 }
 
-/* Completes an operation's call with the fields of the step. before: the last attention that was prepared, or NULL; its tasks are
- * reused where they are the same. */
-static int prepare(struct prepared *to, struct work *work, const struct operation *op, const struct step *step,
-                   const struct prepared *before, const struct isa *isa, enum dtype dtype, int n_threads) {
+/* Completes an operation's call with the fields of the step, and appends its works; an operation has at most MOST_WORKS. */
+enum { MOST_WORKS = 2 };
+static int prepare(struct prepared *to, struct work *works, size_t *n_works, const struct operation *op, const struct step *step,
+                   const struct prepared **plans, const struct isa *isa, enum dtype dtype, int n_threads) {
     int sampled = op->which_rows == SAMPLED_ROWS;
     int64_t rows = sampled ? step->num_sampled : step->rows;
     union call *call = &to->call;
+    struct work *work = &works[*n_works];
+    int status;
     *to = (struct prepared){.call = op->call};
     switch ((enum operation_kind)op->kind) {
     case OP_LINEAR:
@@ -105,7 +116,7 @@ static int prepare(struct prepared *to, struct work *work, const struct operatio
         call->linear.out = at(step, op->out);
         call->linear.m = (size_t)rows;
         *work = linear_work(&call->linear, isa, dtype, n_threads);
-        return STATUS_OK;
+        break;
     case OP_NORM:
         call->norm.x = at(step, op->x);
         call->norm.out = at(step, op->out);
@@ -113,21 +124,23 @@ static int prepare(struct prepared *to, struct work *work, const struct operatio
         call->norm.sum = at(step, op->third);
         call->norm.rows = (size_t)rows;
         *work = norm_work(&call->norm, isa, dtype);
-        return STATUS_OK;
+        break;
     case OP_ROTATE:
         call->rotate.x = at(step, op->x);
         call->rotate.cos = at(step, op->second);
         call->rotate.sin = at(step, op->third);
         call->rotate.tokens = (size_t)rows;
         *work = rotate_work(&call->rotate, isa, dtype);
-        return STATUS_OK;
+        break;
     case OP_STORE_KV:
         call->store.key = at(step, op->x);
         call->store.value = at(step, op->second);
         call->store.slots = step->groups[op->group].slots;
         call->store.tokens = rows;
+        status = check_store(&call->store);
+        if (status != STATUS_OK) return status;
         *work = store_work(&call->store);
-        return check_store(&call->store);
+        break;
     case OP_ATTENTION:
         call->attention.query = at(step, op->x);
         call->attention.out = at(step, op->out);
@@ -138,40 +151,54 @@ static int prepare(struct prepared *to, struct work *work, const struct operatio
         call->attention.block_tables = step->groups[op->group].block_tables;
         call->attention.table_width = step->groups[op->group].table_width;
         call->attention.table_stride = step->groups[op->group].table_stride;
-        return prepare_attention(to, work, before, isa, dtype, n_threads);
+        status = prepare_attention(to, plans, n_threads);
+        if (status != STATUS_OK) return status;
+        clear_unused_rows(&call->attention, dtype);
+        *n_works += attention_works(&to->job, isa, dtype, work);
+        return STATUS_OK;
     case OP_TAKE_ROWS:
         call->take.x = at(step, op->x);
         call->take.out = at(step, op->out);
         call->take.index = step->sampled;
         call->take.rows = rows;
         *work = (struct work){.function = take_all_rows, .job = &call->take, .n_tasks = rows > 0};
-        return STATUS_OK;
+        break;
     case OP_QUANTIZE:
         call->quantize.x = at(step, op->x);
         call->quantize.out = at(step, op->out);
         call->quantize.rows = (size_t)rows;
         *work = quantize_work(&call->quantize, isa, dtype);
-        return STATUS_OK;
+        break;
     }
+    ++*n_works;
     return STATUS_OK;
 }
 
-/* Computes a step; returns an enum status. times: see run_works. */
+/* Computes a step; returns an enum status. times: NULL, or [count + 1] nanoseconds of the monotonic clock: at the start, and when
+ * each operation was done. */
 int baton_run_program(int isa, int dtype, const struct operation *operations, size_t count, const struct step *step, int n_threads,
                       int64_t *times) {
     struct prepared *prepared = calloc(count, sizeof *prepared);
-    struct work *works = aligned_alloc(_Alignof(struct work), count * sizeof *works);
-    const struct prepared *attention = NULL;
-    int status = prepared == NULL || works == NULL ? STATUS_NO_MEMORY : STATUS_OK;
+    struct work *works = aligned_alloc(_Alignof(struct work), MOST_WORKS * count * sizeof *works);
+    int64_t *work_times = times == NULL ? NULL : malloc((MOST_WORKS * count + 1) * sizeof *work_times);
+    size_t n_works = 0;
+    const struct prepared *plans = NULL;
+    int ready = prepared != NULL && works != NULL && (times == NULL) == (work_times == NULL);
+    int status = ready ? STATUS_OK : STATUS_NO_MEMORY;
     for (int64_t i = 0; i < step->num_sampled && status == STATUS_OK; i++)
         if (step->sampled[i] < 0 || step->sampled[i] >= step->rows) status = STATUS_BAD_INDEX;
     for (size_t i = 0; i < count && status == STATUS_OK; i++) {
-        status = prepare(&prepared[i], &works[i], &operations[i], step, attention, isas[isa], (enum dtype)dtype, n_threads);
-        if (operations[i].kind == OP_ATTENTION) attention = &prepared[i];
+        status = prepare(&prepared[i], works, &n_works, &operations[i], step, &plans, isas[isa], (enum dtype)dtype, n_threads);
+        prepared[i].end = n_works;
     }
-    if (status == STATUS_OK) status = run_works(works, count, n_threads, times);
+    if (status == STATUS_OK) status = run_works(works, n_works, n_threads, work_times);
+    if (times != NULL && status == STATUS_OK) {
+        times[0] = work_times[0];
+        for (size_t i = 0; i < count; i++) times[i + 1] = work_times[prepared[i].end];
+    }
     for (size_t i = 0; prepared != NULL && i < count; i++)
-        if (prepared[i].owns_tasks) free(prepared[i].job.tasks);
+        if (prepared[i].owns_plan) free_attention_plan(&prepared[i].job);
+    free(work_times);
     free(works);
     free(prepared);
     return status;

@@ -17,6 +17,7 @@ def test_the_engine_is_measured_and_compared_with_the_machine(shell: Shell, mode
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert (report["threads"], report["context_tokens"], report["bit_exact"]) == (1, 32, True)
+    assert 0 < report["attention_shared_ms"] < report["attention_apart_ms"]
     for key in ("prefill_tokens_per_s", "prefill_share_of_product_rate", "attention_speedup", "read_gb_per_s"):
         assert report[key] > 0, key
     assert [one["batch"] for one in report["decode"]] == [1, 8, 16]

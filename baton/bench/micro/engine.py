@@ -132,6 +132,12 @@ class EngineReport:
     """One layer, 16 requests x 1024 tokens, 32/8 heads of 64; keys and values are in no cache of the processor."""
     attention_gathered_ms: float
     attention_speedup: float
+    attention_apart_ms: float
+    """As `attention_paged_ms`, with 16 tokens more of each request."""
+    attention_shared_ms: float
+    """The same, where all requests share the first 1024 tokens."""
+    attention_shared_ratio: float
+    """The median of the ratios of the two, measured by turns."""
     bit_exact_cost: float | None
     """The largest of `bit_exact_cost_by`."""
     bit_exact_cost_by: BitExactCost | None
@@ -342,6 +348,9 @@ def _report(
         attention_paged_ms=limits.attention.paged * 1e3,
         attention_gathered_ms=limits.attention.gathered * 1e3,
         attention_speedup=limits.attention.gathered / limits.attention.paged,
+        attention_apart_ms=limits.attention.apart * 1e3,
+        attention_shared_ms=limits.attention.shared * 1e3,
+        attention_shared_ratio=limits.attention.shared_ratio,
         bit_exact_cost=max(cost.prefill, *cost.decode.values()) if cost else None,
         bit_exact_cost_by=cost,
         bit_exact_cost_unknown_because=why_alone,

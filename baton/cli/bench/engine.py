@@ -157,7 +157,11 @@ def _print(report: EngineReport) -> None:
     )
     print_text(
         f"attention {report.attention_paged_ms:.2f} ms at 16 x 1024 tokens, 32/8 heads of 64; "
-        f"{report.attention_gathered_ms:.2f} ms gathered: {report.attention_speedup:.1f} times as fast\n"
+        f"{report.attention_gathered_ms:.2f} ms gathered: {report.attention_speedup:.1f} times as fast"
+    )
+    print_text(
+        f"sharing   {report.attention_shared_ms:.2f} ms where the 16 share these tokens and have 16 more of their own; "
+        f"{report.attention_apart_ms:.2f} ms where they share none: {report.attention_shared_ratio:.2f} of the time\n"
     )
     print_table(
         ["BATCH", "TOKENS/S", "STEP MS", "P10", "P90", "FLOOR MS", "SHARE", "STEP/FLOOR"],

@@ -1,4 +1,7 @@
-"""Measures decode attention of one layer: our kernel on the paged cache against torch's on gathered blocks."""
+"""Measures decode attention of one layer: our kernel on the paged cache against torch's on gathered blocks.
+
+And requests that share blocks against requests that share none.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,12 @@ class AttentionTimes:
     """Our kernel on the paged cache."""
     gathered: float
     """Blocks gathered, then torch's scaled_dot_product_attention with the query heads of a KV head as its rows."""
+    apart: float
+    """Our kernel where each request has a block more."""
+    shared: float
+    """The same, where all blocks but that last one are the same for all requests; by turns with `apart`."""
+    shared_ratio: float
+    """The median of the ratios of `shared` to `apart` in one turn."""
 
 
 def attention_times(
@@ -49,7 +58,9 @@ def attention_times(
         paged = rig.median_of(rig.paged, repeats)
         with torch_threads(num_threads):
             gathered = rig.median_of(rig.gathered, repeats)
-    return AttentionTimes(paged, gathered)
+        turns = [(rig.median_of(rig.apart, 1), rig.median_of(rig.shared, 1)) for _ in range(repeats)]
+    apart, shared = (median(column) for column in zip(*turns, strict=True))
+    return AttentionTimes(paged, gathered, apart, shared, median(shared / apart for apart, shared in turns))
 
 
 class _Rig:
@@ -72,9 +83,23 @@ class _Rig:
         self._query_start = torch.arange(REQUESTS + 1, dtype=torch.int32)
         self._seq_lens = torch.full((REQUESTS,), LENGTH, dtype=torch.int32)
         self._block_tables = self._tables.to(torch.int32)
+        last = self._block_tables.roll(1, 0)[:, :1]
+        self._apart = torch.cat([self._block_tables, last], dim=1)
+        self._shared = torch.cat([self._block_tables[:1].expand(REQUESTS, -1), last], dim=1)
 
     def paged(self, layer: int) -> torch.Tensor:
         """[requests, heads, head_dim]."""
+        return self._attend(layer, self._seq_lens, self._block_tables)
+
+    def apart(self, layer: int) -> torch.Tensor:
+        """[requests, heads, head_dim], with one block more."""
+        return self._attend(layer, self._seq_lens + BLOCK_SIZE, self._apart)
+
+    def shared(self, layer: int) -> torch.Tensor:
+        """[requests, heads, head_dim], with one block more, the others being those of the first request."""
+        return self._attend(layer, self._seq_lens + BLOCK_SIZE, self._shared)
+
+    def _attend(self, layer: int, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
         key_offset = layer * 2 * _HALF
         stride = self._num_layers * 2 * _HALF
         view = CacheView(
@@ -89,7 +114,7 @@ class _Rig:
             HEAD_DIM,
         )
         return self._operations.paged_attention(
-            self._query, view, self._query_start, self._seq_lens, self._block_tables, scale=HEAD_DIM**-0.5
+            self._query, view, self._query_start, seq_lens, block_tables, scale=HEAD_DIM**-0.5
         )
 
     def gathered(self, layer: int) -> torch.Tensor:

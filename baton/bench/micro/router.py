@@ -15,7 +15,7 @@ import gc
 import os
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -271,11 +271,11 @@ class _Bench:
 
     async def relay(self) -> LoadFigures:
         async with self._stepping_when_read():
-            return await self._measure()
+            return await self._measure(lambda: self._clients.num_tokens > 0)
 
     async def steady(self) -> LoadFigures:
         async with self._stepping_at(self._config.tokens_per_s / self._config.streams):
-            return await self._measure()
+            return await self._measure(lambda: self._clients.num_tokens > 0)
 
     async def mixed(self) -> LoadFigures:
         """Streams of equal length that were started at equal intervals."""
@@ -289,7 +289,7 @@ class _Bench:
                 clients.max_tokens = tokens_each
                 clients.open()
                 await asyncio.sleep(max(0.0, started + life_s * number / config.streams - time.monotonic()))
-            return await self._measure()
+            return await self._measure(lambda: self._clients.num_tokens > 0)
 
     async def requests(self) -> LoadFigures:
         clients = self._clients
@@ -297,7 +297,7 @@ class _Bench:
         clients.max_tokens = 2
         async with self._stepping_at(200.0):
             clients.open(self._config.pending_requests)
-            return await self._measure()
+            return await self._measure(lambda: clients.num_finished > 0)
 
     async def end_streams(self) -> None:
         self._clients.is_replacing = False
@@ -360,7 +360,8 @@ class _Bench:
             for timer in timers.values():
                 timer.cancel()
 
-    async def _measure(self) -> LoadFigures:
+    async def _measure(self, has_result: Callable[[], bool]) -> LoadFigures:
+        """Measure all rounds. A round in which nothing came lasts until `has_result`: its rate is low, and not 0."""
         clients, router = self._clients, self._router
         assert router is not None
         await asyncio.sleep(self._config.settle_s)
@@ -372,6 +373,7 @@ class _Bench:
             clients.reset_counts()
             started, router_cpu, load_cpu = time.monotonic(), router.cpu_s(), time.process_time()
             await asyncio.sleep(self._config.round_s)
+            await clients.wait_until(has_result)
             clients.raise_failure()
             took = time.monotonic() - started
             rounds.append(

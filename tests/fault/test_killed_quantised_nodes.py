@@ -1,6 +1,7 @@
 """SIGKILL of nodes that serve a quantised model with KV in 8 bits: streams have the tokens of one engine alone.
 
-The model is a GGUF file with all of its eight formats. Other tests kill nodes at more moments, with a simulated model.
+The model is a GGUF file with all of its eight formats, and the nodes draft tokens, which the engine alone doesn't.
+Other tests kill nodes at more moments, with a simulated model.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MAX_MODEL_LEN = 2048
 FLAGS = (
     *("--prefill", "1", "--decode", "2", "--threads", "1", "--kv-cache-memory", "16MiB", "--kv-cache-dtype", "int8"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
+    *("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}'),
 )
 SIZES = {"decode-dies": (100, 1900), "prefill-dies": (1900, 60)}
 """Tokens of prompt and output, by the id of the request."""

@@ -1,0 +1,74 @@
+"""Speculation through router, prefill node, NIXL and decode node: clients get what they get without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import baton
+from baton.errors import InvalidRequest
+from baton.messages.generation import GenerateRequest
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from tests.support.caller import Answer
+from tests.support.json_fit import schema_text
+from tests.support.mini_cluster import mini_cluster
+
+DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
+LOOP = "one two three four one two three four one two three four one two"
+
+
+def make_runner(node_id: str) -> TorchModelRunner:
+    return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256)
+
+
+REQUESTS = (
+    GenerateRequest(LOOP, temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=2),
+    GenerateRequest(LOOP, temperature=0.3, seed=7, max_tokens=80, ignore_eos=True, logprobs=1, repetition_penalty=1.05),
+    GenerateRequest(LOOP, temperature=0.5, seed=9, max_tokens=60, n=3),
+    GenerateRequest(LOOP, temperature=0.7, seed=4, max_tokens=60, stop=("four",), min_tokens=5),
+    GenerateRequest("Once upon a time. ", temperature=0.8, seed=11, max_tokens=120, json_schema=schema_text("object")),
+)
+
+
+def told(answer: Answer) -> Sequence[object]:
+    sequences = [answer, *(answer.sequence(index) for index in sorted(answer.others))]
+    return [(sequence.token_ids, sequence.text, sequence.logprobs) for sequence in sequences]
+
+
+@pytest.mark.parametrize("ahead", ["off", "on"])
+async def test_clients_get_what_they_get_without_drafts(ahead: str) -> None:
+    async with mini_cluster(
+        make_runner,
+        DEMO_MODEL,
+        speculative_config='{"method": "ngram", "prompt_lookup_min": 2}',
+        async_scheduling=ahead,
+    ) as cluster:
+        plain = [await cluster.generate(replace(request, speculation=False)) for request in REQUESTS]
+        decode = cluster.nodes["decode-0"].node.scheduler
+        assert decode.make_stats().spec_decoding.num_drafts == 0
+        alone = [await cluster.generate(request) for request in REQUESTS]
+        together = await asyncio.gather(
+            *(cluster.generate(request) for request in REQUESTS),
+            *(cluster.generate(replace(request, speculation=False)) for request in REQUESTS),
+        )
+        await cluster.wait_until_idle()
+        stats, prefill = decode.make_stats().spec_decoding, cluster.nodes["prefill-0"].node.scheduler
+    for answers in (alone, together[: len(REQUESTS)], together[len(REQUESTS) :]):
+        assert [told(answer) for answer in answers] == [told(answer) for answer in plain]
+        assert [answer.end.finish_reason for answer in answers] == [answer.end.finish_reason for answer in plain]
+    assert stats.num_accepted_tokens > 20
+    assert prefill.make_stats().spec_decoding.num_drafts == 0
+
+
+async def test_a_beam_search_is_refused_with_drafts_and_runs_without() -> None:
+    beams = GenerateRequest(LOOP, beam_width=2, max_tokens=8)
+    async with mini_cluster(make_runner, DEMO_MODEL, speculative_config='{"method": "ngram"}') as cluster:
+        for switch in (None, False):
+            assert (await cluster.generate(replace(beams, speculation=switch))).token_ids
+        with pytest.raises(InvalidRequest, match="speculation: does not go with beam_width"):
+            await cluster.generate(replace(beams, speculation=True))
+        await cluster.wait_until_idle()

@@ -124,7 +124,7 @@ class NodeSettings(ClusterSettings):
     enable_chunked_prefill: bool = Field(
         True,
         description="Compute prompts in pieces, next to running streams. Without it each prompt is computed in one "
-        "step, and max_num_batched_tokens must be at least max_model_len.",
+        "step (unless its log-probabilities are wanted), and max_num_batched_tokens must be at least max_model_len.",
     )
     enable_prefix_caching: bool = Field(
         True, description="Keep computed KV for later prompts that begin with the same tokens."

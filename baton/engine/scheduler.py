@@ -297,15 +297,15 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether a step may be decided while the last one is in flight.
 
-        Not with beams, since the next beams follow from the tokens of the step in flight. Not with drafts in flight or
-        to be made: how far their requests are is known only when the step is committed. Not if the step might preempt
+        Not with beams, since the next beams follow from the tokens of the step in flight. Not while tokens are drafted:
+        how far these requests are is known only when the step is committed. Not if the step might preempt
         or the step in flight swaps out: a preempted request must not have a token in flight, and swapped blocks must be
         copied before a load from another node writes to them.
         """
         state = self._state
-        if state.beams or self._speculation.is_waiting:
+        if state.beams or state.speculating or self._speculation.is_waiting:
             return False
-        if any(plan.swapped_out or plan.drafts for plan in self._in_flight.values()):
+        if any(plan.swapped_out for plan in self._in_flight.values()):
             return False
         # The next step first allocates at most this many blocks; with fewer free blocks it would preempt.
         manager = state.kv_cache_manager
@@ -449,8 +449,7 @@ class Scheduler:
             self._stalled = False
             self._preemption.settle(plan, scheduler_output, runner_output)
             self._commit.commit(plan, num_scheduled, runner_output, outputs)
-            if self.config.speculation is not None and not scheduler_output.num_prefill_tokens:
-                self._speculation.note_step(scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds)
+            self._speculation.note_step(scheduler_output, runner_output)
         self._state.remove_ended()
         if self._state.failed_groups:
             self._finish_failed_groups(outputs)

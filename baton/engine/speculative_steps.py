@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.kv_cache.allocation import AllocationAnswer
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import SchedulerState
@@ -68,9 +69,11 @@ class Speculation:
         else:
             self._ready.pop(request.request_id, None)
 
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        """Note the duration of a step that computed `num_rows` tokens of decoding sequences and nothing else."""
-        self._cost.add(num_rows, seconds)
+    def note_step(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
+        """Note the duration of a committed step, if it computed tokens of decoding sequences and nothing else."""
+        num_rows, seconds = scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds
+        if self._config is not None and num_rows and seconds > 0 and not scheduler_output.num_prefill_tokens:
+            self._cost.add(num_rows, seconds)
 
     def propose(self) -> None:
         """Draft tokens for the step that is about to be decided. No step may be in flight."""
@@ -137,13 +140,14 @@ class Speculation:
     def commit(self, request: Request, drafts: Sequence[int], token_ids: Sequence[int]) -> int:
         """Take back what a step computed of wrong drafts; returns for how many tokens that is.
 
-        `token_ids`: what the runner sampled.
+        `token_ids`: what the runner sampled; nothing if the request failed.
         """
         num_right = max(0, len(token_ids) - 1)
         request.num_computed_tokens -= len(drafts) - num_right
-        self.counts.note(len(drafts), num_right)
-        if request.drafts is not None:
-            request.drafts.verified(len(drafts), num_right, self._price())
+        if token_ids:
+            self.counts.note(len(drafts), num_right)
+            if request.drafts is not None:
+                request.drafts.verified(len(drafts), num_right, self._price())
         return len(drafts) - num_right
 
     def _price(self) -> float:

@@ -6,6 +6,8 @@ import math
 
 _MEMORY = 0.85
 """The weight of earlier drafts against that of one token later."""
+_LARGEST_SHARE = 0.99
+"""The largest share of right drafts that is counted on, since none is certain."""
 _FIRST_TRIED = 2.0
 """The weight of what is assumed of a new sequence, in drafted tokens."""
 
@@ -40,7 +42,7 @@ class DraftLength:
         if self._num_to_skip:
             self._num_to_skip -= 1
             return 0
-        share = self._right / self._tried
+        share = min(_LARGEST_SHARE, self._right / self._tried)
         if share < price:
             return 1  # a pause has ended, and one token tells whether drafts are right again
         return min(self._most, max(1, int(math.log(price) / math.log(share))))

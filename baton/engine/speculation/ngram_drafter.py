@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 
 
 class NgramDrafter:
-    """A `Drafter` for one sequence. Its memory is 8 bytes for each token in the window, and 4 for any other."""
+    """A `Drafter` for one sequence. Its memory is 4 bytes for each token, and 128 KiB from the first draft on."""
 
     def __init__(self, least: int, most: int) -> None:
         """At least `least` tokens must have occurred before; places are compared by at most `most` tokens."""

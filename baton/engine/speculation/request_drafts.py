@@ -45,15 +45,15 @@ class RequestDrafts:
         """How many forced tokens to ask the grammar for."""
         self._repeated: Sequence[int] = ()
         """The draft from the text."""
-        self._latest = self._text_length
-        """The length that the latest draft had."""
+        self._latest: DraftLength | None = None
+        """What the length of the latest draft came from; None: the draft was not made here."""
 
     def follow(self, price: float) -> bool:
         """Note the request's new tokens. Returns whether there may be a draft, once no step is in flight.
 
         `price`: see `DraftLength.next`.
         """
-        request = self._request
+        request, self._latest = self._request, None
         if self._text is not None:
             self._text.extend(request.token_ids(self._num_followed, request.num_tokens))
             self._num_followed = request.num_tokens
@@ -78,4 +78,5 @@ class RequestDrafts:
 
     def verified(self, num_drafted: int, num_right: int, price: float) -> None:
         """Note the fate of the latest draft."""
-        self._latest.verified(num_drafted, num_right, price)
+        if self._latest is not None:
+            self._latest.verified(num_drafted, num_right, price)

@@ -355,7 +355,8 @@ class Admission:
         self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient
     ) -> _AdmissionResult:
         missing = request.num_tokens - computed.num_tokens
-        if self._config.enable_chunked_prefill:
+        # The logits of a whole prompt would take too much memory.
+        if self._config.enable_chunked_prefill or request.computes_prompt_logprobs:
             num_tokens = plan.cut(request, missing, plan.token_budget)
         elif missing <= plan.token_budget:
             num_tokens = missing

@@ -88,6 +88,5 @@ class Preemption:
             self.rates = self.rates.after_copies(num_copied, runner_output.copy_seconds)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         # Steps of mostly prompts say what a prompt costs; decoding a token costs something else.
-        mostly_prompts = plan.requests and num_tokens > 2 * (len(plan.requests) + plan.decodes.count)
-        if mostly_prompts and runner_output.compute_seconds > 0:
+        if 2 * scheduler_output.num_prefill_tokens > num_tokens and runner_output.compute_seconds > 0:
             self.rates = self.rates.after_compute(num_tokens, runner_output.compute_seconds)

@@ -115,6 +115,15 @@ def test_drafts_grow_while_they_are_right() -> None:
     assert 4 <= lengths[0] <= 12
 
 
+@pytest.mark.parametrize("assumed", [0.35, 0.6, 0.85, 0.9])
+def test_drafts_that_are_always_right_stay_bounded(assumed: float) -> None:
+    length = DraftLength(16, 64, assumed)
+    for _ in range(2000):
+        length.verified(count := length.next(0.05), count, 0.05)
+    assert length.next(0.05) == 16
+    assert length.next(0.999) == 1
+
+
 def test_drafting_pauses_longer_and_longer_while_drafts_are_wrong() -> None:
     length, at = DraftLength(16, 64, 0.75), list[int]()
     for step in range(400):

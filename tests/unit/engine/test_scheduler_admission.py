@@ -190,3 +190,16 @@ def test_an_abort_of_the_first_waiting_request_wakes_the_engine() -> None:
     assert rig.core.has_work()
     rig.run()
     assert rig.reason("small") is Outcome.LENGTH
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_always_cut() -> None:
+    """The logits of a whole prompt would take too much memory, also where other prompts are not cut."""
+    rig = EngineRig(num_blocks=200, enable_chunked_prefill=False, max_num_batched_tokens=600, max_model_len=600)
+    rig.add("r", 500, max_tokens=3, prompt_logprobs=0)
+    most = 0
+    while rig.core.has_work():
+        decided = rig.scheduler.schedule()
+        most = max(most, decided.total_num_scheduled_tokens)
+        rig.commit(decided)
+    assert most == 128
+    assert rig.tokens["r"] == rig.expected("r", 3)

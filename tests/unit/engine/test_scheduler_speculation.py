@@ -277,15 +277,50 @@ class Loop(EngineRig):
 
 @pytest.mark.parametrize("ahead", ["no", "late", "early"])
 def test_a_text_that_repeats_itself_takes_few_steps(ahead: Ahead) -> None:
-    rig = Loop(executor=executor_for(ahead))
-    rig.add("r", 6, max_tokens=60)
+    """Also a very long one, of which every draft is right."""
+    rig = Loop(num_blocks=600, executor=executor_for(ahead))
+    rig.add("r", 6, max_tokens=2000)
     steps = 0
     while rig.core.has_work():
         rig.step()
         steps += 1
-    assert rig.tokens["r"] == [0] * 60
-    assert steps < 25
-    assert rig.core.make_stats().spec_decoding.num_accepted_tokens > 40
+    assert rig.tokens["r"] == [0] * 2000
+    assert steps < 400
+    assert rig.core.make_stats().spec_decoding.num_accepted_tokens > 1600
+
+
+@pytest.mark.parametrize("num_blocks", range(9, 27))
+def test_a_step_with_the_last_token_of_a_drafted_request_is_not_run_ahead_of(num_blocks: int) -> None:
+    """Otherwise the token after the last one got a block, for which others with tokens in flight were preempted."""
+    for length in range(5, 30):
+        rig = Loop(num_blocks=num_blocks, executor=executor_for("early"), enable_prefix_caching=False)
+        rig.add("other", 6, max_tokens=12, speculation=False)
+        rig.add("drafted", 6, max_tokens=length)
+        rig.add("last", 6, max_tokens=15, speculation=False)
+        rig.run()
+        assert not [end.error for end in rig.ends.values() if end.error]
+
+
+@pytest.mark.parametrize("num_blocks", range(10, 21))
+def test_a_whole_prompt_is_not_preempted_for_drafts_that_wait(num_blocks: int) -> None:
+    """A prompt that takes a whole step leaves drafts to the next one, which is not decided ahead."""
+    for length in range(8, 40, 5):
+        for late in range(3, 10):
+            rig = Loop(
+                num_blocks=num_blocks,
+                executor=executor_for("early"),
+                enable_prefix_caching=False,
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=32,
+                max_model_len=32,
+            )
+            rig.add("a", 6, max_tokens=length)
+            rig.add("b", 7, max_tokens=length)
+            for _ in range(late):
+                rig.step()
+            rig.add("whole", 29 + length % 3, max_tokens=1)
+            rig.run()
+            assert not [end.error for end in rig.ends.values() if "no token" in (end.error or "")]
 
 
 def test_a_request_can_do_without_drafts() -> None:

@@ -25,6 +25,9 @@ from baton.text.schema_compiling import JSON_OPTIONS, parse_schema
 
 _MAX_REPETITIONS = 1_000_000
 _MAX_TRIGGERS = 128
+_MAX_ENDS = 64
+_MAX_COMPARED_CHARS = 2_000_000
+"""The most characters in which the texts at which free text ends are looked for, in all of a tag: some tens of ms."""
 
 Node = Mapping[str, Any]
 
@@ -77,6 +80,7 @@ class _Compiler:
 
     def __init__(self) -> None:
         self.grammar = LarkGrammar()
+        self._num_compared = 0
 
     def part(self, node: Any, place: str, ends: _Ends | None) -> Part:
         """The part of any format."""
@@ -172,6 +176,8 @@ class _Compiler:
         _check_only(node, place, type="tag")
         begin, end = _string(node["begin"], f"{place}.begin"), node["end"]
         texts = [_string(one, f"{place}.end") for one in (end if isinstance(end, list) and end else [end])]
+        if len(texts) > _MAX_ENDS:
+            raise InvalidRequest(f"{place}.end", f"has {len(texts)} texts; at most {_MAX_ENDS} are taken")
         if texts == [""]:
             return begin, self.part(node["content"], f"{place}.content", ends)
         if "" in texts:
@@ -240,13 +246,16 @@ class _Compiler:
             raise InvalidRequest(place, "is free text, so it must be the last of its tag or of the output")
         return self.grammar.text_until(ends.part) if ends.texts else ANY_TEXT
 
-    @staticmethod
-    def _check_told_apart(triggers: Sequence[str], place: str, ends: _Ends | None) -> None:
+    def _check_told_apart(self, triggers: Sequence[str], place: str, ends: _Ends | None) -> None:
         if "" in triggers:
             raise InvalidRequest(place, "must have no empty text")
         if len(triggers) > _MAX_TRIGGERS:
             raise InvalidRequest(place, f"has {len(triggers)} texts; at most {_MAX_TRIGGERS} are taken")
-        for one, other in permutations([*triggers, *(ends.texts if ends is not None else ())], 2):
+        texts = [*triggers, *(ends.texts if ends is not None else ())]
+        self._num_compared += (len(texts) - 1) * (len(texts) + sum(map(len, texts)))
+        if self._num_compared > _MAX_COMPARED_CHARS:
+            raise InvalidRequest(place, "has, with all others and the ends around them, too many texts to tell apart")
+        for one, other in permutations(texts, 2):
             if one in other:
                 raise InvalidRequest(place, f"has {one[:40]!r}, which is in {other[:40]!r}, where free text ends, too")
 

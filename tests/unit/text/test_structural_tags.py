@@ -165,6 +165,12 @@ REFUSED: dict[str, tuple[object, str, str]] = {
     "a trigger in the end": (tag("<t>", triggered(WEATHER), "<f=>"), ".content.triggers", "where free text ends, too"),
     "an empty trigger": (triggered(WEATHER, triggers=("",)), ".triggers", "must have no empty text"),
     "many triggers": (triggered(WEATHER, triggers=("x",) * 129), ".triggers", "at most 128"),
+    "many ends": (tag("<", TEXT, ["x"] * 65), ".end", "has 65 texts; at most 64"),
+    "many comparisons": (
+        tag("<", either(*[triggered(WEATHER)] * 48), [f"{number:03}{'x' * 200}" for number in range(64)]),
+        ".content.elements[2].triggers",
+        "too many texts to tell apart",
+    ),
     "no flag": (triggered(WEATHER, at_least_one=1), ".at_least_one", "must be true or false"),  # type: ignore[arg-type]
     "no count": ({"type": "repeat", "min": True, "max": 1, "content": const("a")}, ".min", "must be a number from 0"),
     "crossed": ({"type": "repeat", "min": 2, "max": 1, "content": const("a")}, ".max", "must be at least min"),
@@ -201,7 +207,7 @@ def test_what_is_no_structural_tag_is_refused(text: str, field: str, reason: str
 
 
 def test_a_grammar_does_not_grow_faster_than_its_tag() -> None:
-    many_ends = tag("<a>", either(*[TEXT] * 1000), ["x" * 30] * 1000)
+    many_ends = tag("<a>", either(*[TEXT] * 1000), ["x" * 500] * 64)
     nested: dict[str, Any] = const("x" * 1000)
     for _ in range(4):
         nested = separated(tag("<", triggered(tag("(", nested, ")"), triggers=("(",), at_least_one=True), ">"))

@@ -25,7 +25,7 @@ from router.admission.validation import (
     check_prompt_logprobs,
     longest_answer,
 )
-from router.http.answer_format import CHAT, COMPLETION, AnswerFormat
+from router.http.answer_format import CHAT, COMPLETION, AnswerFormat, quote
 from router.http.answers import (
     Collected,
     EchoedPrompt,
@@ -55,6 +55,8 @@ from router.http.parsed_text import TextParsing
 T = TypeVar("T")
 P = TypeVar("P", bound="EndpointRequest")
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
+_MAX_ECHO_BYTES = 16 << 20
+"""The most that the prompts which begin the outputs of a call may come to, as JSON."""
 
 
 class Handler(Protocol):
@@ -303,6 +305,7 @@ class Completions(_OpenAiEndpoint):
             # What the prompt's tokens are comes with the first token of an output, which is not returned.
             requests = [replace(request, max_tokens=1) for request in requests]
         echoed = [self._echoed(given, used, body) for given, used in zip(body.prompts, prompts, strict=True)]
+        _check_echo_size([prompt.text for prompt in echoed], 1 if body.n is None else body.n)
         return replace(parsed, requests=requests, echoed=echoed, options=replace(parsed.options, output=has_output))
 
     def _echoed(self, given: str | Sequence[int], used: str | Sequence[int], body: CompletionBody) -> EchoedPrompt:
@@ -384,6 +387,14 @@ def _check_call_size(body: CompletionBody, num_prompts: int) -> None:
         message = f"is {body.num_generated} for each of {num_prompts} prompts; a call has at most {MAX_CALL_SEQUENCES}"
         raise InvalidRequest("n" if body.best_of is None else "best_of", message)
     check_output_size(count, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs)
+
+
+def _check_echo_size(texts: Sequence[str], num_outputs: int) -> None:
+    """Raises InvalidRequest if the prompts at the beginning of all outputs would be too large an answer."""
+    num_bytes = sum(len(quote(text).encode(errors="surrogatepass")) for text in texts) * num_outputs
+    if num_bytes > _MAX_ECHO_BYTES:
+        message = f"would repeat {num_bytes} bytes of prompts; at most {_MAX_ECHO_BYTES} are repeated"
+        raise InvalidRequest("echo", message)
 
 
 def _longest(card: ModelCard, max_tokens: int | None) -> int:

@@ -249,6 +249,8 @@ async def test_log_probabilities_of_a_prompt_are_where_vllm_has_them(path: str) 
     ("body", "said"),
     [
         (STREAM | {"prompt_logprobs": 0}, "prompt_logprobs: does not go with stream"),
+        ({"prompt": "\n" * 100_000, "echo": True, "n": 84}, "echo: would repeat 16800168 bytes of prompts"),
+        (STREAM | {"prompt": "\n" * 100_000, "echo": True, "n": 84}, "echo: would repeat 16800168 bytes of prompts"),
         (STREAM | {"echo": True, "logprobs": 1}, "echo: does not go with logprobs in a stream"),
         (STREAM | {"echo": True, "max_tokens": 0}, "max_tokens: must be at least 1 in a stream"),
         ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens: must be 0 to max_tokens"),

@@ -12,6 +12,9 @@ from router.admission.request import ValidRequest
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
 from router.flight.text_stream import TextCodec, TextStream
 
+MAX_PARSED_TOKENS = 256
+"""The longest chunk of an answer that is parsed, if the answer comes at once: parsing it takes about a millisecond."""
+
 
 class _Sequence:
     """One sequence: its text, how it ended, and with best-of its chunks, which are kept until the choice."""
@@ -40,13 +43,22 @@ class _Sequence:
 class Answer:
     """The answer to one client. Events are to be sent in the order in which the methods return them."""
 
-    __slots__ = ("_is_best_of", "_keeps_logprobs", "_num_returned", "_ranked", "_sequences", "has_stop_strings")
+    __slots__ = (
+        "_is_best_of",
+        "_is_parsed",
+        "_keeps_logprobs",
+        "_num_returned",
+        "_ranked",
+        "_sequences",
+        "has_stop_strings",
+    )
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest) -> None:
         params = request.sampling_params
         self._num_returned = request.num_returned
         self._keeps_logprobs = request.wants_logprobs
         self._is_best_of = request.num_returned < params.n
+        self._is_parsed = request.is_parsed
         self.has_stop_strings = bool(request.stop)
         """Whether `stop_string_found` may return one."""
         stop, keeps_stop, shown = request.stop, request.keeps_stop, request.shown_tokens
@@ -126,13 +138,30 @@ class Answer:
         return events
 
     def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
-        """All tokens as one chunk. Text that came without tokens stays a chunk, as it has its own position."""
+        """All tokens as one chunk, or as several if the text is parsed.
+
+        Text that came without tokens stays a chunk, as it has its own position.
+        """
         rest = [replace(chunk, sequence_index=place) for chunk in chunks if not chunk.token_ids and chunk.text]
         chunks = [chunk for chunk in chunks if chunk.token_ids]
         if not chunks:
             return rest
-        whole = joined(chunks)
-        whole.sequence_index = place
-        if not self._keeps_logprobs:
-            whole.logprobs = ()
-        return [whole, *rest]
+        parts = [joined(one) for one in (_in_pieces(chunks) if self._is_parsed else [chunks])]
+        for part in parts:
+            part.sequence_index = place
+            if not self._keeps_logprobs:
+                part.logprobs = ()
+        return [*parts, *rest]
+
+
+def _in_pieces(chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
+    """The chunks in groups, each of at most MAX_PARSED_TOKENS tokens unless it is one chunk."""
+    pieces: list[list[Chunk]] = []
+    num_tokens = MAX_PARSED_TOKENS
+    for chunk in chunks:
+        num_tokens += len(chunk.token_ids)
+        if num_tokens > MAX_PARSED_TOKENS:
+            pieces.append([])
+            num_tokens = len(chunk.token_ids)
+        pieces[-1].append(chunk)
+    return pieces

@@ -12,6 +12,9 @@ from baton.messages.request_limits import MAX_SEQUENCES
 from router.flight.fair_queue import FairQueue
 
 MAX_JOINED_TOKENS = 256
+LONG_TEXT = 512
+"""From so many characters on, a chunk may take long to write, since its text may be parsed: other readers then have a
+turn behind it."""
 MAX_SEPARATE_EVENTS = 64
 """From so many waiting events on, a chunk is joined to the last one of its sequence, although others lie between."""
 
@@ -168,7 +171,7 @@ class EventQueue:
             if not isinstance(event, Chunk):
                 return False
             event = self._joined(event)
-            if not take(event):
+            if len(event.text) > LONG_TEXT or not take(event):
                 return False
             del events[0]
             self.backlog -= len(event.token_ids)

@@ -15,7 +15,7 @@ from baton.messages.generation import Chunk, GenerateEvent, KnownText
 from baton.messages.node import NodeDescription, RequestDelta
 from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
-from router.flight.answer import Answer
+from router.flight.answer import MAX_PARSED_TOKENS, Answer
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, SequenceEnded
@@ -37,11 +37,10 @@ def check_positions(request: ValidRequest, positions: Sequence[int]) -> None:
 class ResumedAnswer(Answer):
     """An answer from a position on in each sequence that the client gets; positions that are missing are 0."""
 
-    __slots__ = ("_begin", "_is_parsed")
+    __slots__ = ("_begin",)
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest, positions: Sequence[int]) -> None:
         super().__init__(codec, request)
-        self._is_parsed = request.is_parsed
         self._begin = [*positions, *[0] * (request.sampling_params.n - len(positions))]
 
     def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
@@ -51,7 +50,7 @@ class ResumedAnswer(Answer):
         return self.push(EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, delta.sequence_index))
 
     def _cut(self, tokens: EmitTokens) -> Iterable[EmitTokens]:
-        """The same tokens in pieces, none of which lies on both sides of the client's position."""
+        """The same tokens in pieces, none of which lies on both sides of the client's position, or is long to parse."""
         count = len(tokens.token_ids)
         if self._is_best_of:
             # Which sequence gets which place in the answer is not known yet.
@@ -59,6 +58,8 @@ class ResumedAnswer(Answer):
         else:
             at = self._begin[tokens.sequence_index] - tokens.first_index
             cuts = [at] if 0 < at < count else []
+            if self._is_parsed:
+                cuts = sorted({*cuts, *range(MAX_PARSED_TOKENS, count, MAX_PARSED_TOKENS)})
         for first, last in zip([0, *cuts], [*cuts, count], strict=True):
             yield replace(
                 tokens,
@@ -70,7 +71,9 @@ class ResumedAnswer(Answer):
 
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
         if not self._is_best_of and chunk.next_position <= self._begin[index]:
-            return super()._give(index, _known(chunk)) if self._is_parsed and chunk.text else ()
+            # Known tokens without text count, too: a reader has to know that all of them are known.
+            is_wanted = self._is_parsed and (chunk.token_ids or chunk.text)
+            return super()._give(index, _known(chunk)) if is_wanted else ()
         if not chunk.token_ids and not chunk.text:
             # A piece after a stop string.
             return ()

@@ -22,6 +22,7 @@ from baton.messages.generation import (
 )
 from baton.messages.sampling import TokenLogprobs
 from baton.wire.codec.generation import path_to_metadata
+from router.flight.event_queue import LONG_TEXT
 from router.http.answer_format import AnswerFormat, LogprobWriter
 from router.http.client import Client
 from router.http.errors import Headers
@@ -77,6 +78,8 @@ async def stream(client: Client, events: Events, writer: StreamWriter, opening: 
         async for event in events:
             if isinstance(event, Chunk):
                 pending += writer.chunk(event)
+                if len(event.text) > LONG_TEXT:
+                    await asyncio.sleep(0)  # there may be many, all of which are there at once
             elif isinstance(event, SequenceFinished):
                 pending += writer.end(event.sequence_index, event.finish_reason, event.stop_reason)
             elif isinstance(event, Finished):

@@ -81,6 +81,8 @@ class CallParser:
         self._arguments: list[str] = []
         self._source: list[str] = []
         """Characters of arguments that are in no event yet, and their sources; a source may be empty."""
+        self._contents: list[str] = []
+        """Content that is in no event yet."""
         self._is_open = False
         """Whether a call has begun and not ended."""
         self._is_empty = True
@@ -165,11 +167,7 @@ class CallParser:
 
     def _content(self, text: str) -> None:
         self._is_after_call = False
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Content):
-            self._events[-1] = Content(last.text + text)
-        else:
-            self._events.append(Content(text))
+        self._contents.append(text)
 
     def _take(self) -> list[ToolEvent]:
         self._flush()
@@ -177,6 +175,10 @@ class CallParser:
         return events
 
     def _flush(self) -> None:
+        """Make events of all content and arguments so far; there are never both."""
+        if self._contents:
+            self._events.append(Content("".join(self._contents)))
+            self._contents.clear()
         if self._source:
             self._events.append(Arguments("".join(self._arguments), "".join(self._source)))
             self._arguments.clear()
@@ -189,6 +191,7 @@ class CallParser:
 
     def _end_marker(self) -> None:
         """What is held belongs to the format alone."""
+        self._flush()
         held, self._held = self._held, ""
         self._events.append(Marker(held))
 
@@ -196,6 +199,7 @@ class CallParser:
         self._num_calls += 1
         self._is_open = True
         held, self._held = self._held, ""
+        self._flush()
         self._events.append(CallBegun(name, held))
 
     def _end_call(self, *, is_complete: bool) -> None:

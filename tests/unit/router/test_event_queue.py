@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from baton.errors import EngineFault
-from baton.messages.generation import Accepted, Chunk, GenerateEvent, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, GenerateEvent, KnownText, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
-from router.flight.event_queue import MAX_JOINED_TOKENS, EventQueue
+from router.flight.event_queue import LONG_TEXT, MAX_JOINED_TOKENS, EventQueue
 from router.flight.fair_queue import FairQueue
 
 
@@ -45,6 +45,18 @@ async def test_only_adjacent_chunks_of_one_sequence_are_merged() -> None:
     assert [event for event in events if not isinstance(event, Chunk)] == [accepted, ended]
     chunks = [event for event in events if isinstance(event, Chunk)]
     assert [(one.sequence_index, one.text) for one in chunks] == [(0, "a"), (1, "xy"), (0, "b"), (0, "!")]
+
+
+async def test_long_texts_are_left_to_the_reader() -> None:
+    """Who may let others have their turn between two of them."""
+    queue, taken = EventQueue(), list[Chunk]()
+    queue.pass_chunks_to(lambda chunk: not taken.append(chunk))  # type: ignore[func-returns-value]
+    reader = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    queue.put(chunk(0, "a"))
+    queue.put(KnownText(0, (), "b" * (LONG_TEXT + 1), (), 1))
+    assert isinstance(await reader, KnownText)
+    assert [one.text for one in taken] == ["a"]
 
 
 async def test_a_long_backlog_is_delivered_in_messages_of_bounded_size() -> None:

@@ -16,7 +16,7 @@ from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.testing.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 from router.admission.request import ValidRequest
-from router.flight.answer import Answer
+from router.flight.answer import MAX_PARSED_TOKENS, Answer
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
@@ -219,6 +219,29 @@ def test_a_reader_that_parses_gets_the_text_before_its_position(seed: int, stops
             (chunk.next_position <= position) or not is_known for chunk, is_known in zip(chunks, known, strict=True)
         )
         assert [token for chunk in chunks for token in chunk.token_ids] == whole[index].token_ids[position:]
+
+
+def test_a_reader_that_parses_learns_that_a_last_token_without_text_is_known() -> None:
+    """Else it would take the text that it holds at the end for a part of what its client has."""
+    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8), is_parsed=True)
+    answer = ResumedAnswer(PairCodec(), request, [3])
+    tokens = [EmitTokens(place, (97 + place,), (), place == 2, 0) for place in range(3)]
+    events = [event for one in tokens for event in answer.push(one)]
+    assert all(isinstance(event, KnownText) for event in events)
+    assert [event.next_position for event in events if isinstance(event, Chunk)][-1] == 3
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_a_reader_that_parses_gets_a_long_answer_in_pieces(best: bool) -> None:
+    params = SamplingParams(seed=1, max_tokens=2000, n=2, logprobs=0 if best else None)
+    request = ValidRequest("r", "m", (1,), params, num_returned=1 if best else 2, is_parsed=True)
+    script = Script(request, [list(b"ab" * 500), list(b"cd" * 500)], stop_token=False)
+    resumed = script.play(ResumedAnswer(PairCodec(), request, [300, 0]), Random(1), 2000)
+    for events in [resumed, script.play(Answer(PairCodec(), request), Random(1), 9)]:
+        chunks = [event for event in events if isinstance(event, Chunk) and event.sequence_index == 0]
+        assert all(len(chunk.token_ids) <= MAX_PARSED_TOKENS for chunk in chunks)
+        assert all(len(chunk.text) <= MAX_PARSED_TOKENS + 1 for chunk in chunks)
+        assert "".join(chunk.text for chunk in chunks) in ("ab" * 500, "cd" * 500)
 
 
 def test_ended_sequences_are_replayed_with_their_end() -> None:

@@ -57,6 +57,22 @@ def shown(events: Sequence[ToolEvent]) -> Shown:
     return found
 
 
+@pytest.mark.parametrize("make", PARSERS)
+def test_pieces_of_content_are_joined_once(make: Callable[..., CallParser], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many characters that could begin a call a text has."""
+    num_made = 0
+
+    class CountedContent(Content):
+        def __init__(self, text: str) -> None:
+            nonlocal num_made
+            num_made += 1
+            super().__init__(text)
+
+    monkeypatch.setattr("baton.text.tool_calls.call_parser.Content", CountedContent)
+    assert "".join(event.source for event in make(NAMES, 128).push("x" + "<{[;" * 100)) == "x" + "<{[;" * 100
+    assert num_made == 1
+
+
 def parsed(make: Callable[..., CallParser], text: str, max_calls: int = 128) -> Shown:
     whole = shown(events_of(make, [text], max_calls))
     assert shown(events_of(make, list(text), max_calls)) == whole

@@ -20,6 +20,8 @@ MAX_MESSAGES = 4096
 """The most messages of one chat."""
 MAX_TOOLS = 128
 """The most tools of one chat, and the most calls in one of its messages."""
+MAX_TOOLS_BYTES = 256 << 10
+"""The most that the parameters of a chat's tools may come to together, as JSON."""
 MAX_TEMPLATE_VARIABLES = 64
 MAX_TEMPLATE_VARIABLE_BYTES = 8 << 10
 """The longest text of a variable for the chat template, which may write it once for each message."""

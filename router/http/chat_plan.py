@@ -6,7 +6,9 @@ The rules:
 2. A demanded call (tool_choice "required" or a named tool) is a grammar of the output, so no other constraint goes with
    it. Reasoning may come before it.
 3. An output that the request constrains otherwise has no reasoning, since the constraint holds from its first token on.
-4. Parameters of tools are checked like the schemas of outputs, whether they constrain one or not.
+4. Parameters of tools that may be called on demand are checked like the schemas of outputs, since they constrain one.
+   Those of other tools may be any JSON schemas within the bounds of `tools_of`: only the model reads them.
+5. A demanded call whose markers stand at the end of the prompt has no reasoning, which would come behind them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ _NO_TOOLS = (
     "are not served for this model: its chat template describes no known format of calls "
     "(an operator may name one with --tool-call-parser)"
 )
+_OPEN_REASONING = (
+    "demands a call, which begins at the end of this model's prompt, but the chat template opens reasoning there: "
+    "turn reasoning off, or let tool_choice be auto"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class ChatPlan:
     """The grammar of a demanded call."""
     shown_tokens: Sequence[int]
     schemas: Mapping[str, str]
+    """The parameters of tools that are demanded, by the fields that refusals name."""
 
     def applied(self, request: GenerateRequest) -> GenerateRequest:
         """The request of the body with what the plan adds."""
@@ -79,6 +86,10 @@ def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
     markers = [*(tool_format.markers if tool_format is not None else ()), *((BEGIN, END) if reasons else ())]
     grammar = None
     if wanted and tool_format is not None:
+        if tool_format.prompt_end:
+            if parsing.is_open:
+                raise InvalidRequest("tool_choice", _OPEN_REASONING)
+            parsing = replace(parsing, reasons=False)
         demand = tool_format.demand(
             wanted,
             is_parallel=parsing.max_calls > 1,
@@ -87,14 +98,13 @@ def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
             is_open=parsing.is_open,
         )
         text, grammar = text + demand.prompt_end, demand.grammar
-        if demand.prompt_end:
-            parsing = replace(parsing, prompt_end=demand.prompt_end, reasons=False, is_open=False)
+        parsing = replace(parsing, prompt_end=demand.prompt_end)
     return ChatPlan(
         model.rendered_ids(text),
         parsing,
         grammar,
         model.special_ids(markers) if markers else (),
-        {parameters_field(place): tool.parameters for place, tool in enumerate(tools)},
+        {parameters_field(place): tool.parameters for place, tool in enumerate(tools) if tool in wanted},
     )
 
 

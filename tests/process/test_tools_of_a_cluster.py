@@ -69,8 +69,12 @@ def test_a_demanded_call_fits_the_schema_of_its_tool_streamed_or_not(client: Ope
     assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
 
 
-def test_a_schema_that_is_none_is_refused_although_it_demands_nothing(client: OpenAI) -> None:
-    bad = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "nonsense"}}}}}]
-    with pytest.raises(openai.BadRequestError, match="nonsense") as caught:
-        client.chat.completions.create(**asked(client, tools=bad))
+def test_a_schema_that_constrains_nothing_is_refused_only_where_it_is_demanded(client: OpenAI) -> None:
+    properties = {"x": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        client.chat.completions.create(**asked(client, tools=odd, tool_choice="required"))
     assert caught.value.param == "tools[0].function.parameters"
+    for choice in ("auto", "none"):
+        fields = asked(client, tools=odd, tool_choice=choice) | {"max_tokens": 4}
+        assert client.chat.completions.create(**fields).choices

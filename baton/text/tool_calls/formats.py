@@ -77,14 +77,14 @@ class ToolFormat:
         """The grammar of a call of one of these tools, or of several calls; raises InvalidRequest for a wrong schema.
 
         `closes_objects`: see `closed_objects`. `reasons`: the calls may follow reasoning, which `is_open` if the prompt
-        has opened it.
+        has opened it; never with a `prompt_end`.
         """
         rules = [f"start: {_prefix(reasons, is_open)}calls"]
         more = f" ({_literal(self.between)} call)*" if is_parallel and self.between else ""
         rules.append(f"calls: {_literal(self.before)} call{more} {_literal(self.after)}")
         rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
         prompt_end, head = self.prompt_end, self.head
-        if prompt_end and ARGUMENTS in head and len(tools) == 1 and not reasons:
+        if prompt_end and ARGUMENTS in head and len(tools) == 1:
             prompt_end, head = prompt_end + head.replace("NAME", tools[0].name), ""
         head = head.replace(ARGUMENTS, "")
         for place, tool in enumerate(tools):

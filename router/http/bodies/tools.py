@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, PlainValidator
 
 from baton.errors import InvalidRequest
-from baton.messages.request_limits import MAX_TOOLS
+from baton.messages.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from baton.text.schema_compiling import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
@@ -118,13 +118,20 @@ Calls = Annotated[list[CallBody] | None, BeforeValidator(_bounded)]
 
 
 def tools_of(bodies: list[ToolBody]) -> list[Tool]:
-    """The tools as the formats of calls need them; raises InvalidRequest that names the parameters."""
-    tools = []
+    """The tools as the formats of calls need them; raises InvalidRequest that names the parameters.
+
+    Parameters are JSON objects within the bounds of a schema's size and depth, and with a bound on all together.
+    """
+    tools, num_bytes = [], 0
     for place, body in enumerate(bodies):
         try:
             tool = Tool.of(body.function.name, body.function.parameters)
             parse_schema(tool.parameters)
             tools.append(tool)
+            num_bytes += len(tool.parameters.encode())
+            if num_bytes > MAX_TOOLS_BYTES:
+                reason = f"has, with those before, {num_bytes} bytes; all together may have {MAX_TOOLS_BYTES}"
+                raise InvalidRequest("parameters", reason)
         except InvalidRequest as error:
             raise InvalidRequest(parameters_field(place), error.reason) from None
     return tools

@@ -54,9 +54,35 @@ async def test_templates_get_tools_without_what_they_were_not_made_for() -> None
     request, _ = await asked(HttpRig(template=template("hermes")), chat())
     shown = {"type": "function", "function": {"name": "f", "description": "It fs.", "parameters": SCHEMA}}
     assert prompt_of(request) == f"<tool>{json.dumps(shown)}</tool><tool>{json.dumps(G)}</tool>[user]hi[assistant]"
-    assert list(request.schemas) == ["tools[0].function.parameters", "tools[1].function.parameters"]
-    assert json.loads(request.schemas["tools[0].function.parameters"]) == SCHEMA
     assert request.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "checked"), [("auto", []), ("none", []), ("required", [0, 1]), (NAMED, [0]), (None, [])]
+)
+async def test_schemas_are_compiled_only_of_tools_that_are_demanded(choice: Any, checked: list[int]) -> None:
+    request, _ = await asked(HttpRig(template=template("hermes")), chat(tool_choice=choice))
+    assert list(request.schemas) == [f"tools[{place}].function.parameters" for place in checked]
+    if checked:
+        assert json.loads(request.schemas["tools[0].function.parameters"]) == SCHEMA
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral-args"])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_call_that_begins_in_the_prompt_has_no_reasoning(name: str, choice: Any) -> None:
+    rig = HttpRig(template=template(name, THINKING))
+    exchange = await rig.post(CHATS, chat(tool_choice=choice)).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "tool_choice")
+    assert "opens reasoning" in exchange.error["message"]
+    closed = chat(tool_choice=choice, reasoning_effort="none")
+    text = {"mistral": '[{"name": "f", "arguments": {"x": 1}}]', "mistral-args": 'f{"x": 1}'}[name]
+    if name == "mistral-args" and choice == NAMED:
+        text = text.removeprefix("f")
+    request, got = await asked(rig, closed, text)
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(request.grammar or ""))
+    assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+    assert matcher.is_accepting()
+    assert [one["function"]["arguments"] for one in got["message"]["tool_calls"]] == ['{"x": 1}']
 
 
 async def test_messages_with_calls_reach_the_template_with_arguments_as_objects() -> None:
@@ -141,6 +167,16 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 70_000}}}]},
             "tools[0].function.parameters",
             "bytes",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": f"f{place}", "parameters": {"x": "y" * 60_000}}}
+                    for place in range(5)
+                ]
+            },
+            "tools[4].function.parameters",
+            "with those before",
         ),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": "always"}, "tool_choice", "must be"),

@@ -202,8 +202,12 @@ class _Body:
 
     def _sequence(self, depth: int) -> Part:
         parts: list[Part] = []
+        num_often = 0
         while self._place < len(self._tokens) and not (self._is_at("|") or self._is_at(")")):
             token = self._tokens[self._place]
+            num_often = num_often + 1 if token.kind == "often" else 0
+            if num_often > _MAX_DEPTH:
+                raise ValueError(f"line {token.line}: more than {_MAX_DEPTH} repetitions of a repetition")
             if token.kind == "part":
                 parts.append(token.part)
             elif token.kind == "name":

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -143,6 +143,8 @@ class EchoedPrompt:
     text: str
     token_ids: Sequence[int] = ()
     """Those of which log-probabilities are wanted; empty: of none."""
+    num_logprobs: int = 0
+    """How many of the most likely tokens are wanted with each: `prompt_logprobs` may have asked for more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,11 @@ class Collected:
             after["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = "null"
         if options.logprobs:
-            ids = echo.token_ids if echo is not None else ()
-            before_output = [unknown(ids[0]), *self.prompt_logprobs] if ids else []
+            before_output: list[TokenLogprobs] = []
+            if echo is not None and echo.token_ids:
+                most = echo.num_logprobs
+                of_prompt_tokens = [replace(position, top=position.top[:most]) for position in self.prompt_logprobs]
+                before_output = [unknown(echo.token_ids[0]), *of_prompt_tokens]
             logprobs = await _logprobs_json(answer_format.logprobs(spelling), chunks, before_output)
         of_prompt = ""
         if options.prompt_logprobs and place == 0 and not answer_format.has_one_prompt:

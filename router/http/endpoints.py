@@ -312,7 +312,7 @@ class Completions(_OpenAiEndpoint):
         is_whole = isinstance(given, str) and body.truncate_prompt_tokens is None
         text = given if is_whole or not used else used if isinstance(used, str) else self._model.decode(used)
         ids = used if body.logprobs is not None and not isinstance(used, str) else ()
-        return EchoedPrompt(text if isinstance(text, str) else "", ids)
+        return EchoedPrompt(text if isinstance(text, str) else "", ids, body.logprobs or 0)
 
 
 class ChatCompletions(_OpenAiEndpoint):
@@ -398,8 +398,11 @@ def _check_echo_size(texts: Sequence[str], num_outputs: int) -> None:
 
 
 def _longest(card: ModelCard, max_tokens: int | None) -> int:
-    """The longest prompt beside an output of so many tokens; without a number, of as many as completions have."""
-    return card.max_model_len - (DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+    """The longest prompt beside an output of so many tokens; without a number, of as many as completions have.
+
+    A prompt that is echoed alone needs one token of output, too.
+    """
+    return card.max_model_len - (DEFAULT_MAX_TOKENS if max_tokens is None else max(1, max_tokens))
 
 
 def truncated(prompt: Sequence[int], most: int | None, longest: int) -> Sequence[int]:

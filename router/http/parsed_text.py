@@ -79,6 +79,8 @@ class ParsedSequence:
         self._calls = parsing.tools.parser(parsing.names, parsing.max_calls) if parsing.tools is not None else None
         if self._calls is not None and parsing.prompt_end:
             self._calls.push(parsing.prompt_end)
+        self._given = parsing.prompt_end
+        """Text of the prompt that the parser may still return as content, if the call in it is cut off."""
         self._num_calls = 0
         self._is_called = False
         """Whether there was a call with whole arguments."""
@@ -107,9 +109,11 @@ class ParsedSequence:
         for event in events:
             match event:
                 case Content(text):
+                    text, self._given = text.removeprefix(self._given), ""
                     if text:
                         delta["content"] = delta.get("content", "") + text
                 case CallBegun(name):
+                    self._given = ""
                     call = {"index": self._num_calls, "id": self._id(self._num_calls), "type": "function"}
                     delta.setdefault("tool_calls", []).append(call | {"function": {"name": name, "arguments": ""}})
                     self._num_calls += 1

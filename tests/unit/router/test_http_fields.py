@@ -93,6 +93,7 @@ async def test_log_probabilities_may_name_tokens_by_their_ids() -> None:
         ({"prompt": "abc", "truncate_prompt_tokens": 1000}, "abc"),
         ({"prompt": "a" * 100 + "b", "truncate_prompt_tokens": -1, "max_tokens": 60}, "aaab"),
         ({"prompt": "a" * 100 + "b", "truncate_prompt_tokens": -1}, "a" * 47 + "b"),
+        ({"prompt": "a" * 100 + "b", "truncate_prompt_tokens": -1, "max_tokens": 0, "echo": True}, "a" * 62 + "b"),
         ({**HELLO, "truncate_prompt_tokens": 4}, "ant:"),
         ({**HELLO, "truncate_prompt_tokens": -1, "max_completion_tokens": 60}, "ant:"),
     ],

@@ -204,6 +204,20 @@ async def test_an_echoed_prompt_begins_text_and_log_probabilities() -> None:
     assert answer["usage"]["completion_tokens"] == 2
 
 
+async def test_an_echoed_prompt_has_as_many_alternatives_as_the_output() -> None:
+    """Also where more of them are wanted beside it."""
+    rig = HttpRig()
+    exchange = rig.post(
+        COMPLETIONS, {"prompt": "bc", "max_tokens": 0, "logprobs": 1, "prompt_logprobs": 3} | {"echo": True}
+    )
+    call = await rig.next_call()
+    top = ((97, -0.25), (99, -0.5), (100, -3.0))
+    call.tell(PromptLogprobs((TokenLogprobs(99, -0.5, 2, top),)), chunk(0, "d"), finished("stop", completion_tokens=1))
+    choice = (await exchange.end()).json["choices"][0]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"a": -0.25, "c": -0.5}]
+    assert len(choice["prompt_logprobs"][1]) == 3
+
+
 async def test_a_prompt_alone_can_be_echoed() -> None:
     rig = HttpRig()
     exchange = rig.post(COMPLETIONS, {"prompt": "bc", "max_tokens": 0, "logprobs": 0, "echo": True})

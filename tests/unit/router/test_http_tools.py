@@ -139,6 +139,12 @@ async def test_a_demanded_call_is_a_grammar(name: str, choice: Any, is_parallel:
         assert matcher.try_consume_tokens(list(other.encode())) < len(other) or other == text
 
 
+@pytest.mark.parametrize(("name", "text"), [("mistral", '[{"na'), ("mistral-args", "f")])
+async def test_a_call_that_is_cut_in_its_head_gives_the_models_text_alone(name: str, text: str) -> None:
+    _, got = await asked(HttpRig(template=template(name)), chat(tool_choice="required"), text, "length")
+    assert got["message"]["content"] == text
+
+
 async def test_reasoning_may_come_before_a_demanded_call() -> None:
     text = "so\n</think>\n\n" + written("hermes", [("f", {"x": 1})])
     rig = HttpRig(template=template("hermes", THINKING))

@@ -89,6 +89,7 @@ REFUSED = {
     'root ::= "a"{3 4}': "expected a comma",
     'root ::= (= "a") "a"': "can't be read from",
     "root ::= " + "(" * 5000: "groups are nested deeper than 32 levels",
+    'root ::= "a"' + "+" * 33: "more than 32 repetitions of a repetition",
     "root ::= root": "no text that the model can write fits",
     "root ::= " + "[a]" * 6000: "at most 16384 are taken in GBNF",
     'root ::= "a"{999999999}': "too many expressions",

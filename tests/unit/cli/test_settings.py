@@ -36,6 +36,7 @@ SPECIAL: dict[str, Any] = {
     "advertise": "host:37",
     "cors_origins": "https://chat.example.org",
     "preemption_mode": "auto",
+    "speculative_config": '{"method": "grammar"}',
     "watermark": 0.25,
 }
 """Values for settings for which `another` finds no valid one."""

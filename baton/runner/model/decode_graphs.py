@@ -64,7 +64,7 @@ class DecodeGraphs:
         return sorted(self._sized)
 
     def fits(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> bool:
-        """Whether a graph can compute this step: one token of each of a few sequences, and the logits of all in order."""
+        """Whether a graph can compute this step: one token of each of a few sequences, and logits of all in order."""
         size = batch.seq_lens.size
         return (
             self._record is not None

@@ -127,7 +127,8 @@ class ModelRunnerOutput:
     """Embeddings of the requests that ask for one, once their prompt is computed; see
     `baton.runner.execution.embedding`."""
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """Of the whole prompt of each request that asks for them, in the step that computes the end of it."""
+    """Log-probabilities of whole prompts, by request id, for requests that ask for them. They come with the step that
+    computes the end of the prompt."""
     lost: bool = False
     """Whether the runner failed: no result of the step exists, and its block copies may not have been made."""
     copy_seconds: float = 0.0
@@ -179,7 +180,8 @@ class EngineCoreOutput(NamedTuple):
     embedding: bytes = b""
     """The embedding (float32, little-endian) in the last output of a request that asks for one."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """Of the prompt's tokens from the second one on, with the first token of a request that asks for them."""
+    """Log-probabilities of the prompt's tokens from the second one on; they come with the first token of a request that
+    asks for them."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]

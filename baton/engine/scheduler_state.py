@@ -78,7 +78,7 @@ class SchedulerState:
         self.filling: list[Request] = []
         """Running requests that don't decode yet: some of their known tokens are still to be computed."""
         self.speculating: dict[str, Request] = {}
-        """Those of `filling` that had drafts in the last step, or have some for the next one."""
+        """The requests in `filling` that had drafts in the last step, or have some for the next one."""
         self.decodes = decodes
         """Running requests that decode."""
         self.kv_cache_manager = KVCacheManager(

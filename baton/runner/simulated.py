@@ -91,7 +91,7 @@ def expected_prompt_logprobs(prompt: Sequence[int], top: int, spec: SimulatedSpe
 
 
 def _prompt_logprob(kv: Bytes, token_id: int, top: int, spec: SimulatedSpec) -> TokenLogprobs:
-    """That of a token of a prompt behind the history kv. Tokens that are not among the likeliest are all alike."""
+    """The log-probability of a prompt's token behind the history kv. Those not among the likeliest have equal ones."""
     likeliest = likeliest_tokens(kv, max(top, 1), spec.vocab_size)
     place = next((place for place, one in enumerate(likeliest) if one[0] == token_id), None)
     logprob = likeliest[-1][1] - 1.0 if place is None else likeliest[place][1]
@@ -273,7 +273,7 @@ class SimulatedRunner:
         return sampled
 
     def _prompt_logprobs(self, chunk: PromptChunk) -> list[TokenLogprobs]:
-        """Those of the tokens behind the rows of a stored chunk."""
+        """The log-probabilities of the tokens behind the rows of a stored chunk."""
         state, start, top = (
             chunk.state,
             chunk.state.num_computed_tokens,

@@ -70,9 +70,9 @@ class _Token(NamedTuple):
     text: str
     line: int
     part: Part = EMPTY
-    """Of a literal, or a set."""
+    """What a literal or a set matches; empty for any other token."""
     often: tuple[int, int | None] = (1, 1)
-    """Of a repetition."""
+    """How often a repetition has what stands before it: at least, and at most (None: without end)."""
 
 
 @dataclass(slots=True)

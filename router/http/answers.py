@@ -142,7 +142,7 @@ class EchoedPrompt:
 
     text: str
     token_ids: Sequence[int] = ()
-    """Those of which log-probabilities are wanted; empty: of none."""
+    """The tokens of which log-probabilities are wanted; empty: none is."""
     num_logprobs: int = 0
     """How many of the most likely tokens are wanted with each: `prompt_logprobs` may have asked for more of them."""
 

@@ -64,7 +64,7 @@ class CompletionLogprobs:
     def _top(self, position: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token_id, logprob in _top_and_drawn(position):
-            # Of tokens with the same text, the most likely one counts.
+            # Among tokens with the same text, the most likely one counts.
             found.setdefault(_text(self._spelling(token_id)), _finite(logprob))
         return found
 

@@ -133,7 +133,7 @@ class EngineReport:
     attention_gathered_ms: float
     attention_speedup: float
     attention_apart_ms: float
-    """As `attention_paged_ms`, with 16 tokens more of each request."""
+    """The same as `attention_paged_ms`, with 16 tokens more of each request."""
     attention_shared_ms: float
     """The same, where all requests share the first 1024 tokens."""
     attention_shared_ratio: float

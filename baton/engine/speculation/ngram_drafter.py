@@ -21,7 +21,10 @@ _MAX_INDEXED = 4096
 """The most tokens that one draft enters into the table. After a longer prompt the first drafts are empty."""
 
 _MULTIPLIER = 0x9E3779B1
-_MASK = 0xFFFFFFFF
+_HASH_BITS = 32
+_MASK = (1 << _HASH_BITS) - 1
+_SHIFT = _HASH_BITS - (WINDOW.bit_length() - 1)
+"""By how much a hash is shifted to be below WINDOW; its highest bits are the best mixed ones."""
 
 
 class NgramDrafter:
@@ -96,4 +99,4 @@ class NgramDrafter:
         key = 0
         for token_id in self._tokens[end - self._least : end]:
             key = (key ^ token_id) * _MULTIPLIER & _MASK
-        return key >> 18
+        return key >> _SHIFT

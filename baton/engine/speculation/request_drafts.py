@@ -39,7 +39,7 @@ class RequestDrafts:
         self._grammar_length = DraftLength(most, _PAUSE_OF_GRAMMAR, _SHARE_OF_GRAMMAR)
         self._text_lengths = [DraftLength(most, _PAUSE_OF_TEXT, share) for _, share in _SHARES_OF_TEXT]
         self._text_length = self._text_lengths[0]
-        """That of the draft from the text."""
+        """The length that the draft from the text has."""
         self._num_followed = 0
         self._num_forced = 0
         """How many forced tokens to ask the grammar for."""

@@ -253,7 +253,7 @@ class CallParser:
         scanner = JsonScanner()
         key = name = ""
         early: tuple[int, int, str] | None = None
-        """Of arguments before the name: where their source begins and ends in the held text, and their text."""
+        """Arguments that stand before the name: where their source begins and ends in the held text, and their text."""
         is_called = False
         while not scanner.is_done:
             kind = push(scanner, char)

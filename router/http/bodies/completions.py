@@ -37,7 +37,10 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As in vLLM, a prompt that is repeated has as many alternatives as the output where it is not said."""
+        """The alternatives at each token of the prompt; None: no log-probabilities of it.
+
+        As in vLLM, a prompt that is repeated has as many as the output where the request does not say.
+        """
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
@@ -20,12 +21,12 @@ Constrained = tuple[str, "str | Sequence[str] | None"]
 """A field of the core that says what an answer must be, and its value."""
 
 
-def _schema(value: Any) -> str | None:
-    """A JSON schema as text, which is checked later."""
+def _object_text(value: Any, kind: str) -> str | None:
+    """An object of JSON as text, which is checked later; `kind`: what it is, for the error."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, dict):
-        raise ValueError("must be a JSON schema: an object, or its text")
+        raise ValueError(f"must be a {kind}: an object, or its text")
     return json.dumps(value)
 
 
@@ -34,15 +35,6 @@ def _pattern(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value):
         return value
     raise ValueError("must be a text that is not empty")
-
-
-def _tag(value: Any) -> str | None:
-    """A structural tag as text, which is checked later."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        raise ValueError("must be a structural tag: an object, or its text")
-    return json.dumps(value)
 
 
 def _choice(value: Any) -> Sequence[str]:
@@ -55,9 +47,15 @@ def _choice(value: Any) -> Sequence[str]:
     return tuple(value)
 
 
-Schema = Annotated[str | None, PlainValidator(_schema, json_schema_input_type=dict[str, Any] | str)]
+Schema = Annotated[
+    str | None,
+    PlainValidator(partial(_object_text, kind="JSON schema"), json_schema_input_type=dict[str, Any] | str),
+]
 Pattern = Annotated[str | None, PlainValidator(_pattern, json_schema_input_type=str)]
-StructuralTag = Annotated[str | None, PlainValidator(_tag, json_schema_input_type=dict[str, Any] | str)]
+StructuralTag = Annotated[
+    str | None,
+    PlainValidator(partial(_object_text, kind="structural tag"), json_schema_input_type=dict[str, Any] | str),
+]
 Choice = Annotated[Sequence[str], PlainValidator(_choice, json_schema_input_type=list[str])]
 
 

@@ -161,12 +161,14 @@ class GenerationBody(Strict):
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        given = {name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())}
+        given: dict[str, Constrained] = {
+            name: (kind, value) for name, (kind, value) in found.items() if value not in (None, ())
+        }
         if len(given) > 1:
             raise InvalidRequest(
                 list(given)[1], f"does not go with {next(iter(given))}: one of them says what is wanted"
             )
-        return {name: (kind, value) for name, (kind, value) in given.items()}
+        return given
 
     def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
         """The request to the core, for one prompt; raises InvalidRequest for an invalid response format."""

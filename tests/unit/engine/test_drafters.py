@@ -74,7 +74,7 @@ def test_drafts_are_those_of_a_plain_search(pieces: list[list[int]], most: int, 
     for piece in pieces:
         drafter.extend(piece)
         tokens += piece
-        # Of at most 30 tokens from 4, the bounded search may miss the best place only among more than 16.
+        # The bounded search may miss the best place only where there are more than 16 places.
         if sum(tokens[place - least : place] == tokens[-least:] for place in range(least, len(tokens))) <= 16:
             assert list(drafter.draft(most)) == slow_draft(tokens, most, least, 8)
 

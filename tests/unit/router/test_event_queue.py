@@ -48,7 +48,7 @@ async def test_only_adjacent_chunks_of_one_sequence_are_merged() -> None:
 
 
 async def test_long_texts_are_left_to_the_reader() -> None:
-    """Who may let others have their turn between two of them."""
+    """The reader may let others have their turn between two of them."""
     queue, taken = EventQueue(), list[Chunk]()
     queue.pass_chunks_to(lambda chunk: not taken.append(chunk))  # type: ignore[func-returns-value]
     reader = asyncio.create_task(queue.get())

@@ -552,6 +552,7 @@ class LiveRequests:
             kv_bytes=timings.kv_bytes,
             path=finish.path,
             embedding=finish.embedding,
+            draft_counts=active.flight.draft_counts,
         )
         if _log.isEnabledFor(logging.DEBUG):
             first_ms, total_ms = round(finished.ttft_ms, 3), round(finished.total_ms, 3)

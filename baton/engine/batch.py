@@ -12,6 +12,7 @@ from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.speculation.stats import SpecDecodingStats
 from baton.errors import TransferCause
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.metric import Metric
@@ -182,6 +183,8 @@ class EngineCoreOutput(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Log-probabilities of the prompt's tokens from the second one on; they come with the first token of a request that
     asks for them."""
+    draft_counts: DraftCounts | None = None
+    """What became of all the request's drafts so far; None if no draft was verified since its last output."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]

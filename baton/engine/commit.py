@@ -175,10 +175,13 @@ class Commit:
             request.num_unreported = 0
         if is_first and request.leg is not Leg.PREFILL:
             self._admission.fork(request)
-        for token_id in token_ids:
+        for place, token_id in enumerate(token_ids, 1):
             request.output_token_ids.append(token_id)
             stop = check_stop(request, state.max_num_tokens(request))
             if stop is not None:
+                if place < len(token_ids):
+                    # Right drafts behind the end are no part of the output.
+                    request.draft_counts = request.draft_counts.plus(0, place - len(token_ids))
                 break
         if len(token_ids) > 1:
             state.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.sampling.repetition import RepetitionDetector
 from baton.machine import IllegalEvent
+from baton.messages.draft_counts import NO_DRAFTS
 from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
 
@@ -250,6 +251,10 @@ class Request:
         """Drafts of the tokens behind the last one, for the next step."""
         self.drafts: RequestDrafts | None = None
         """What drafts the request's tokens; None: nothing does."""
+        self.draft_counts = NO_DRAFTS
+        """What became of its drafts here."""
+        self.has_new_draft_counts = False
+        """Whether they have changed since the last `EngineCoreOutput`."""
 
         # Stopping.
         rule = sampling_params.repetition_detection

@@ -277,8 +277,10 @@ class SchedulerState:
             num_external_tokens=request.num_external_tokens,
             embedding=embedding,
             prompt_logprobs=request.prompt_logprobs,
+            draft_counts=request.draft_counts if request.has_new_draft_counts else None,
         )
         request.prompt_logprobs = ()
+        request.has_new_draft_counts = False
         outputs.add(request.client_index, output)
 
     def remove_ended(self) -> None:

@@ -146,6 +146,8 @@ class Speculation:
         request.num_computed_tokens -= len(drafts) - num_right
         if token_ids:
             self.counts.note(len(drafts), num_right)
+            request.draft_counts = request.draft_counts.plus(len(drafts), num_right)
+            request.has_new_draft_counts = True
             if request.drafts is not None:
                 request.drafts.verified(len(drafts), num_right, self._price())
         return len(drafts) - num_right

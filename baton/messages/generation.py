@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.sampling import RepetitionDetection, SamplingDefaults, TokenLogprobs
 from baton.values import value
 
@@ -175,6 +176,9 @@ class Finished:
     path: Path
     embedding: bytes = b""
     """The embedding, if the request is for one: a vector of norm 1, float32, little-endian."""
+    draft_counts: DraftCounts = NO_DRAFTS
+    """What became of the drafts of all sequences, as far as the router has followed the request: those of attempts that
+    ended before it resumed the request are missing."""
 
 
 GenerateEvent = Accepted | PromptLogprobs | Chunk | SequenceFinished | Finished

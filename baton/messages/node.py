@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import TransferCause
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -240,6 +241,8 @@ class RequestDelta:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """Log-probabilities of the prompt's tokens from the second one on, with the first token of a node that computes the
     prompt."""
+    draft_counts: DraftCounts | None = None
+    """What became of all drafts of the sequence in this attempt so far; None: nothing new."""
 
 
 @value(frozen=True, slots=True)

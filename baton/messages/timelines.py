@@ -46,6 +46,10 @@ class Timeline:
     stages: Sequence[TimelineStage]
     trace_id: str = ""
     """Id of the trace that has the request's spans; empty: the request was not traced."""
+    draft_tokens: int = 0
+    """Tokens that were drafted and verified; see `Finished.draft_counts`."""
+    accepted_draft_tokens: int = 0
+    """Those that are output tokens."""
 
     @property
     def starts_ns(self) -> Sequence[int]:

@@ -260,6 +260,8 @@ def _generated(one: RunningRequest, prompt: object = None) -> RequestOutput:
         request.sampling_params.seed,
         finish.timings.cached_tokens if finish is not None else 0,
         one.prompt_logprobs,
+        one.draft_counts.num_drafted,
+        one.draft_counts.num_accepted,
     )
 
 

@@ -50,6 +50,10 @@ class RequestOutput:
     """Tokens of the prompt whose KV was in the prefix cache."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     """The log-probabilities of the prompt's tokens from the second one on; empty unless the request asks for them."""
+    num_draft_tokens: int = 0
+    """Tokens that were drafted and verified, of all sequences; 0 without speculation."""
+    num_accepted_tokens: int = 0
+    """Those that were right and are tokens of an output."""
 
 
 @dataclass(frozen=True, slots=True)

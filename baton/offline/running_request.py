@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.errors import BatonError, EngineFault
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
 from baton.messages.node import Abort, NodeDescription, RequestDelta, Submit
 from baton.messages.sampling import TokenLogprobs
@@ -56,6 +57,11 @@ class RunningRequest:
     @property
     def is_over(self) -> bool:
         return self._flight.is_over
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What became of the drafts of all sequences."""
+        return self._flight.draft_counts
 
     def start(self) -> Sequence[Submit | Abort]:
         """What to tell the engine first. Raises InvalidRequest for a request that does not fit into its KV cache."""

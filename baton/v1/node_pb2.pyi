@@ -333,7 +333,7 @@ class AllBlocksCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestDelta(_message.Message):
-    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding", "takeover", "prompt_logprobs")
+    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding", "takeover", "prompt_logprobs", "draft_counts")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,7 @@ class RequestDelta(_message.Message):
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -360,7 +361,16 @@ class RequestDelta(_message.Message):
     embedding: bytes
     takeover: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ..., takeover: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    draft_counts: DraftCounts
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ..., takeover: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., draft_counts: _Optional[_Union[DraftCounts, _Mapping]] = ...) -> None: ...
+
+class DraftCounts(_message.Message):
+    __slots__ = ("num_drafted", "num_accepted")
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    num_drafted: int
+    num_accepted: int
+    def __init__(self, num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class StageTimings(_message.Message):
     __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "external_tokens", "kv_bytes", "intake_ms", "decode_ms")

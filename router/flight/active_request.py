@@ -117,6 +117,7 @@ class ActiveRequest:
             at_end=self.flight.attempt_timings(),
             prompt_tokens=self.request.num_prompt_tokens,
             completion_tokens=self.answer.num_tokens,
+            draft_counts=self.flight.draft_counts,
             trace_id=self.span.trace_id if self.span is not None else "",
         )
 

@@ -49,6 +49,7 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.machine import Machine
+from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
@@ -158,6 +159,14 @@ class Flight:
     def num_output_tokens(self) -> int:
         """Number of tokens given to the client so far, of all sequences."""
         return sum(sequence.num_tokens for sequence in self._sequences)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What became of the drafts of all sequences, in the attempts that this flight has followed."""
+        counts = NO_DRAFTS
+        for sequence in self._sequences:
+            counts = counts.plus(sequence.draft_counts.num_drafted, sequence.draft_counts.num_accepted)
+        return counts
 
     @property
     def sequences(self) -> Sequence[FlightSequence]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import StreamDiverged
+from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.node import FINISH_REASONS, Outcome, RequestDelta
 from baton.values import value
 from router.flight.flight_table import EmitTokens
@@ -34,6 +35,15 @@ class FlightSequence:
         self._num_attempt_tokens = 0
         """How long the output is as far as the running attempt has sent it, the tokens that it was given included."""
         self._end: SequenceEnd | None = None
+        self._drafts_before = NO_DRAFTS
+        """Of the earlier attempts whose tokens the running one was given."""
+        self._drafts = NO_DRAFTS
+        """Of the running attempt."""
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What became of the drafts of all attempts that the output is made of."""
+        return self._drafts_before.plus(self._drafts.num_drafted, self._drafts.num_accepted)
 
     @property
     def num_tokens(self) -> int:
@@ -55,12 +65,17 @@ class FlightSequence:
         self._merge.begin_attempt()
         self._num_attempt_tokens = num_known
         self._end = None
+        # An attempt that is given no tokens computes, and drafts, all of them again.
+        self._drafts_before = self.draft_counts if num_known else NO_DRAFTS
+        self._drafts = NO_DRAFTS
 
     def take_if_next(self, delta: RequestDelta) -> bool:
         """Take a delta whose tokens continue the output, and return True. False: nothing is taken; see `take`."""
         if self.is_closed or self._end is not None or not self._merge.append(delta.first_index, delta.token_ids):
             return False
         self._num_attempt_tokens = len(self._merge.token_ids)
+        if delta.draft_counts is not None:
+            self._drafts = delta.draft_counts
         return True
 
     def take(self, delta: RequestDelta) -> EmitTokens | None:
@@ -72,6 +87,8 @@ class FlightSequence:
         if delta.token_ids:
             run = self._merge.add(delta.first_index, delta.token_ids, delta.logprobs)
             self._num_attempt_tokens = max(self._num_attempt_tokens, delta.first_index + len(delta.token_ids))
+        if delta.draft_counts is not None:
+            self._drafts = delta.draft_counts
         if delta.outcome in FINISH_REASONS:
             num_tokens = max(self._num_attempt_tokens, delta.first_index)
             self._end = SequenceEnd(num_tokens, delta.outcome, delta.stop_token_id)

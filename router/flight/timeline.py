@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from cachetools import FIFOCache
 
+from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
 from router.flight.flight_leg import AttemptTimings
@@ -65,6 +66,7 @@ class EndedRequest:
     """The timings that the nodes had reported at the end."""
     prompt_tokens: int
     completion_tokens: int
+    draft_counts: DraftCounts = NO_DRAFTS
     trace_id: str = ""
 
 
@@ -118,6 +120,8 @@ def timeline(request: EndedRequest, router: str, now: float) -> Timeline:
         total_ns=_ns(request.ended_at) - _ns(moments.received),
         stages=_joined(_stages(request, router)),
         trace_id=request.trace_id,
+        draft_tokens=request.draft_counts.num_drafted,
+        accepted_draft_tokens=request.draft_counts.num_accepted,
     )
 
 

@@ -26,7 +26,7 @@ from router.flight.event_queue import LONG_TEXT
 from router.http.answer_format import AnswerFormat, LogprobWriter
 from router.http.client import Client
 from router.http.errors import Headers
-from router.http.events import AnswerOptions, Label, usage_of
+from router.http.events import AnswerOptions, Label, final_usage
 from router.http.logprobs import Spelling, prompt_entries, unknown
 from router.http.parsed_text import ParsedMessage, ParsedSequence
 
@@ -266,12 +266,7 @@ async def whole_answer(
             index = len(choices)
             parsed = parser(index) if parser is not None else None
             choices.append(await answer.choice(answer_format, options, spelling, place, index, echo, parsed, **more))
-    ends = [answer.finished for answer in answers]
-    usage = usage_of(
-        sum(end.prompt_tokens for end in ends),
-        sum(end.completion_tokens for end in ends) if options.output else 0,
-        sum(end.cached_tokens for end in ends),
-    )
+    usage = final_usage([answer.finished for answer in answers], has_output=options.output)
     head = {"id": label.id, "object": answer_format.object_name, "created": label.created, "model": label.model}
     head["system_fingerprint"] = label.fingerprint
     tail: dict[str, object] = {"usage": usage}

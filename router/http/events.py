@@ -54,13 +54,31 @@ class Label:
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, object]:
-    """OpenAI's usage object."""
+    """OpenAI's usage object, without the details of the output, which are known at its end."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def final_usage(ends: Sequence[Finished], *, has_output: bool = True) -> dict[str, object]:
+    """OpenAI's usage object of an answer to prompts that ended so. `has_output`: whether the client wants the output.
+
+    Tokens that nodes drafted are in the place of OpenAI's predicted outputs.
+    """
+    outputs = ends if has_output else ()
+    usage = usage_of(
+        sum(end.prompt_tokens for end in ends),
+        sum(end.completion_tokens for end in outputs),
+        sum(end.cached_tokens for end in ends),
+    )
+    details = {
+        "accepted_prediction_tokens": sum(end.draft_counts.num_accepted for end in outputs),
+        "rejected_prediction_tokens": sum(end.draft_counts.num_rejected for end in outputs),
+    }
+    return {**usage, "completion_tokens_details": details}
 
 
 class EventWriter:
@@ -145,8 +163,7 @@ class EventWriter:
         """The last events of a request that ended well: its usage, if that is wanted, and the end."""
         if not self._options.usage:
             return DONE
-        usage = usage_of(finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens)
-        return self._event(f'{self._head}],"usage":{json.dumps(usage)}}}\n\n') + DONE
+        return self._event(f'{self._head}],"usage":{json.dumps(final_usage([finished]))}}}\n\n') + DONE
 
     def error(self, error: BatonError) -> bytes:
         """The last event of a request that failed."""

@@ -61,6 +61,11 @@ async def test_clients_get_what_they_get_without_drafts(ahead: str) -> None:
         assert [told(answer) for answer in answers] == [told(answer) for answer in plain]
         assert [answer.end.finish_reason for answer in answers] == [answer.end.finish_reason for answer in plain]
     assert stats.num_accepted_tokens > 20
+    assert not any(answer.end.draft_counts.num_drafted for answer in (*plain, *together[len(REQUESTS) :]))
+    counts = [answer.end.draft_counts for answer in (*alone, *together[: len(REQUESTS)])]
+    assert sum(found.num_drafted for found in counts) == stats.num_draft_tokens
+    assert all(found.num_accepted > 0 for found in counts[:2])
+    assert sum(found.num_accepted for found in counts) <= stats.num_accepted_tokens
     assert prefill.make_stats().spec_decoding.num_drafts == 0
 
 

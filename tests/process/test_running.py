@@ -25,7 +25,7 @@ def test_generate_answers_in_every_format(shell: Shell, cluster: ProcessCluster)
         "text": None,
         "token_ids": None,
         "finish_reason": None,
-        "usage": ["cached_tokens", "completion_tokens", "prompt_tokens"],
+        "usage": ["accepted_draft_tokens", "cached_tokens", "completion_tokens", "draft_tokens", "prompt_tokens"],
         "path": ["attempts", "decode_node", "prefill_node", "reason"],
         "timings": ["prefill_ms", "queue_ms", "total_ms", "transfer_ms", "ttft_ms"],
         "kv_bytes": None,

@@ -94,6 +94,8 @@ class Answer:
                 "prompt_tokens": end.prompt_tokens,
                 "completion_tokens": end.completion_tokens,
                 "cached_tokens": end.cached_tokens,
+                "draft_tokens": end.draft_counts.num_drafted,
+                "accepted_draft_tokens": end.draft_counts.num_accepted,
             },
             "path": {
                 "prefill_node": end.path.prefill_node,

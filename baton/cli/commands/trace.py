@@ -80,6 +80,8 @@ def _head(timeline: Timeline) -> Sequence[str]:
     lines = [f"{timeline.request_id}: {timeline.state} ({timeline.detail}) {ago} ago{where}{attempts}"]
     cached = f" ({timeline.cached_tokens} cached)" if timeline.cached_tokens else ""
     tokens = f"{timeline.prompt_tokens} prompt tokens{cached}, {timeline.completion_tokens} output tokens"
+    if timeline.draft_tokens:
+        tokens += f" ({timeline.accepted_draft_tokens} of {timeline.draft_tokens} drafted accepted)"
     read = f"{size(timeline.kv_bytes)} of KV read in {_ms(timeline.kv_read_ns)} ms"
     lines.append(f"  {tokens}; {read}" if timeline.kv_bytes else f"  {tokens}")
     first = f"first token after {_ms(timeline.ttft_ns)} ms" if timeline.ttft_ns is not None else "no token"

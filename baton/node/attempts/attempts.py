@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from cachetools import FIFOCache
 
 from baton.machine import Machine
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import TokenLogprobs
@@ -91,6 +92,8 @@ class _Sequence:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: RequestDelta | None = None
+    draft_counts: DraftCounts | None = None
+    """What became of all its drafts; None: it had none."""
 
     @property
     def num_entries(self) -> int:
@@ -154,6 +157,8 @@ class Attempt:
             self._prompt_logprobs = delta.prompt_logprobs
         if delta.timings is not None:
             self.timings = delta.timings
+        if delta.draft_counts is not None:
+            sequence.draft_counts = delta.draft_counts
         if delta.outcome is not None:
             sequence.end = delta
 
@@ -192,6 +197,7 @@ class Attempt:
                 end.stop_token_id if end is not None and is_last else None,
                 timings=end.timings if end is not None and is_last else None,
                 sequence_index=index,
+                draft_counts=sequence.draft_counts,
             )
         if end is not None and not (ends_with_token and first < num_tokens):
             yield RequestDelta(
@@ -204,6 +210,7 @@ class Attempt:
                 sequence_index=index,
                 transfer_cause=end.transfer_cause,
                 embedding=end.embedding,
+                draft_counts=sequence.draft_counts,
             )
 
     def __repr__(self) -> str:

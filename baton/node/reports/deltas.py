@@ -36,6 +36,7 @@ def request_delta(
         output.transfer_cause,
         output.embedding,
         prompt_logprobs=output.prompt_logprobs,
+        draft_counts=output.draft_counts,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import (
     Accepted,
     Chunk,
@@ -142,6 +143,8 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
             completion_tokens=event.completion_tokens,
             cached_tokens=event.cached_tokens,
             attempts=event.path.attempts,
+            draft_tokens=event.draft_counts.num_drafted,
+            accepted_draft_tokens=event.draft_counts.num_accepted,
         ),
         timings=generation.Timings(
             queue_ms=event.queue_ms,
@@ -261,4 +264,5 @@ def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str 
         total_ms=pb.timings.total_ms,
         kv_bytes=int(kv_bytes or 0),
         path=Path(prefill, decode, int(attempts or 1), reason),
+        draft_counts=DraftCounts(pb.usage.draft_tokens, pb.usage.accepted_draft_tokens),
     )

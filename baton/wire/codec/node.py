@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton.errors import InvalidRequest, TransferCause
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     Abort,
@@ -74,6 +75,7 @@ STEP_FIGURES = Codec(StepFigures, node.StepFigures)
 TRACE_EVENT = Codec(TraceEvent, node.TraceEvent)
 TRACE_STEP = Codec(TraceStep, node.TraceStep)
 _TIMINGS = Codec(StageTimings, node.StageTimings)
+_DRAFT_COUNTS = Codec(DraftCounts, node.DraftCounts)
 _SUBMIT = Codec(
     Submit,
     node.Submit,
@@ -120,6 +122,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             embedding=delta.embedding,
             takeover=delta.takeover,
             prompt_logprobs=logprobs_to_pb(delta.prompt_logprobs),
+            draft_counts=_DRAFT_COUNTS.to_pb(delta.draft_counts) if delta.draft_counts is not None else None,
         )
         for delta in report.deltas
     ]
@@ -154,6 +157,8 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.prompt_logprobs = logprobs_from_pb(prompt_logprobs)
     if pb.HasField("timings"):
         delta.timings = _TIMINGS.from_pb(pb.timings)
+    if pb.HasField("draft_counts"):
+        delta.draft_counts = _DRAFT_COUNTS.from_pb(pb.draft_counts)
     return delta
 
 

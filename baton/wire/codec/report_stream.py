@@ -65,7 +65,7 @@ class ReportWriter:
     def _place(self, delta: RequestDelta) -> int | None:
         """The index of the delta's sequence in `_order` if it brings exactly the next token; None otherwise."""
         has_more = delta.outcome is not None or delta.timings is not None or delta.logprobs or delta.prompt_logprobs
-        if has_more or len(delta.token_ids) != 1:
+        if has_more or delta.draft_counts is not None or len(delta.token_ids) != 1:
             return None
         place = self._places.get((delta.attempt, delta.sequence_index))
         return place if place is not None and self._order[place].next_index == delta.first_index else None

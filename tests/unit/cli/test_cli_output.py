@@ -20,10 +20,14 @@ from baton.cli.views.cluster_view import combine
 from baton.cli.yaml_text import yaml_text
 from baton.errors import BatonError
 from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path, SequenceFinished
 
 TEXT = st.text(st.characters(codec="utf-8")) | st.text("ab \n:#-'\"\t|>%@`!&*{}[],?01ey.~=<\u2028\x85\r")
-FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated"))
+FINISHED = Finished(
+    *("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated")),
+    draft_counts=DraftCounts(4, 1),
+)
 
 
 def test_generate_json_has_exactly_the_documented_keys() -> None:
@@ -34,7 +38,13 @@ def test_generate_json_has_exactly_the_documented_keys() -> None:
         "text": "ab",
         "token_ids": [7, 8],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 1},
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "cached_tokens": 1,
+            "draft_tokens": 4,
+            "accepted_draft_tokens": 1,
+        },
         "path": {"prefill_node": "p0", "decode_node": "d0", "attempts": 1, "reason": "disaggregated"},
         "timings": {"queue_ms": 0.5, "prefill_ms": 2.0, "transfer_ms": 1.5, "ttft_ms": 3.0, "total_ms": 13.0},
         "kv_bytes": 2048,

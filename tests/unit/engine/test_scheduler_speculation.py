@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.batch import SchedulerOutput
 from baton.engine.request import RequestStatus
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg, Outcome
 from baton.messages.speculation import SpeculationConfig
 from baton.testing.fake_grammar import FakeMatcher
@@ -65,6 +66,35 @@ def test_drafts_count_by_position() -> None:
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
     assert stats.num_accepted_tokens_per_pos == {0: 2, 1: 1}
     assert stats.mean_acceptance_length == 2.0
+
+
+def test_outputs_count_the_drafts_of_their_request() -> None:
+    """In all, with each step that verified some; what is right behind the end is no part of the output."""
+    rig = EngineRig()
+    rig.add("r", 6, max_tokens=20)
+    rig.add("plain", 6, max_tokens=20)
+    stop = rig.expected("r", 9)[8]
+    rig.add("twin", rig.requests["r"].prompt_token_ids, max_tokens=20, stop_token_ids=frozenset({stop}))
+    assert all(output.draft_counts is None for output in rig.step())
+    reported: dict[str, list[DraftCounts | None]] = {name: [] for name in rig.requests}
+
+    def step(drafts: Mapping[str, Sequence[int]]) -> None:
+        rig.scheduler.update_draft_token_ids(drafts)
+        for output in rig.step():
+            reported[output.request_id].append(output.draft_counts)
+
+    step({"r": to_come(rig, "r", 2), "twin": to_come(rig, "r", 3)})
+    step({"r": [*to_come(rig, "r", 1), 1001, 1002]})
+    step({})
+    num_twin = len(rig.tokens["twin"])
+    step({"twin": rig.expected("r", 20)[num_twin:][:6]})
+    assert reported["plain"] == [None] * 4
+    assert reported["r"] == [DraftCounts(2, 2), DraftCounts(5, 3), None, None]
+    assert rig.reason("twin") is Outcome.STOP
+    first, *between, last = reported["twin"]
+    assert (first, between) == (DraftCounts(3, 3), [None, None])
+    assert last is not None
+    assert (last.num_drafted, last.num_accepted) == (9, 3 + len(rig.tokens["twin"]) - num_twin - 1)
 
 
 def test_an_output_ends_within_right_drafts() -> None:

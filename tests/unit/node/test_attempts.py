@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import Abort, Adopt, Outcome, RequestDelta
 from baton.messages.sampling import SamplingParams, TokenLogprobs
@@ -127,6 +128,19 @@ def test_tokens_that_a_router_has_are_not_replayed(num_given: int, num_known: in
     assert [delta.outcome for delta in told if delta.outcome] == [Outcome.STOP]
     assert told[-1].stop_token_id == 14
     assert told[-1].first_index + len(told[-1].token_ids) == 5
+
+
+@pytest.mark.parametrize("num_known", [0, 2, 3])
+def test_the_counts_of_drafts_are_replayed_as_they_were_last(num_known: int) -> None:
+    attempt = attempt_of("a")
+    attempt.note(RequestDelta(attempt.key, 0, [1, 2], draft_counts=DraftCounts(4, 1)))
+    attempt.note(RequestDelta(attempt.key, 2, [3], draft_counts=DraftCounts(6, 1)))
+    attempt.note(RequestDelta(attempt.key, 0, [5], sequence_index=1))
+    attempt.note(RequestDelta(attempt.key, 3, outcome=Outcome.LENGTH))
+    _, *told = attempt.replayed([num_known])
+    counts = {index: [d.draft_counts for d in told if d.sequence_index == index] for index in (0, 1)}
+    assert set(counts[0]) == {DraftCounts(6, 1)}
+    assert counts[1] == [None]
 
 
 def test_an_end_that_did_not_come_with_a_token_is_replayed_alone() -> None:

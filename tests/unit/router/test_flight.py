@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
+from baton.messages.draft_counts import NO_DRAFTS, DraftCounts
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Submit
 from baton.messages.sampling import TokenLogprobs
 from router.flight.attempt_budget import MAX_UNRELATED_LOSSES, REFILL_TOKENS
@@ -451,6 +452,46 @@ def test_the_tokens_are_the_same_whichever_nodes_die(seed: int, length: int, qui
     assert given_out == truth[: len(given_out)]
     if isinstance(ends[0], Finish):
         assert given_out == truth
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_counts_of_drafts_are_those_of_all_attempts_that_made_the_output(quick: bool) -> None:
+    flight = Flight(request(max_tokens=20))
+    assert flight.draft_counts == NO_DRAFTS
+    flight.start()
+    feed(flight, placed("-", "d1"), quick=quick)
+
+    def brings(node: str, attempt: int, at: int, tokens: Sequence[int], counts: DraftCounts | None = None) -> None:
+        feed(flight, Delta(node, RequestDelta(key(attempt), at, tokens, draft_counts=counts)), quick=quick)
+
+    brings("d1.1", 1, 0, [10])
+    brings("d1.1", 1, 1, [11, 12, 13], DraftCounts(4, 2))
+    brings("d1.1", 1, 4, [14])
+    brings("d1.1", 1, 5, [15], DraftCounts(6, 2))
+    feed(flight, LinkBack("d1.1"), quick=quick)
+    brings("d1.1", 1, 6, [16], DraftCounts(6, 2))
+    assert flight.draft_counts == DraftCounts(6, 2)
+    feed(flight, NodeGone("d1.1", "died"), quick=quick)
+    feed(flight, placed("-", "d2"), quick=quick)
+    brings("d2.1", 2, 7, [17, 18], DraftCounts(1, 1))
+    assert flight.draft_counts == DraftCounts(7, 3)
+    brings("d1.1", 1, 7, [17, 18], DraftCounts(9, 4))
+    assert flight.draft_counts == DraftCounts(7, 3)
+
+
+def test_counts_of_drafts_begin_anew_where_the_whole_output_is_computed_again() -> None:
+    flight = Flight(request(n=2))
+    flight.start()
+    flight.handle(placed("-", "d1"))
+    for index in range(2):
+        delta = RequestDelta(key(1), 0, [10, 11], sequence_index=index, draft_counts=DraftCounts(3, 1))
+        flight.handle(Delta("d1.1", delta))
+    assert flight.draft_counts == DraftCounts(6, 2)
+    flight.handle(NodeGone("d1.1", "died"))
+    flight.handle(placed("-", "d2"))
+    assert flight.draft_counts == NO_DRAFTS
+    flight.handle(Delta("d2.1", RequestDelta(key(2), 0, [10, 11], sequence_index=1, draft_counts=DraftCounts(2, 1))))
+    assert flight.draft_counts == DraftCounts(2, 1)
 
 
 def from_token(delta: RequestDelta, known: int) -> RequestDelta:

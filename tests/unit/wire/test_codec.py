@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate
@@ -116,7 +117,7 @@ def test_reports_are_decoded_with_every_field() -> None:
         RequestDelta(KEY, 1, [4], [], sequence_index=7),
         *(RequestDelta(KEY, outcome=Outcome.KV_LOST, error="why", transfer_cause=cause) for cause in TransferCause),
     ]
-    deltas.append(RequestDelta(KEY, outcome=Outcome.STOP, embedding=b"\0\1\xff\2"))
+    deltas.append(RequestDelta(KEY, outcome=Outcome.STOP, embedding=b"\0\1\xff\2", draft_counts=DraftCounts(9, 4)))
     load = LoadReport(1, 2, 3, 100, 50, 5, 6, True, uncomputed_tokens=2**33, context_tokens=9)
     report = StepReport(deltas, load, step=StepFigures(1.5, 512, 3, 2**33))
     again = codec_node.report_from_pb(codec_node.report_to_pb(report))
@@ -130,6 +131,7 @@ def test_reports_are_decoded_with_every_field() -> None:
         KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6, 7, 8)
     )
     assert again.deltas[3].stop_token_id is None
+    assert [delta.draft_counts for delta in again.deltas] == [None] * (len(deltas) - 1) + [DraftCounts(9, 4)]
 
 
 def test_kv_cache_updates_are_decoded_with_everything_but_tokens() -> None:
@@ -242,7 +244,8 @@ def test_an_empty_list_of_token_ids_differs_from_an_absent_prompt() -> None:
 
 @pytest.mark.parametrize("stop_reason", [None, 0, "END"])
 def test_the_final_event_is_decoded_with_every_field(stop_reason: int | str | None) -> None:
-    finished = Finished("stop", stop_reason, 1, 2, 3, 4, 5, 6, 7, 8, 9, Path("p0", "d0", 2, "least loaded"))
+    path, counts = Path("p0", "d0", 2, "least loaded"), DraftCounts(9, 4)
+    finished = Finished("stop", stop_reason, 1, 2, 3, 4, 5, 6, 7, 8, 9, path, draft_counts=counts)
     pb = codec_generation.event_to_pb(finished, "r")
     assert codec_generation.finished_from_pb(pb.finished, codec_generation.path_to_metadata(finished)) == finished
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import NodeLost
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
 from baton.messages.sampling import TokenLogprobs
@@ -40,6 +41,7 @@ def _in_order(deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
             delta.timings,
             delta.sequence_index,
             prompt_logprobs=list(delta.prompt_logprobs) or (),
+            draft_counts=delta.draft_counts,
         )
         for delta in deltas
     ]
@@ -108,8 +110,10 @@ def test_tokens_of_unknown_sequences_end_the_stream(pb: node_pb2.StepReport) -> 
 
 
 _deltas = st.builds(
-    lambda key, index, tokens, logprobs, end, timings, sequence, prompt_logprobs: RequestDelta(
-        key, index, tokens, logprobs, end[0], None, end[1], timings, sequence, prompt_logprobs=prompt_logprobs
+    lambda key, index, tokens, logprobs, end, timings, sequence, prompt_logprobs, counts: RequestDelta(
+        *(key, index, tokens, logprobs, end[0], None, end[1], timings, sequence),
+        prompt_logprobs=prompt_logprobs,
+        draft_counts=counts,
     ),
     st.sampled_from(_KEYS),
     st.integers(0, 4),
@@ -119,6 +123,7 @@ _deltas = st.builds(
     st.sampled_from([None, None, StageTimings(1, 2, 3, 4, 5, 6)]),
     st.integers(0, 1),
     st.sampled_from([[], [], [TokenLogprobs(2, -1.5, 3, [(1, -0.5)])]]),
+    st.sampled_from([None, None, DraftCounts(3, 2)]),
 )
 
 

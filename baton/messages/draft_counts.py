@@ -1,0 +1,26 @@
+"""How many tokens were drafted for a request or a sequence, and how many of those were right."""
+
+from __future__ import annotations
+
+from baton.values import value
+
+
+@value(frozen=True, slots=True)
+class DraftCounts:
+    """Counts of drafted tokens that were verified."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Those that are tokens of the output."""
+
+    @property
+    def num_rejected(self) -> int:
+        """Those that are not tokens of the output: they were wrong, or lie behind its end."""
+        return self.num_drafted - self.num_accepted
+
+    def plus(self, num_drafted: int, num_accepted: int) -> DraftCounts:
+        """The counts with these added."""
+        return DraftCounts(self.num_drafted + num_drafted, self.num_accepted + num_accepted)
+
+
+NO_DRAFTS = DraftCounts()

@@ -13,8 +13,9 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -23,7 +24,7 @@ from baton.text.reasoning import BEGIN, END, opens_reasoning
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import Tool
 from router.http.bodies.chats import ChatBody
-from router.http.bodies.tools import NamedTool, parameters_field, tools_of
+from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
 from router.http.model import ServedModel
 from router.http.parsed_text import TextParsing
 
@@ -62,23 +63,48 @@ class ChatPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ToolOffer:
+    """The tools that a chat offers, and the choice among them, in whatever API it came."""
+
+    tools: Sequence[ToolBody] = ()
+    choice: str | NamedTool | None = None
+    """As in OpenAI's chats: none, auto, required, or the tool to call; None: auto."""
+    is_parallel: bool = True
+    """Whether an answer may have several calls."""
+    constraint_field: str | None = None
+    """The field that says what the whole answer must be; None: it may be any text."""
+    fields: ToolFields = CHAT_TOOL_FIELDS
+
+
 def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
     """Plan a chat; raises InvalidRequest that names the wrong field. May be called in a thread."""
-    bodies = body.tools or []
-    tools = tools_of(bodies)
-    wanted = _wanted(body, tools)
-    offered = [] if body.tool_choice == "none" else bodies
+    is_parallel = body.parallel_tool_calls is not False
+    offer = ToolOffer(body.tools or (), body.tool_choice, is_parallel, body.constraint_field)
+    variables = reasoning_variables(body.reasoning_effort)
+    return plan_offer(offer, partial(model.chat_text, body, variables=variables), model, card)
+
+
+def plan_offer(
+    offer: ToolOffer, text_with: Callable[[Sequence[ToolBody]], str], model: ServedModel, card: ModelCard
+) -> ChatPlan:
+    """Plan a chat with this offer; raises InvalidRequest that names the wrong field. May be called in a thread.
+
+    `text_with` makes the text of the prompt; its argument: the tools that the model gets to know.
+    """
+    tools = tools_of(offer.tools, offer.fields)
+    wanted = _wanted(offer, tools)
+    offered = () if offer.choice == "none" else offer.tools
     parsers = model.answer_parsers
     tool_format = parsers.tools if offered else None
     if offered and tool_format is None:
         raise InvalidRequest("tools", _NO_TOOLS)
-    text = model.chat_text(body, offered, _variables(body))
-    constraint = body.constraint_field
-    reasons = parsers.reasons and constraint is None
+    text = text_with(offered)
+    reasons = parsers.reasons and offer.constraint_field is None
     parsing = TextParsing(
         tool_format,
         [tool.name for tool in tools],
-        1 if body.parallel_tool_calls is False else MAX_CALLS,
+        MAX_CALLS if offer.is_parallel else 1,
         reasons=reasons,
         is_open=reasons and opens_reasoning(text),
     )
@@ -104,30 +130,29 @@ def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
         parsing,
         grammar,
         model.special_ids(markers) if markers else (),
-        {parameters_field(place): tool.parameters for place, tool in enumerate(tools) if tool in wanted},
+        {offer.fields.parameters(place): tool.parameters for place, tool in enumerate(tools) if tool in wanted},
     )
 
 
-def _wanted(body: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """The tools of which one has to be called; empty: none has to. Raises InvalidRequest."""
-    choice = body.tool_choice
-    if choice in (None, "none", "auto"):
-        return ()
-    if not tools:
-        raise InvalidRequest("tool_choice", "needs tools")
-    if (field := body.constraint_field) is not None:
-        raise InvalidRequest("tool_choice", f"does not go with {field}: each says what the whole answer must be")
-    if not isinstance(choice, NamedTool):
-        return tools
-    named = [tool for tool in tools if tool.name == choice.function.name]
-    if not named:
-        raise InvalidRequest("tool_choice.function.name", f"is {choice.function.name}, which is none of the tools")
-    return named
-
-
-def _variables(body: ChatBody) -> Mapping[str, Any]:
-    """The variables of a template that stand for the effort of reasoning."""
-    effort = body.reasoning_effort
+def reasoning_variables(effort: str | None) -> Mapping[str, Any]:
+    """The variables of a template that stand for the effort of reasoning, in OpenAI's words; None: the model's own."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
+def _wanted(offer: ToolOffer, tools: Sequence[Tool]) -> Sequence[Tool]:
+    """The tools of which one has to be called; empty: none has to. Raises InvalidRequest."""
+    if offer.choice in (None, "none", "auto"):
+        return ()
+    if not tools:
+        raise InvalidRequest("tool_choice", "needs tools")
+    if (field := offer.constraint_field) is not None:
+        raise InvalidRequest("tool_choice", f"does not go with {field}: each says what the whole answer must be")
+    if not isinstance(offer.choice, NamedTool):
+        return tools
+    name = offer.choice.function.name
+    named = [tool for tool in tools if tool.name == name]
+    if not named:
+        raise InvalidRequest(offer.fields.chosen_name, f"is {name}, which is none of the tools")
+    return named

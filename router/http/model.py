@@ -124,6 +124,20 @@ class ServedModel:
             add_generation_prompt=body.add_generation_prompt is not False,
         )
 
+    def text_of(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolBody],
+        variables: Mapping[str, Any] | None = None,
+        **options: bool,
+    ) -> str:
+        """The text that the template makes of messages; raises InvalidRequest for `messages`.
+
+        `tools`: those that the model gets to know; `variables` and `options`: those of `ChatTemplate.render`. May be
+        called in a thread.
+        """
+        return self._render(messages, variables, [tool.for_template() for tool in tools], None, **options)
+
     def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, PlainValidator
@@ -28,16 +30,21 @@ def _call_id(value: Any) -> str | None:
     raise ValueError(f"must be a string of 1 to {_MAX_ID_CHARS} characters")
 
 
-def _bounded(value: Any) -> Any:
+def bounded(value: Any) -> Any:
+    """A list of tools or calls whose length is checked, before each of them is; raises ValueError."""
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise ValueError(f"has {len(value)} entries; at most {MAX_TOOLS} are taken")
     return value
 
 
-def _distinct(value: list[ToolBody] | None) -> list[ToolBody] | None:
-    names = [tool.function.name for tool in value or ()]
+def check_distinct(names: Sequence[str]) -> None:
+    """Raises ValueError if two tools have the same name."""
     if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
         raise ValueError(f"has {twice} twice")
+
+
+def _distinct(value: list[ToolBody] | None) -> list[ToolBody] | None:
+    check_distinct([tool.function.name for tool in value or ()])
     return value
 
 
@@ -113,11 +120,28 @@ ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | None,
     PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
 ]
-Tools = Annotated[list[ToolBody] | None, BeforeValidator(_bounded), AfterValidator(_distinct)]
-Calls = Annotated[list[CallBody] | None, BeforeValidator(_bounded)]
+Tools = Annotated[list[ToolBody] | None, BeforeValidator(bounded), AfterValidator(_distinct)]
+Calls = Annotated[list[CallBody] | None, BeforeValidator(bounded)]
 
 
-def tools_of(bodies: list[ToolBody]) -> list[Tool]:
+@dataclass(frozen=True, slots=True)
+class ToolFields:
+    """The names that fields of tools have in one API, for refusals."""
+
+    parameters_name: str
+    """Of the parameters, within a tool."""
+    chosen_name: str
+    """Of the name of the tool that is to be called."""
+
+    def parameters(self, place: int) -> str:
+        """The parameters of one of the tools."""
+        return f"tools[{place}].{self.parameters_name}"
+
+
+CHAT_TOOL_FIELDS = ToolFields("function.parameters", "tool_choice.function.name")
+
+
+def tools_of(bodies: Sequence[ToolBody], fields: ToolFields) -> list[Tool]:
     """The tools as the formats of calls need them; raises InvalidRequest that names the parameters.
 
     Parameters are JSON objects within the bounds of a schema's size and depth, and with a bound on all together.
@@ -133,10 +157,5 @@ def tools_of(bodies: list[ToolBody]) -> list[Tool]:
                 reason = f"has, with those before, {num_bytes} bytes; all together may have {MAX_TOOLS_BYTES}"
                 raise InvalidRequest("parameters", reason)
         except InvalidRequest as error:
-            raise InvalidRequest(parameters_field(place), error.reason) from None
+            raise InvalidRequest(fields.parameters(place), error.reason) from None
     return tools
-
-
-def parameters_field(place: int) -> str:
-    """The name of a tool's parameters in refusals."""
-    return f"tools[{place}].function.parameters"

@@ -16,12 +16,15 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "baton/runner/backends/cpu/kernels"
 LIBRARY = "libkernels.so"
+OPTIMISED = "-O3"
 
 
 class BuildKernels(build_ext):
     """Compiles the sources side by side; setuptools takes one after the other."""
 
     def build_extension(self, ext):
+        if re.search(r"(?:^|\s)-O", os.environ.get("CFLAGS", "")):
+            ext.extra_compile_args.remove(OPTIMISED)  # it would override the builder's
         compile_some = self.compiler.compile
 
         def compile_each(sources, **options):

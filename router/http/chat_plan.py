@@ -9,13 +9,15 @@ The rules:
 4. Parameters of tools that may be called on demand are checked like the schemas of outputs, since they constrain one.
    Those of other tools may be any JSON schemas within the bounds of `tools_of`: only the model reads them.
 5. A demanded call whose markers stand at the end of the prompt has no reasoning, which would come behind them.
+6. Where only some of the tools are allowed, the model does not get to know the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -75,6 +77,12 @@ class ToolOffer:
     constraint_field: str | None = None
     """The field that says what the whole answer must be; None: it may be any text."""
     fields: ToolFields = CHAT_TOOL_FIELDS
+    allowed: Collection[str] | None = None
+    """The names of the tools among which the model may choose; None: all."""
+
+    def permits(self, name: str) -> bool:
+        """Whether the model may call the tool of this name, and so gets to know it."""
+        return self.choice != "none" and (self.allowed is None or name in self.allowed)
 
 
 def plan_chat(body: ChatBody, model: ServedModel, card: ModelCard) -> ChatPlan:
@@ -93,8 +101,10 @@ def plan_offer(
     `text_with` makes the text of the prompt; its argument: the tools that the model gets to know.
     """
     tools = tools_of(offer.tools, offer.fields)
-    wanted = _wanted(offer, tools)
-    offered = () if offer.choice == "none" else offer.tools
+    permitted = [offer.permits(tool.name) for tool in tools]
+    callable_tools = list(compress(tools, permitted))
+    wanted = _wanted(offer, callable_tools)
+    offered = list(compress(offer.tools, permitted))
     parsers = model.answer_parsers
     tool_format = parsers.tools if offered else None
     if offered and tool_format is None:
@@ -103,7 +113,7 @@ def plan_offer(
     reasons = parsers.reasons and offer.constraint_field is None
     parsing = TextParsing(
         tool_format,
-        [tool.name for tool in tools],
+        [tool.name for tool in callable_tools],
         MAX_CALLS if offer.is_parallel else 1,
         reasons=reasons,
         is_open=reasons and opens_reasoning(text),

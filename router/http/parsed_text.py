@@ -18,10 +18,40 @@ from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
 from baton.text.tool_calls.formats import FORMATS, ToolFormat, format_of_template, template_reasons
 
-Delta = dict[str, Any]
-"""What a piece of text adds to a message, as in OpenAI's streams; empty: nothing."""
 _SHORT_ID_CHARS = 9
 _ID_CHARS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The next piece of the reasoning, which comes before everything else."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """The beginning of a call. Until its `CallEnded`, its `CallArguments` follow, and nothing else."""
+
+    index: int
+    """Its place among the calls of the answer."""
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next piece of a call's arguments."""
+
+    index: int
+    """The call's place among the calls of the answer."""
+    text: str
+
+
+AnswerPart = Reasoning | Content | NamedCall | CallArguments | CallEnded
+"""The parts of an answer, in the order in which the model wrote them."""
+Delta = dict[str, Any]
+"""What a piece of text adds to a message, as in OpenAI's streams; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,49 +117,74 @@ class ParsedSequence:
 
     def push(self, text: str) -> Delta:
         """What the next piece of the text adds."""
-        reasoning, rest = self._reasoning.push(text) if self._reasoning is not None else ("", text)
-        return self._delta(reasoning, self._calls.push(rest) if self._calls is not None else [Content(rest)])
+        return _delta(self.parts(text))
 
     def finish(self, text: str = "") -> Delta:
         """What the last piece of the text adds, and all that was held."""
+        return _delta(self.last_parts(text))
+
+    def parts(self, text: str) -> list[AnswerPart]:
+        """The parts, or their next pieces, that the next piece of the text adds."""
+        reasoning, rest = self._reasoning.push(text) if self._reasoning is not None else ("", text)
+        return self._parts(reasoning, self._calls.push(rest) if self._calls is not None else [Content(rest)])
+
+    def last_parts(self, text: str = "") -> list[AnswerPart]:
+        """The parts, or their last pieces, that the last piece of the text adds, and all that was held."""
         reasoning, rest = self._reasoning.push(text) if self._reasoning is not None else ("", text)
         if self._reasoning is not None:
             last_reasoning, last = self._reasoning.finish()
             reasoning, rest = reasoning + last_reasoning, rest + last
         if self._calls is None:
-            return self._delta(reasoning, [Content(rest)])
-        return self._delta(reasoning, [*self._calls.push(rest), *self._calls.finish()])
+            return self._parts(reasoning, [Content(rest)])
+        return self._parts(reasoning, [*self._calls.push(rest), *self._calls.finish()])
 
     def finish_reason(self, reason: str) -> str:
         """The finish reason for clients: `tool_calls` for a text that ended by itself and calls a tool."""
         return "tool_calls" if reason == "stop" and self._is_called else reason
 
-    def _delta(self, reasoning: str, events: Iterable[ToolEvent]) -> Delta:
-        delta: Delta = {"reasoning_content": reasoning} if reasoning else {}
+    def _parts(self, reasoning: str, events: Iterable[ToolEvent]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = [Reasoning(reasoning)] if reasoning else []
         for event in events:
             match event:
                 case Content(text):
                     text, self._given = text.removeprefix(self._given), ""
                     if text:
-                        delta["content"] = delta.get("content", "") + text
+                        parts.append(Content(text))
                 case CallBegun(name):
                     self._given = ""
-                    call = {"index": self._num_calls, "id": self._id(self._num_calls), "type": "function"}
-                    delta.setdefault("tool_calls", []).append(call | {"function": {"name": name, "arguments": ""}})
+                    parts.append(NamedCall(self._num_calls, self._id(self._num_calls), name))
                     self._num_calls += 1
                 case Arguments(text):
-                    calls = delta.setdefault("tool_calls", [])
-                    if not calls:
-                        calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += text
+                    parts.append(CallArguments(self._num_calls - 1, text))
                 case CallEnded(is_complete):
                     self._is_called |= is_complete
-        return delta
+                    parts.append(event)
+        return parts
 
     def _id(self, place: int) -> str:
         digest = hashlib.sha256(f"{self._name}.{place}".encode()).digest()
         letters = base64.b32encode(digest).decode().lower()
         return letters[:_SHORT_ID_CHARS] if self._has_short_ids else f"call_{letters[:_ID_CHARS]}"
+
+
+def _delta(parts: Iterable[AnswerPart]) -> Delta:
+    """What the parts add to a message, which has one content, whatever stands between its calls."""
+    delta: Delta = {}
+    for part in parts:
+        match part:
+            case Reasoning(text):
+                delta["reasoning_content"] = text
+            case Content(text):
+                delta["content"] = delta.get("content", "") + text
+            case NamedCall(index, call_id, name):
+                call = {"index": index, "id": call_id, "type": "function"}
+                delta.setdefault("tool_calls", []).append(call | {"function": {"name": name, "arguments": ""}})
+            case CallArguments(index, text):
+                calls = delta.setdefault("tool_calls", [])
+                if not calls:
+                    calls.append({"index": index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += text
+    return delta
 
 
 class ParsedMessage:

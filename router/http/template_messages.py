@@ -25,14 +25,14 @@ def template_message(message: Message, place: int) -> Mapping[str, Any]:
             {
                 **({} if call.id is None else {"id": call.id}),
                 "type": call.type,
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
             }
             for call in message.tool_calls
         ]
     return found
 
 
-def _arguments(text: str) -> Any:
+def arguments_of(text: str) -> Any:
     """The object that the text is in JSON; the text itself if it is none, or larger than any body may be."""
     if not text.strip():
         return {}

@@ -59,7 +59,7 @@ _RESPONSE = {
     "model": _MODEL,
     "output": [
         {
-            "id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87",
+            "id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87_1",
             "type": "message",
             "role": "assistant",
             "status": "completed",
@@ -183,7 +183,7 @@ OPERATIONS: Sequence[Operation] = (
         event={
             "type": "response.output_text.delta",
             "sequence_number": 4,
-            "item_id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87",
+            "item_id": "msg_0c9b2c0c5b7f4d1e8a6f3e2d1c0b9a87_1",
             "output_index": 0,
             "content_index": 0,
             "delta": "Hello",

@@ -31,6 +31,7 @@ def run() -> Iterator[Run]:
 NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
 NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
 TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+CALLED = {"type": "function_call", "name": "f", "arguments": "{"}
 PART = {"type": "input_text", "text": "a"}
 COMMON: dict[str, tuple[list[Any], list[Any]]] = {
     "top_p": ([1, 0.5], [*NO_NUMBERS, 0, -1, 1.1]),
@@ -85,10 +86,13 @@ FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
                 "hi",
                 [{"role": "user", "content": [PART]}],
                 [{"type": "message", "role": "assistant", "content": "x"}] * 2,
+                [{"type": "reasoning", "summary": []}, {**CALLED, "call_id": "c"}],
             ],
             [
                 *(None, 1, [], {}, [1], [{}], "\ud800", "x" * 200, [{"role": "user"}]),
-                *([{"role": "x", "content": "x"}], [{"type": "reasoning"}], [{"role": "user", "content": [{}]}]),
+                *([{"role": "x", "content": "x"}], [{"type": "reasoning", "content": 1}], [CALLED]),
+                *([{**CALLED, "call_id": "c"}, {"type": "function_call_output", "call_id": "d", "output": "x"}],),
+                *([{"role": "user", "content": [{}]}], [{"type": "item_reference", "id": "x"}]),
                 *([{"role": "user", "content": "x", "y": 1}], [{"role": "user", "content": [{**PART, "y": 1}]}]),
             ],
         ),
@@ -106,7 +110,9 @@ FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         ),
         "truncation": (["disabled"], ["auto", 1]),
         "background": ([False], [True, 1]),
-        "reasoning": ([None, {}], [{"effort": "low"}, 1]),
+        "reasoning": ([None, {}, {"effort": "low"}], [{"effort": "max"}, {"summary": "detailed"}, 1]),
+        "tool_choice": (["none", "auto", None], ["required", {"type": "function", "name": "f"}, {"type": "x"}, 1, {}]),
+        "parallel_tool_calls": ([True, False], [1, "x", {}]),
         "user": (["\udfff"], NO_TEXTS),
     },
 }

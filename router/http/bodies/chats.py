@@ -41,6 +41,7 @@ def _template(value: Any) -> Any:
     return value or None
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, str]])]
 
 
@@ -95,7 +96,7 @@ class ChatBody(ChatPrompt, GenerationBody):
     function_call: NotServed = None
     functions: NotServed = None
     prediction: NotServed = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     verbosity: NotServed = None
     web_search_options: NotServed = None
 

@@ -13,11 +13,15 @@ from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
-from baton.messages.request_limits import MAX_MESSAGES
 from baton.messages.sampling import SamplingDefaults
+from router.http.bodies.chats import ReasoningEffort
 from router.http.bodies.constraints import ANY_OBJECT
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Strict
+from router.http.chat_plan import ToolOffer
+from router.http.responses.input_items import read_input
+from router.http.responses.items import Item
+from router.http.responses.tools import TOOL_FIELDS, FunctionChoice, FunctionTools, choice_of
 
 _LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
@@ -30,62 +34,8 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What a client may ask to be included; answers have no items to which any but the first applies."""
-_ROLES = ("user", "assistant", "system", "developer")
-_ITEM_FIELDS = {"type", "id", "role", "status", "content", "phase"}
-_PART_FIELDS = {"type", "text", "annotations", "logprobs"}
+"""What a client may ask to be included; to the items of answers here, only the first applies."""
 _MAX_METADATA, _MAX_METADATA_KEY, _MAX_METADATA_VALUE = 16, 64, 512
-
-InputMessage = tuple[str, tuple[str, ...]]
-"""A message of the input: its role, and the text of its parts."""
-
-
-def _input(value: Any) -> Sequence[InputMessage]:
-    if isinstance(value, str):
-        return (("user", (value,)),)
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string or a list of messages")
-    if len(value) > MAX_MESSAGES:
-        raise ValueError(f"has {len(value)} items; at most {MAX_MESSAGES} are taken")
-    return tuple(_input_message(item, place) for place, item in enumerate(value))
-
-
-def _input_message(item: Any, place: int) -> InputMessage:
-    if not isinstance(item, dict):
-        raise ValueError(f"item {place} must be an object")
-    if (kind := item.get("type")) not in (None, "message"):
-        named = f"of the type {kind[:40]!r}" if isinstance(kind, str) else "of a type that is no text"
-        raise ValueError(f"item {place} is {named}; only items of the type 'message' are served")
-    _check_fields(item, _ITEM_FIELDS, f"item {place}")
-    if item.get("role") not in _ROLES:
-        raise ValueError(f"item {place} needs a role, one of {', '.join(_ROLES)}")
-    if item.get("phase") not in (None, "final_answer"):
-        raise ValueError(f"item {place} has a phase, which is not served")
-    content = item.get("content")
-    if isinstance(content, str):
-        return item["role"], (content,)
-    if not isinstance(content, list):
-        raise ValueError(f"item {place} needs a content, a string or a list of text parts")
-    return item["role"], tuple(_text(part, f"item {place}, part {number}") for number, part in enumerate(content))
-
-
-def _text(part: Any, name: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("input_text", "output_text"):
-        named = f"is of the type {kind[:40]!r}" if isinstance(kind, str) else "has no type"
-        raise ValueError(f"{name} {named}; only 'input_text' and 'output_text' are served")
-    _check_fields(part, _PART_FIELDS, name)
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"{name} needs a text")
-    if part.get("annotations"):
-        raise ValueError(f"{name} has annotations, which are not served")
-    text: str = part["text"]
-    return text
-
-
-def _check_fields(found: Mapping[str, Any], known: set[str], name: str) -> None:
-    if unknown := next((field for field in found if field not in known), None):
-        raise ValueError(f"{name} has the unknown field {unknown[:40]!r}")
 
 
 def _metadata(value: Any) -> Mapping[str, str]:
@@ -138,10 +88,20 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+class ReasoningConfig(Strict):
+    """How much the model is to reason. `summary: auto` leaves it to the server whether there is one: there is none."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+    context: NotServed = None
+    generate_summary: NotServed = None
+    mode: NotServed = None
+
+
 class ResponsesBody(Strict):
     """POST /v1/responses"""
 
-    input: Annotated[Sequence[InputMessage], PlainValidator(_input, json_schema_input_type=str | list[dict[str, Any]])]
+    input: Annotated[Sequence[Item], PlainValidator(read_input, json_schema_input_type=str | list[dict[str, Any]])]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -154,6 +114,10 @@ class ResponsesBody(Strict):
     top_logprobs: int | None = None
     include: list[Includable] | None = None
     text: TextConfig | None = None
+    tools: FunctionTools = None
+    tool_choice: FunctionChoice = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
     metadata: Annotated[Mapping[str, str], PlainValidator(_metadata, json_schema_input_type=dict[str, str])] = Field(
         default_factory=dict
     )
@@ -165,10 +129,8 @@ class ResponsesBody(Strict):
 
     # Only these values are served.
     background: Literal[False] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None
 
     # Ignored: they change no answer.
@@ -184,17 +146,42 @@ class ResponsesBody(Strict):
     moderation: NotServed = None
     prompt: NotServed = None
     prompt_cache_options: NotServed = None
-    reasoning: NotServed = None
-    tools: NotServed = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of log-probabilities for the core; raises InvalidRequest for a number that is not included."""
+        """The number of log-probabilities for the core; raises InvalidRequest for a number that is not included.
+
+        They are refused where calls may stand between messages: which tokens are whose is not known.
+        """
         if _LOGPROBS in (self.include or ()):
+            if self.tools and self.tool_choice != "none":
+                raise InvalidRequest("include", f"{_LOGPROBS} does not go with tools that may be called")
             return self.top_logprobs or 0
         if self.top_logprobs:
             raise InvalidRequest("top_logprobs", f"needs include with {_LOGPROBS}")
         return None
+
+    def offer(self) -> ToolOffer:
+        """The tools, and the choice among them; raises InvalidRequest."""
+        tools = self.tools or []
+        choice, allowed = choice_of(self.tool_choice, tools)
+        return ToolOffer(
+            [tool.as_tool() for tool in tools],
+            choice,
+            self.parallel_tool_calls is not False,
+            "text.format" if self._schema is not None else None,
+            TOOL_FIELDS,
+            allowed,
+        )
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        """How much the model is to reason; None: as much as it does."""
+        return self.reasoning.effort if self.reasoning is not None else None
+
+    @property
+    def _schema(self) -> str | None:
+        return self._format.as_schema() if self._format is not None else None
 
     @property
     def _format(self) -> TextFormat | None:
@@ -211,7 +198,7 @@ class ResponsesBody(Strict):
             seed=self.seed,
             max_tokens=max_tokens,
             logprobs=self.num_logprobs,
-            json_schema=self._format.as_schema() if self._format is not None else None,
+            json_schema=self._schema,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
         )
@@ -219,6 +206,7 @@ class ResponsesBody(Strict):
     def echoed(self, defaults: SamplingDefaults) -> dict[str, Any]:
         """The fields of a response that repeat the request's, or the defaults in their place, first the model's own."""
         wanted = self._format.as_object() if self._format is not None else {"type": "text"}
+        choice = self.tool_choice or "auto"
         return {
             "background": False,
             "instructions": self.instructions,
@@ -228,13 +216,13 @@ class ResponsesBody(Strict):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self.effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "temperature": _first(self.temperature, defaults.temperature, 1.0),
             "text": {"format": wanted, "verbosity": "medium"},
-            "tool_choice": self.tool_choice or "auto",
-            "tools": [],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.as_object() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": _first(self.top_p, defaults.top_p, 1.0),
             "truncation": "disabled",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,14 +17,18 @@ from baton.security.callers import current_caller
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, logprob_lists
 from router.http.bodies.strict import read_as
+from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.endpoints import Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
 from router.http.logprobs import ChatLogprobs
 from router.http.model import ServedModel
+from router.http.parsed_text import ParsedSequence, TextParsing
 from router.http.responses.bodies import ResponsesBody
 from router.http.responses.events import ResponseWriter
+from router.http.responses.items import Item, template_messages
 from router.http.responses.objects import ResponseDraft
-from router.http.responses.store import Item, ResponseStore, StoredResponse
+from router.http.responses.output import Output, OutputItem
+from router.http.responses.store import ResponseStore, StoredResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,25 @@ class ResponsesRequest(EndpointRequest):
     """The parsed request of a client for a response."""
 
     draft: ResponseDraft
+    name: str
+    """What is unique in the ids of the response."""
     items: Sequence[Item]
     """The conversation so far."""
+    num_added: int
+    """How many items of the conversation came with the request."""
+    parsing: TextParsing
+    """How the text of the answer is parsed."""
     is_stored: bool
+
+    @property
+    def sequence(self) -> ParsedSequence:
+        """A parser of the answer's text."""
+        return self.parsing.sequence(self.name, 0)
+
+    @property
+    def output(self) -> Output:
+        """The answer's items, of which there are none yet."""
+        return Output(self.name, self.num_added)
 
 
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
@@ -46,6 +67,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         "logprobs": ("logprobs", "top_logprobs"),
         "max_tokens": ("max_tokens", "max_output_tokens"),
         "json_schema": ("json_schema", "text"),
+        "grammar": ("grammar", "tool_choice"),
     }
 
     def __init__(
@@ -77,58 +99,64 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             raise _no_previous(body.previous_response_id)
         check_model(body.model or "", card)
         earlier = previous.items if previous is not None else ()
-        added = [Item(f"msg_{name}_{place}", role, texts) for place, (role, texts) in enumerate(body.input)]
+        added = [replace(item, id=f"{item.prefix}_{name}_{place}") for place, item in enumerate(body.input)]
         items = (*earlier, *added)
         if len(items) > MAX_MESSAGES:
             raise InvalidRequest(
                 "input", f"makes a conversation of {len(items)} items; at most {MAX_MESSAGES} are taken"
             )
-        prompt = self._model.prompt(_messages(body.instructions, items))
+        messages = template_messages(body.instructions, items)
+        text_with = partial(self._model.text_of, messages, variables=reasoning_variables(body.effort))
+        plan = plan_offer(body.offer(), text_with, self._model, card)
         max_tokens = body.max_output_tokens
         if max_tokens is None:
-            max_tokens = longest_answer(card, len(prompt))
-        request = body.request(prompt, request_id, max_tokens)
+            max_tokens = longest_answer(card, len(plan.prompt))
+        request = plan.applied(body.request(plan.prompt, request_id, max_tokens))
         is_stored = self._store.is_on and body.store is not False
         draft = ResponseDraft(
             id=f"resp_{name}",
-            item_id=f"msg_{name}",
             created_at=int(self._clock.wall()),
             model=card.name,
             echoed=body.echoed(card.defaults) | {"store": is_stored},
             has_logprobs=request.logprobs is not None,
         )
-        return ResponsesRequest(request_id, [request], bool(body.stream), 1, timeout_s, draft, items, is_stored)
+        head = request_id, [request], bool(body.stream), 1, timeout_s
+        return ResponsesRequest(*head, draft, name, items, len(added), plan.parsing, is_stored)
 
     def _writer(self, parsed: ResponsesRequest, accepted: Accepted, positions: Sequence[int]) -> ResponseWriter:
-        return ResponseWriter(parsed.draft, self._model.spelling, self._clock.wall, partial(self._keep, parsed))
+        keep = partial(self._keep, parsed)
+        spelling, now = self._model.spelling, self._clock.wall
+        return ResponseWriter(parsed.draft, parsed.sequence, parsed.output, spelling, now, keep)
 
     async def _whole_answer(self, parsed: ResponsesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
-        text = "".join(chunk.text for chunk in answer.chunks[0])
-        logprobs = "[]"
+        sequence, output = parsed.sequence, parsed.output
         if parsed.draft.has_logprobs:
-            logprobs = (await logprob_lists(ChatLogprobs(self._model.spelling), answer.chunks[0]))["content"]
-        response = parsed.draft.ended(text, logprobs, answer.ends[0][0], answer.finished, self._clock.wall())
-        return self._keep(parsed, response, text)
+            lists = await logprob_lists(ChatLogprobs(self._model.spelling), answer.chunks[0])
+            output.take((), lists["content"][1:-1])
+        for place, chunk in enumerate(answer.chunks[0]):
+            if place:
+                await asyncio.sleep(0)  # it may take long to parse
+            output.take(sequence.parts(chunk.text))
+        finish_reason = answer.ends[0][0]
+        output.finish(sequence.last_parts(), finish_reason)
+        written = ",".join(item.ended() for item in output.items)
+        response = parsed.draft.ended(written, finish_reason, answer.finished, self._clock.wall())
+        return self._keep(parsed, response, output.items)
 
-    def _keep(self, parsed: ResponsesRequest, response: str, text: str) -> bytes:
+    def _keep(self, parsed: ResponsesRequest, response: str, output: Sequence[OutputItem]) -> bytes:
         """The response in JSON as bytes, which are stored if the client wants that."""
         content = encoded(response)
         if parsed.is_stored:
-            items = (*parsed.items, Item(parsed.draft.item_id, "assistant", (text,)))
-            self._store.put(current_caller.get().tenant, StoredResponse.of(parsed.draft.id, content, items))
+            own = [item.as_item() for item in output]
+            stored = StoredResponse.of(parsed.draft.id, content, parsed.items, own)
+            self._store.put(current_caller.get().tenant, stored)
         return content
 
 
 def encoded(json_text: str) -> bytes:
     """JSON as bytes; what is not valid Unicode in it is escaped."""
     return json_text.encode(errors="backslashreplace")
-
-
-def _messages(instructions: str | None, items: Sequence[Item]) -> Sequence[Mapping[str, str]]:
-    """The messages for the model's template."""
-    begin = [{"role": "system", "content": instructions}] if instructions else []
-    return [*begin, *({"role": item.role, "content": item.text} for item in items)]
 
 
 def _check_combination(body: ResponsesBody, store: ResponseStore) -> None:

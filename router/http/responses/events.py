@@ -3,77 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
 from router.http.answer_format import quote
 from router.http.errors import error_of
 from router.http.logprobs import ChatLogprobs, Spelling
+from router.http.parsed_text import ParsedSequence
 from router.http.responses.objects import ResponseDraft, as_text, status_of
+from router.http.responses.output import Begun, Change, Ended, Grown, Kind, Output, OutputItem
+
+_TEXT_EVENTS: Mapping[Kind, str] = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+"""The events of an item's text, without their last word."""
 
 
 class ResponseWriter:
-    """Writes one stream: a response with one message of one text."""
+    """Writes one stream: a response with its items, one after the other."""
 
     num_sequences = 1
 
     def __init__(
         self,
         draft: ResponseDraft,
+        sequence: ParsedSequence,
+        output: Output,
         spelling: Spelling,
         now: Callable[[], float],
-        keep: Callable[[str, str], object],
+        keep: Callable[[str, Sequence[OutputItem]], object],
     ) -> None:
-        """`now`: seconds since the epoch. `keep` gets the response that ended well, in JSON, and its text."""
+        """`sequence` parses the text, `output` gets its parts. `now`: seconds since the epoch. `keep` gets the response
+        that ended well, in JSON, and its items.
+        """
         self._draft = draft
+        self._sequence = sequence
+        self._output = output
         self._logprobs = ChatLogprobs(spelling)
         self._now = now
         self._keep = keep
         self._num_events = 0
-        self._texts: list[str] = []
-        self._logprobs_so_far: list[str] = []
-        """The log-probabilities of the tokens so far, as the entries of lists in JSON."""
         self._finish_reason = ""
-        self._place = f'"item_id":{quote(draft.item_id)},"output_index":0,"content_index":0'
 
     def opening(self) -> bytes:
-        """The events before all text."""
+        """The events before all items."""
         response = f'"response":{self._draft.in_progress()}'
-        return (
-            self._event("response.created", response)
-            + self._event("response.in_progress", response)
-            + self._item_event("response.output_item.added", self._draft.message("in_progress"))
-            + self._part_event("response.content_part.added", f'"part":{self._draft.part("", "[]")}')
-        )
+        return self._event("response.created", response) + self._event("response.in_progress", response)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """The event for tokens and their text, which is empty while a character is incomplete."""
-        self._texts.append(chunk.text)
-        written = ""
+        """The events for tokens and their text, which is empty while a character is incomplete."""
+        logprobs = ""
         if self._draft.has_logprobs and chunk.logprobs:
-            written = json.dumps(self._logprobs.take(chunk.logprobs)["content"])[1:-1]
-            self._logprobs_so_far.append(written)
-        if not chunk.text and not written:
-            return b""
-        return self._part_event("response.output_text.delta", f'"delta":{quote(chunk.text)},"logprobs":[{written}]')
+            logprobs = json.dumps(self._logprobs.take(chunk.logprobs)["content"])[1:-1]
+        return self._changes(self._output.take(self._sequence.parts(chunk.text), logprobs))
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The events for the end of the text."""
         self._finish_reason = finish_reason
-        text, logprobs = "".join(self._texts), self._all_logprobs()
-        part = self._draft.part(text, logprobs)
-        return (
-            self._part_event("response.output_text.done", f'"text":{quote(text)},"logprobs":{logprobs}')
-            + self._part_event("response.content_part.done", f'"part":{part}')
-            + self._item_event("response.output_item.done", self._draft.message(status_of(finish_reason), part))
-        )
+        return self._changes(self._output.finish(self._sequence.last_parts(), finish_reason))
 
     def finish(self, finished: Finished) -> bytes:
         """The last event of a request that ended well: the whole response."""
-        text = "".join(self._texts)
-        response = self._draft.ended(text, self._all_logprobs(), self._finish_reason, finished, self._now())
-        self._keep(response, text)
+        items = self._output.items
+        output = ",".join(item.ended() for item in items)
+        response = self._draft.ended(output, self._finish_reason, finished, self._now())
+        self._keep(response, items)
         return self._event(f"response.{status_of(self._finish_reason)}", f'"response":{response}')
 
     def error(self, error: BatonError) -> bytes:
@@ -85,14 +82,42 @@ class ResponseWriter:
             "response.failed", f'"response":{failed}'
         )
 
-    def _all_logprobs(self) -> str:
-        return f"[{', '.join(self._logprobs_so_far)}]"
+    def _changes(self, changes: Iterable[Change]) -> bytes:
+        return b"".join(map(self._change, changes))
 
-    def _part_event(self, kind: str, fields: str) -> bytes:
-        return self._event(kind, f"{self._place},{fields}")
+    def _change(self, change: Change) -> bytes:
+        match change:
+            case Begun(item):
+                begun = self._item_event("added", item, item.begun())
+                if item.kind == "function_call":
+                    return begun
+                return begun + self._text_event("response.content_part.added", item, f'"part":{item.part("")}')
+            case Grown(item, text, logprobs):
+                if not text and not logprobs:
+                    return b""
+                more = f',"logprobs":[{logprobs}]' if item.kind == "message" else ""
+                return self._text_event(f"{_TEXT_EVENTS[item.kind]}.delta", item, f'"delta":{quote(text)}{more}')
+            case Ended(item):
+                return self._ended(item) + self._item_event("done", item, item.ended())
 
-    def _item_event(self, kind: str, item: str) -> bytes:
-        return self._event(kind, f'"output_index":0,"item":{item}')
+    def _ended(self, item: OutputItem) -> bytes:
+        """The events for the end of an item's text."""
+        kind, text = f"{_TEXT_EVENTS[item.kind]}.done", item.text
+        if item.kind == "function_call":
+            return self._text_event(kind, item, f'"name":{quote(item.name)},"arguments":{quote(text)}')
+        logprobs = item.all_logprobs
+        more = f',"logprobs":{logprobs}' if item.kind == "message" else ""
+        part = f'"part":{item.part(text, logprobs)}'
+        return self._text_event(kind, item, f'"text":{quote(text)}{more}') + self._text_event(
+            "response.content_part.done", item, part
+        )
+
+    def _text_event(self, kind: str, item: OutputItem, fields: str) -> bytes:
+        place = "" if item.kind == "function_call" else ',"content_index":0'
+        return self._event(kind, f'"item_id":{quote(item.id)},"output_index":{item.place}{place},{fields}')
+
+    def _item_event(self, what: str, item: OutputItem, written: str) -> bytes:
+        return self._event(f"response.output_item.{what}", f'"output_index":{item.place},"item":{written}')
 
     def _event(self, kind: str, fields: str) -> bytes:
         """The event with these fields, which are the inside of an object in JSON."""

@@ -12,15 +12,13 @@ from baton.messages.generation import Finished
 
 @dataclass(frozen=True, slots=True)
 class ResponseDraft:
-    """What is known of a response before its text.
+    """What is known of a response before its items.
 
-    Its methods write JSON, since log-probabilities are written piece by piece: a million numbers at once would hold the
-    event loop.
+    Its methods write JSON, since the items have log-probabilities, which are written piece by piece: a million numbers
+    at once would hold the event loop.
     """
 
     id: str
-    item_id: str
-    """The id of its message."""
     created_at: int
     """Seconds since the epoch."""
     model: str
@@ -36,23 +34,15 @@ class ResponseDraft:
         """The response of a request that failed."""
         return self._object("failed", error={"code": "server_error", "message": message})
 
-    def ended(self, text: str, logprobs: str, finish_reason: str, finished: Finished, now: float) -> str:
-        """The response at its end, complete or cut by its length. `now`: seconds since the epoch."""
+    def ended(self, output: str, finish_reason: str, finished: Finished, now: float) -> str:
+        """The response at its end, complete or cut by its length.
+
+        `output`: its items in JSON, separated by commas. `now`: seconds since the epoch.
+        """
         status, usage = status_of(finish_reason), _usage(finished)
-        output = self.message(status, self.part(text, logprobs))
         if status == "incomplete":
             return self._object(status, output, usage=usage, incomplete_details={"reason": "max_output_tokens"})
         return self._object(status, output, usage=usage, completed_at=int(now))
-
-    def message(self, status: str, part: str = "") -> str:
-        """The response's message, its one item. `part`: its text as `part` writes it; empty: none yet."""
-        before = {"id": self.item_id, "type": "message", "role": "assistant", "status": status}
-        return f'{as_text(before)[:-1]},"content":[{part}]}}'
-
-    def part(self, text: str, logprobs: str) -> str:
-        """The text of the message, its one part. `logprobs`: a list in JSON."""
-        before: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
-        return f'{as_text(before)[:-1]},"logprobs":{logprobs}}}'
 
     def _object(self, status: str, output: str = "", **more: object) -> str:
         """The response with this status; `output`: its items, `more`: fields that are not null."""

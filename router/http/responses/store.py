@@ -7,45 +7,13 @@ response passes through the registry, so each is known to one router alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from baton.clock import Clock
 from baton.metric import Metric
-
-_ITEM_BYTES = 512
-"""What an item takes in memory beside its texts, at most."""
-_TEXT_BYTES = 8
-"""A reference to a text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One message of a conversation."""
-
-    id: str
-    role: str
-    texts: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The text of all parts; they are joined by newlines, as are the parts of a chat's message."""
-        return "\n".join(self.texts)
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the item takes, at most, in bytes."""
-        return _ITEM_BYTES + sum(sys.getsizeof(text) + _TEXT_BYTES for text in self.texts)
-
-    def as_object(self) -> dict[str, Any]:
-        """The item as OpenAI's object."""
-        if self.role == "assistant":
-            content = [{"type": "output_text", "text": text, "annotations": []} for text in self.texts]
-        else:
-            content = [{"type": "input_text", "text": text} for text in self.texts]
-        return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": content}
+from router.http.responses.items import Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +24,23 @@ class StoredResponse:
     json: bytes
     """The response object."""
     items: Sequence[Item]
-    """The conversation: all input, the earlier answers in it, and last the response's own message."""
+    """The conversation: all input, the earlier answers in it, and last the response's own items."""
+    num_own: int
+    """How many items are the response's own."""
 
     num_bytes: int
     """The memory that the response takes, at most."""
 
     @classmethod
-    def of(cls, response_id: str, json: bytes, items: Sequence[Item]) -> StoredResponse:
-        return cls(response_id, json, tuple(items), len(json) + sum(item.num_bytes for item in items))
+    def of(cls, response_id: str, json: bytes, before: Sequence[Item], own: Sequence[Item]) -> StoredResponse:
+        """A response and its conversation: `own` are its own items, `before` all others."""
+        items = (*before, *own)
+        return cls(response_id, json, items, len(own), len(json) + sum(item.num_bytes for item in items))
+
+    @property
+    def input_items(self) -> Sequence[Item]:
+        """The conversation before the response."""
+        return self.items[: len(self.items) - self.num_own]
 
 
 @dataclass(frozen=True, slots=True)

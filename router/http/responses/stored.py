@@ -12,8 +12,9 @@ from baton.errors import BatonError, InvalidRequest
 from baton.security.callers import current_caller
 from router.http.errors import HttpError, Kind
 from router.http.responses.endpoint import encoded
+from router.http.responses.items import Item
 from router.http.responses.objects import as_text
-from router.http.responses.store import Item, ResponseStore, StoredResponse
+from router.http.responses.store import ResponseStore, StoredResponse
 
 _MAX_LISTED, _DEFAULT_LISTED = 100, 20
 _PATH = "/v1/responses/{id}"
@@ -40,7 +41,7 @@ def stored_routes(store: ResponseStore) -> Sequence[Route]:
 
     async def input_items(request: Request) -> Response:
         _check_query(request, {"include": None, "after": None, "limit": None, "order": None})
-        items = _listed(_found(store, request).items[:-1], request.query_params)
+        items = _listed(_found(store, request).input_items, request.query_params)
         limit = _limit(request.query_params.get("limit", str(_DEFAULT_LISTED)))
         page = items[:limit]
         answer = {

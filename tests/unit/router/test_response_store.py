@@ -8,11 +8,12 @@ import pytest
 
 from baton.observe.metrics import declared_figures
 from baton.testing.fake_clock import FakeClock
-from router.http.responses.store import Item, ResponseStore, StoreBounds, StoredResponse
+from router.http.responses.items import CallItem, MessageItem
+from router.http.responses.store import ResponseStore, StoreBounds, StoredResponse
 
 
 def response(name: str, num_bytes: int = 1000) -> StoredResponse:
-    return StoredResponse(name, b"{}", (), num_bytes)
+    return StoredResponse(name, b"{}", (), 0, num_bytes)
 
 
 def names(store: ResponseStore, tenant: str, *candidates: str) -> list[str]:
@@ -104,13 +105,14 @@ def test_counts_and_bounds_hold_whatever_happens(seed: int) -> None:
 
 
 def test_the_memory_of_a_response_is_that_of_its_texts_and_its_object() -> None:
-    item = Item("m", "user", ("é" * 100, "\ud800"))
-    stored = StoredResponse.of("r", b"x" * 50, [item, item])
+    item = MessageItem("m", ("é" * 100, "\ud800"), "user")
+    stored = StoredResponse.of("r", b"x" * 50, [item], [item])
     assert stored.num_bytes > 50 + 2 * 203
     assert item.text == "é" * 100 + "\n\ud800"
     # Python keeps four bytes for each character of a text with an emoji, and some fifty for each text of its own.
-    assert Item("m", "user", ("a" * 1000 + "😀",)).num_bytes > 4000
-    assert Item("m", "user", ("abc",) * 1000).num_bytes > 50_000
+    assert MessageItem("m", ("a" * 1000 + "😀",), "user").num_bytes > 4000
+    assert MessageItem("m", ("abc",) * 1000, "user").num_bytes > 50_000
+    assert CallItem("f", ("a" * 1000,), "c" * 200, "n" * 60).num_bytes > 1000 + 200 + 60
 
 
 @pytest.mark.parametrize(("count", "memory"), [(0, 1000), (10, 0)])

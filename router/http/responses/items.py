@@ -1,0 +1,171 @@
+"""The items of a conversation in OpenAI's API of responses, and the messages that a chat template makes of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from baton.errors import InvalidRequest
+from router.http.template_messages import arguments_of
+
+_ITEM_BYTES = 512
+"""What an item takes in memory beside its texts, at most."""
+_TEXT_BYTES = 8
+"""A reference to a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a conversation."""
+
+    prefix: ClassVar[str]
+    """The beginning of the ids of such items."""
+    id: str
+    texts: tuple[str, ...]
+    """The text of its parts."""
+
+    @property
+    def text(self) -> str:
+        """The text of all parts; they are joined by newlines, as are the parts of a chat's message."""
+        return "\n".join(self.texts)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the item takes, at most, in bytes."""
+        return _ITEM_BYTES + sum(sys.getsizeof(text) + _TEXT_BYTES for text in (*self.texts, *self._words()))
+
+    def as_object(self) -> dict[str, Any]:
+        """The item as OpenAI's object."""
+        raise NotImplementedError
+
+    def _words(self) -> Sequence[str]:
+        """Further texts that the item has from its client."""
+        return ()
+
+    def _parts(self, kind: str, **more: object) -> list[dict[str, Any]]:
+        return [{"type": kind, "text": text, **more} for text in self.texts]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageItem(Item):
+    """A message."""
+
+    prefix = "msg"
+    role: str
+
+    def as_object(self) -> dict[str, Any]:
+        is_answer = self.role == "assistant"
+        content = self._parts("output_text", annotations=[]) if is_answer else self._parts("input_text")
+        return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": content}
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningItem(Item):
+    """The reasoning before an answer."""
+
+    prefix = "rs"
+
+    def as_object(self) -> dict[str, Any]:
+        content = self._parts("reasoning_text")
+        return {"id": self.id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
+@dataclass(frozen=True, slots=True)
+class CallItem(Item):
+    """A call of a function; its text are the arguments, as the model wrote them."""
+
+    prefix = "fc"
+    call_id: str
+    name: str
+    status: str = "completed"
+
+    def as_object(self) -> dict[str, Any]:
+        called = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+        return {"id": self.id, "type": "function_call", "status": self.status, **called}
+
+    def _words(self) -> Sequence[str]:
+        return self.call_id, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutputItem(Item):
+    """What a called function returned."""
+
+    prefix = "fco"
+    call_id: str
+
+    def as_object(self) -> dict[str, Any]:
+        returned = {"call_id": self.call_id, "output": self.text}
+        return {"id": self.id, "type": "function_call_output", "status": "completed", **returned}
+
+    def _words(self) -> Sequence[str]:
+        return (self.call_id,)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message for the template, made of one item or of several that follow each other."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Mapping[str, Any]] = field(default_factory=list)
+    call_id: str | None = None
+
+    def takes(self, item: Item) -> bool:
+        """Whether the item belongs to this message: one of the assistant, whose parts come in the model's order.
+
+        A message behind calls is of the same message, since calls of an earlier one would have outputs before it.
+        """
+        if self.role != "assistant":
+            return False
+        match item:
+            case ReasoningItem():
+                return not (self.texts or self.calls)
+            case MessageItem():
+                return item.role == "assistant" and bool(self.calls or not self.texts)
+            case _:
+                return isinstance(item, CallItem)
+
+    def as_message(self) -> Mapping[str, Any]:
+        """The message, with the fields that it has."""
+        message: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts)}
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def template_messages(instructions: str | None, items: Sequence[Item]) -> Sequence[Mapping[str, Any]]:
+    """The messages for the model's template; raises InvalidRequest for the output of a call that is not among `items`.
+
+    Reasoning, messages of the assistant and calls that follow each other are one message, as the model wrote them.
+    """
+    turns = [_Turn("system", [instructions])] if instructions else []
+    call_ids: set[str] = set()
+    for item in items:
+        if not turns or not turns[-1].takes(item):
+            turns.append(_Turn("assistant"))
+        turn = turns[-1]
+        match item:
+            case MessageItem():
+                turn.role = item.role
+                turn.texts.append(item.text)
+            case ReasoningItem():
+                turn.reasoning.append(item.text)
+            case CallItem():
+                call_ids.add(item.call_id)
+                function = {"name": item.name, "arguments": arguments_of(item.text)}
+                turn.calls.append({"id": item.call_id, "type": "function", "function": function})
+            case CallOutputItem():
+                if item.call_id not in call_ids:
+                    reason = f"has the output of the call {item.call_id[:80]!r}, which is not in the conversation"
+                    raise InvalidRequest("input", reason)
+                turn.role, turn.call_id = "tool", item.call_id
+                turn.texts.append(item.text)
+    return [turn.as_message() for turn in turns]

@@ -1,0 +1,114 @@
+"""Tools and the choice among them in OpenAI's API of responses, where functions are flat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, PlainValidator
+
+from baton.errors import InvalidRequest
+from router.http.bodies.fields import NotServed
+from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.tools import (
+    FunctionBody,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolFields,
+    ToolName,
+    bounded,
+    check_distinct,
+)
+
+TOOL_FIELDS = ToolFields("parameters", "tool_choice.name")
+_WORDS = ("none", "auto", "required")
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+    # Known, but not served.
+    allowed_callers: NotServed = None
+    output_schema: NotServed = None
+
+    def as_tool(self) -> ToolBody:
+        """The tool as chats have it."""
+        given = FunctionBody(name=self.name, description=self.description, parameters=self.parameters)
+        return ToolBody(type="function", function=given)
+
+    def as_object(self) -> dict[str, Any]:
+        """The tool as a response shows it."""
+        return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
+
+
+class ChosenTool(Strict):
+    """A function that is to be called, or that may be."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedTools(Strict):
+    """The functions among which the model may choose."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], BeforeValidator(bounded)]
+
+
+def _tool_type(value: Any) -> Any:
+    """A list of tools; raises ValueError for one that is no function, by its type."""
+    for place, tool in enumerate(bounded(value) if isinstance(value, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"has, at {place}, a tool of the type {kind[:40]!r}; only functions are served")
+    return value
+
+
+def _distinct(value: list[FunctionTool] | None) -> list[FunctionTool] | None:
+    check_distinct([tool.name for tool in value or ()])
+    return value
+
+
+def _choice(value: Any) -> Any:
+    if value is None or value in _WORDS:
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("function", "allowed_tools"):
+        raise ValueError(f"must be {', '.join(_WORDS)}, or an object of the type function or allowed_tools")
+    try:
+        return read_as(ChosenTool if kind == "function" else AllowedTools, value)
+    except InvalidRequest as error:
+        raise ValueError(f"{error.field} {error.reason}") from None
+
+
+FunctionTools = Annotated[list[FunctionTool] | None, BeforeValidator(_tool_type), AfterValidator(_distinct)]
+FunctionChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None,
+    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedTools),
+]
+
+
+def choice_of(
+    choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None, tools: Sequence[FunctionTool]
+) -> tuple[Literal["none", "auto", "required"] | NamedTool | None, Collection[str] | None]:
+    """The choice as chats have it, and the names of the allowed tools; raises InvalidRequest for unknown names."""
+    if isinstance(choice, ChosenTool):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name)), None
+    if not isinstance(choice, AllowedTools):
+        return choice, None
+    names = {tool.name for tool in tools}
+    allowed = {tool.name for tool in choice.tools}
+    if not allowed:
+        raise InvalidRequest("tool_choice.tools", "is empty: let tool_choice be none")
+    if unknown := sorted(allowed - names):
+        raise InvalidRequest("tool_choice.tools", f"has {unknown[0]}, which is none of the tools")
+    return choice.mode, allowed

@@ -112,7 +112,8 @@ def test_the_memory_of_a_response_is_that_of_its_texts_and_its_object() -> None:
     # Python keeps four bytes for each character of a text with an emoji, and some fifty for each text of its own.
     assert MessageItem("m", ("a" * 1000 + "😀",), "user").num_bytes > 4000
     assert MessageItem("m", ("abc",) * 1000, "user").num_bytes > 50_000
-    assert CallItem("f", ("a" * 1000,), "c" * 200, "n" * 60).num_bytes > 1000 + 200 + 60
+    bare = MessageItem("m", ("a",), "user").num_bytes
+    assert CallItem("f", ("a",), "c" * 200, "n" * 60).num_bytes > bare + 260
 
 
 @pytest.mark.parametrize(("count", "memory"), [(0, 1000), (10, 0)])

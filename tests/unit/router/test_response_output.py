@@ -1,0 +1,65 @@
+"""The items of a response as a function of its text: whatever it is, and however it is cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+
+from baton.text.tool_calls.formats import FORMATS
+from router.http.parsed_text import TextParsing
+from router.http.responses.output import Begun, Change, Ended, Grown, Output, OutputItem
+from tests.support.tool_formats import written
+
+CALL = written("hermes", [("f", {"q": 1})])
+HEAD, ARGUMENTS, TAIL = CALL.partition('"q": 1')
+PIECES = ["<think>", "</think>", "q", " ", "\n", CALL, HEAD, ARGUMENTS, TAIL, "<tool_call>", "{", "}", '"']
+HERMES = TextParsing(FORMATS["hermes"], ["f"], 3, reasons=True)
+
+
+def changes_of(output: Output, pieces: Iterable[str]) -> list[Change]:
+    sequence = HERMES.sequence("r", 0)
+    changes = [change for piece in pieces for change in output.take(sequence.parts(piece))]
+    return changes + output.finish(sequence.last_parts(), "stop")
+
+
+def told(items: Iterable[OutputItem]) -> list[tuple[str, str, str, str, str]]:
+    return [(item.kind, item.id, item.call_id, item.text, item.status) for item in items]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_items_are_a_function_of_the_text(seed: int) -> None:
+    rng = Random(seed)
+    text = "".join(rng.choices(PIECES, k=rng.randrange(1, 14)))
+    whole, cut = Output("r", 1), Output("r", 1)
+    changes_of(whole, [text])
+    changes = changes_of(cut, text)
+    assert told(whole.items) == told(cut.items)
+    # Items come one after the other, each with a text that its changes say piece by piece.
+    ended: list[OutputItem] = []
+    for change in changes:
+        assert change.item.place == len(ended)
+        match change:
+            case Begun(item):
+                texts: list[str] = []
+            case Grown(_, piece, _):
+                texts.append(piece)
+            case Ended(item):
+                assert item.text == "".join(texts)
+                ended.append(item)
+    assert ended == cut.items
+    assert len({item.id for item in ended}) == len(ended)
+    assert sum(item.text.count("q") for item in ended) == text.count("q"), "no text is lost"
+
+
+def test_an_item_that_was_not_ended_by_the_text_ends_with_it() -> None:
+    for text, reason, status in [
+        ("q", "length", "incomplete"),
+        ("q", "stop", "completed"),
+        ("", "length", "incomplete"),
+    ]:
+        output, sequence = Output("r", 1), HERMES.sequence("r", 0)
+        output.take(sequence.parts(text))
+        output.finish(sequence.last_parts(), reason)
+        assert told(output.items) == [("message", "msg_r_1", "", text, status)]

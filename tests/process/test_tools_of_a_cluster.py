@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from openai.types.responses import ResponseFunctionToolCall
 
 from baton.config import bundled_model_dir
 from tests.support.process_cluster import process_cluster
@@ -78,3 +79,32 @@ def test_a_schema_that_constrains_nothing_is_refused_only_where_it_is_demanded(c
     for choice in ("auto", "none"):
         fields = asked(client, tools=odd, tool_choice=choice) | {"max_tokens": 4}
         assert client.chat.completions.create(**fields).choices
+
+
+def test_a_response_has_the_call_of_the_chat_and_goes_on_from_it(client: OpenAI) -> None:
+    fields = asked(client, tool_choice=NAMED, parallel_tool_calls=False)
+    message = client.chat.completions.create(**fields).choices[0].message
+    assert message.tool_calls is not None
+    (expected,) = message.tool_calls
+    assert expected.type == "function"
+    wanted: dict[str, Any] = {
+        **{name: fields[name] for name in ("model", "parallel_tool_calls")},
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+        "extra_body": {"seed": fields["seed"]},
+    }
+    choice = {"type": "function", "name": "paint"}
+    demanded: dict[str, Any] = {"input": "hello", "tool_choice": choice, "max_output_tokens": fields["max_tokens"]}
+    made = client.responses.create(**wanted, **demanded)
+    with client.responses.stream(**wanted, **demanded) as stream:
+        streamed = stream.get_final_response()
+    items = [*made.output, *streamed.output]
+    calls = [item for item in items if isinstance(item, ResponseFunctionToolCall)]
+    assert len(calls) == len(items) == 2
+    assert {(call.name, call.arguments) for call in calls} == {(expected.function.name, expected.function.arguments)}
+    output: Any = [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "done"}]
+    more = client.responses.create(
+        **wanted, input=output, tool_choice="none", previous_response_id=made.id, max_output_tokens=4
+    )
+    assert more.usage is not None
+    assert made.usage is not None
+    assert more.usage.input_tokens > made.usage.input_tokens

@@ -138,18 +138,6 @@ class ServedModel:
         """
         return self._render(messages, variables, [tool.for_template() for tool in tools], None, **options)
 
-    def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any] | None = None,
-        **options: bool,
-    ) -> list[int]:
-        """The token ids of messages, each with a role and a content; raises InvalidRequest for `messages`.
-
-        `variables` and `options` are those of `ChatTemplate.render`. May be called in a thread.
-        """
-        return self.rendered_ids(self._render(messages, variables, (), None, **options))
-
     def rendered_ids(self, text: str) -> list[int]:
         """The token ids of a text that a chat template made. May be called in a thread."""
         return self._with_text().encode_rendered(text)

@@ -31,6 +31,8 @@ def run() -> Iterator[Run]:
 NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
 NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
 TEXTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]
+CALL = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": TEXTS, "is_error": True}
 CALLED = {"type": "function_call", "name": "f", "arguments": "{"}
 PART = {"type": "input_text", "text": "a"}
 COMMON: dict[str, tuple[list[Any], list[Any]]] = {
@@ -48,19 +50,32 @@ OF_PROMPTS: dict[str, tuple[list[Any], list[Any]]] = {
         [
             [{"role": "user", "content": "hi"}],
             [{"role": "user", "content": TEXTS}, {"role": "assistant", "content": "It is"}],
+            [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [CALL]},
+                {"role": "user", "content": [RESULT]},
+            ],
         ],
         [
             *(None, [], "x", [1], [{}], [{"role": "user", "content": 1}], [{"role": "x", "content": "x"}]),
             *([{"role": "user", "content": "\ud800"}], [{"role": "user", "content": [{"type": "image"}]}]),
             *([{"role": "user", "content": "x", "y": 1}], [{"role": "assistant", "content": "It is "}]),
+            *([{"role": "user", "content": [CALL]}], [{"role": "assistant", "content": [CALL]}]),
+            [{"role": "user", "content": [RESULT | {"content": 1}]}],
         ],
     ),
     "system": (["", "s", TEXTS], [1, [1], [{"type": "image"}], {}]),
     "thinking": (
-        [None, {"type": "disabled"}],
-        [1, {}, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}],
+        [None, {"type": "disabled"}, {"type": "adaptive"}],
+        [
+            *(1, {}, {"type": "enabled"}, {"type": "enabled", "budget_tokens": 1024}, {"type": "between_tools"}),
+            *({"type": "disabled", "display": "omitted"}, {"type": "adaptive", "budget_tokens": 1024}),
+        ],
     ),
-    "tool_choice": ([{"type": "none"}], [1, {}, {"type": "tool", "name": "x"}]),
+    "tool_choice": (
+        [{"type": "none"}, {"type": "auto"}],
+        [1, {}, {"type": "any"}, {"type": "tool"}, {"type": "auto", "name": "x"}, {"type": "tool", "name": "x"}],
+    ),
     **{name: COMMON[name] for name in ("tools", "no_such_field")},
 }
 FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
@@ -73,8 +88,8 @@ FIELDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "stop_sequences": (["x", [], ["ab", "é"]], [1, [1], ["x"] * 17, [""], "x" * 257, "a\0", "\udc80"]),
         "metadata": ([{}, {"user_id": "me"}], [1, "x", {"user_id": 1}, {"a": "b"}]),
         "output_config": (
-            [None, {}],
-            [1, {"effort": "low"}, {"format": {"type": "x"}}, {"format": {"type": "json_schema"}}],
+            [None, {}, {"effort": "low"}],
+            [1, {"effort": 1}, {"format": {"type": "x"}}, {"format": {"type": "json_schema"}}],
         ),
     },
     COUNT: OF_PROMPTS,

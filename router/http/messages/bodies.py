@@ -9,41 +9,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field, model_validator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
 from router.http.bodies.fields import NotServed, Stop, bounded_messages
 from router.http.bodies.strict import Strict
+from router.http.chat_plan import ToolOffer
+from router.http.messages.blocks import Content, TextContent, check_role, text_of
+from router.http.messages.conversation import template_messages
+from router.http.messages.tools import (
+    TOOL_FIELDS,
+    ThinkingConfig,
+    ToolChoice,
+    Tools,
+    functions,
+    template_variables,
+)
 
-_BLOCK_FIELDS = {"type", "text", "cache_control", "citations"}
-
-
-def _content(value: Any) -> str:
-    """The text of a message; blocks are joined by newlines, as are the parts of a chat's message."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text blocks")
-    return "\n".join(_text_of(block, place) for place, block in enumerate(value))
-
-
-def _text_of(block: Any, place: int) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind != "text":
-        named = f"is of the type {kind[:40]!r}" if isinstance(kind, str) else "has no type"
-        raise ValueError(f"block {place} {named}; only blocks of the type 'text' are served")
-    if not isinstance(block.get("text"), str):
-        raise ValueError(f"block {place} needs a text")
-    if unknown := next((name for name in block if name not in _BLOCK_FIELDS), None):
-        raise ValueError(f"block {place} has the unknown field {unknown[:40]!r}")
-    if block.get("citations"):
-        raise ValueError(f"block {place} has citations, which are not served")
-    text: str = block["text"]
-    return text
-
-
-Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]])]
+_FORMAT = "output_config.format"
+_NO_REASONING = (
+    "can't be enabled: this model's chat template describes no reasoning "
+    "(an operator may set --reasoning-parser think); type adaptive leaves it to the model"
+)
 
 
 class Turn(Strict):
@@ -52,18 +40,10 @@ class Turn(Strict):
     role: Literal["user", "assistant", "system"]
     content: Content
 
-
-class Disabled(Strict):
-    """Thinking, which may only be off."""
-
-    type: Literal["disabled"]
-
-
-class ToolChoice(Strict):
-    """The choice among no tools: either type means that none is called."""
-
-    type: Literal["none", "auto"]
-    disable_parallel_tool_use: bool | None = None
+    @model_validator(mode="after")
+    def _has_its_blocks(self) -> Turn:
+        check_role(self.role, self.content)
+        return self
 
 
 class OutputFormat(Strict):
@@ -77,7 +57,7 @@ class OutputConfig(Strict):
     """What is wanted of the output."""
 
     format: OutputFormat | None = None
-    effort: NotServed = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountBody(Strict):
@@ -85,9 +65,10 @@ class CountBody(Strict):
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True), BeforeValidator(bounded_messages)]
-    system: Content = ""
-    thinking: Disabled | None = None
+    system: TextContent = ()
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    tools: Tools = None
     tool_choice: ToolChoice | None = None
     speed: Literal["standard"] | None = None
 
@@ -97,30 +78,64 @@ class CountBody(Strict):
     # Known, but not served.
     context_management: NotServed = None
     mcp_servers: NotServed = None
-    tools: NotServed = None
+    thread: NotServed = None
 
     @property
     def is_prefilled(self) -> bool:
         """Whether the answer continues the last message, which is the beginning of it."""
         return self.messages[-1].role == "assistant"
 
-    def conversation(self) -> Sequence[Mapping[str, str]]:
-        """The messages for the model's template; raises InvalidRequest for a last one that can't be continued.
+    @property
+    def format(self) -> OutputFormat | None:
+        """What the text of the answer must fit; None: it may be any text."""
+        return self.output_config.format if self.output_config is not None else None
 
-        Messages of the same role that follow each other are one, as in Anthropic's API: many templates want the roles
-        to alternate.
-        """
-        turns = [("system", self.system)] if self.system else []
-        for turn in self.messages:
-            if turns and turns[-1][0] == turn.role:
-                turns[-1] = (turn.role, f"{turns[-1][1]}\n{turn.content}")
-            else:
-                turns.append((turn.role, turn.content))
-        last = turns[-1][1]
-        if self.is_prefilled and (not last or last[-1].isspace()):
-            message = "must not be empty or end with whitespace, since the answer continues it"
-            raise InvalidRequest(f"messages[{len(self.messages) - 1}].content", message)
-        return [{"role": role, "content": text} for role, text in turns]
+    def conversation(self) -> Sequence[Mapping[str, Any]]:
+        """The messages for the model's template; raises InvalidRequest for a last one that can't be continued."""
+        messages = template_messages(text_of(self.system), self.messages)
+        if self.is_prefilled:
+            field, last = f"messages[{len(self.messages) - 1}].content", messages[-1]
+            if last.get("tool_calls"):
+                raise InvalidRequest(field, "has calls, so the answer can't continue it: their results come first")
+            if not last["content"] or last["content"][-1].isspace():
+                raise InvalidRequest(field, "must not be empty or end with whitespace, since the answer continues it")
+        return messages
+
+    def offer(self) -> ToolOffer:
+        """The tools, and the choice among them; raises InvalidRequest."""
+        choice = self.tool_choice
+        return ToolOffer(
+            functions(self.tools),
+            choice.as_choice() if choice is not None else None,
+            is_parallel=not (choice is not None and choice.disable_parallel_tool_use),
+            constraint_field=_FORMAT if self.format is not None else None,
+            fields=TOOL_FIELDS,
+        )
+
+    def variables(self) -> Mapping[str, Any]:
+        """The variables of the template that stand for thinking and its effort."""
+        return template_variables(self.thinking, self.output_config.effort if self.output_config is not None else None)
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the answer has the text of its reasoning."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def check_thinking(self, *, reasons: bool) -> None:
+        """Raises InvalidRequest for thinking that can't be. `reasons`: whether the model may reason at all."""
+        if self.thinking is None:
+            return
+        self.thinking.check()
+        if self.thinking.type != "enabled":
+            return
+        if not reasons:
+            raise InvalidRequest("thinking", _NO_REASONING)
+        if self.format is not None:
+            raise InvalidRequest("thinking", f"does not go with {_FORMAT}, which holds from the first token on")
+        if self.is_prefilled:
+            raise InvalidRequest(
+                "thinking", "does not go with a last message of the assistant, since the answer has begun"
+            )
 
 
 class Metadata(Strict):
@@ -155,9 +170,13 @@ class MessagesBody(CountBody):
     diagnostics: NotServed = None
     inference_geo: NotServed = None
 
+    def check_thinking(self, *, reasons: bool) -> None:
+        super().check_thinking(reasons=reasons)
+        if self.thinking is not None and (self.thinking.budget_tokens or 0) >= self.max_tokens:
+            raise InvalidRequest("thinking.budget_tokens", "must be less than max_tokens")
+
     def request(self, prompt: Sequence[int], request_id: str, max_tokens: int) -> GenerateRequest:
         """The request to the core."""
-        wanted = self.output_config.format if self.output_config is not None else None
         return GenerateRequest(
             prompt=prompt,
             request_id=request_id,
@@ -168,7 +187,7 @@ class MessagesBody(CountBody):
             seed=self.seed,
             max_tokens=max_tokens,
             stop=self.stop_sequences,
-            json_schema=json.dumps(wanted.schema_) if wanted is not None else None,
+            json_schema=json.dumps(self.format.schema_) if self.format is not None else None,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
         )

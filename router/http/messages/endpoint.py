@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,17 @@ from baton.messages.generation import Accepted, ModelCard
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected
 from router.http.bodies.strict import read_as
+from router.http.bodies.tools import ToolBody
+from router.http.chat_plan import ChatPlan, plan_offer
 from router.http.client import Client
 from router.http.endpoints import Endpoint, EndpointRequest, Handler, in_thread_if_large, with_client_names
 from router.http.errors import Headers
 from router.http.json_body import parse_json, read_body
 from router.http.messages.bodies import CountBody, MessagesBody
+from router.http.messages.content import WholeContent
 from router.http.messages.events import PING, MessageLabel, MessageWriter, usage_of
 from router.http.model import ServedModel
+from router.http.parsed_text import TextParsing
 
 VERSIONS = (b"2023-06-01", b"2026-10-21")
 """The versions of Anthropic's API that clients may name in `anthropic-version`.
@@ -33,6 +38,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "prompt": ("prompt", "messages"),
     "stop": ("stop", "stop_sequences"),
     "json_schema": ("json_schema", "output_config"),
+    "grammar": ("grammar", "tool_choice"),
 }
 
 
@@ -41,6 +47,10 @@ class MessagesRequest(EndpointRequest):
     """The parsed request of a client for a message."""
 
     label: MessageLabel
+    parsing: TextParsing
+    """How the text of the answer is parsed."""
+    shows_thinking: bool
+    """Whether the answer has the text of its reasoning."""
 
 
 class MessagesEndpoint(Endpoint[MessagesRequest]):
@@ -57,20 +67,30 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
     ) -> MessagesRequest:
         body = read_as(MessagesBody, found)
-        prompt = _prompt(self._model, body)
+        plan = _planned(self._model, body, card)
         # A client that has to send max_tokens can't know what its prompt leaves, so more is no error.
-        left = longest_answer(card, len(prompt))
-        request = body.request(prompt, request_id, min(body.max_tokens, left))
+        left = longest_answer(card, len(plan.prompt))
+        request = plan.applied(body.request(plan.prompt, request_id, min(body.max_tokens, left)))
         label = MessageLabel(request_id, card.name, body.max_tokens > left)
-        return MessagesRequest(request_id, [request], bool(body.stream), 1, timeout_s, label)
+        is_stream, shows_thinking = bool(body.stream), body.shows_thinking
+        return MessagesRequest(request_id, [request], is_stream, 1, timeout_s, label, plan.parsing, shows_thinking)
 
     def _writer(self, parsed: MessagesRequest, accepted: Accepted, positions: Sequence[int]) -> MessageWriter:
-        return MessageWriter(parsed.label, accepted.prompt_tokens)
+        sequence = parsed.parsing.sequence(parsed.request_id, 0)
+        return MessageWriter(parsed.label, accepted.prompt_tokens, sequence, shows_thinking=parsed.shows_thinking)
 
     async def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
-        text = "".join(chunk.text for chunk in answer.chunks[0])
-        return parsed.label.message(text, usage_of(answer.finished), parsed.label.stop(*answer.ends[0]))
+        sequence, content = parsed.parsing.sequence(parsed.request_id, 0), WholeContent()
+        for place, chunk in enumerate(answer.chunks[0]):
+            if place:
+                await asyncio.sleep(0)  # a long text takes long to parse
+            content.add(sequence.parts(chunk.text))
+        content.add(sequence.last_parts())
+        finish_reason, stop_reason = answer.ends[0]
+        stop = parsed.label.stop(sequence.finish_reason(finish_reason), stop_reason)
+        blocks = content.blocks(shows_thinking=parsed.shows_thinking)
+        return parsed.label.message(blocks, usage_of(answer.finished), stop)
 
     def _id_headers(self, request_id: str) -> Headers:
         return id_headers(request_id)
@@ -94,7 +114,7 @@ class CountTokens:
             await client.answer(200, headers, json.dumps({"input_tokens": count}).encode())
 
     def _count(self, found: Mapping[str, Any]) -> int:
-        return len(_prompt(self._model, read_as(CountBody, found)))
+        return len(_planned(self._model, read_as(CountBody, found), self._model.card).prompt)
 
 
 def id_headers(request_id: str) -> Headers:
@@ -109,10 +129,19 @@ def _check_version(scope: Scope) -> None:
         raise InvalidRequest("anthropic-version", f"must be {known}, not {version[:32].decode('latin-1')!r}")
 
 
-def _prompt(model: ServedModel, body: CountBody) -> list[int]:
-    """The token ids of a conversation; raises InvalidRequest or UnknownModel."""
-    check_model(body.model, model.card)
-    is_prefilled = body.is_prefilled
-    return model.prompt(
-        body.conversation(), add_generation_prompt=not is_prefilled, continue_final_message=is_prefilled
-    )
+def _planned(model: ServedModel, body: CountBody, card: ModelCard) -> ChatPlan:
+    """The plan of a conversation; raises InvalidRequest or UnknownModel."""
+    check_model(body.model, card)
+    body.check_thinking(reasons=model.answer_parsers.reasons)
+    messages, is_prefilled = body.conversation(), body.is_prefilled
+
+    def text_with(tools: Sequence[ToolBody]) -> str:
+        return model.text_of(
+            messages,
+            tools,
+            body.variables(),
+            add_generation_prompt=not is_prefilled,
+            continue_final_message=is_prefilled,
+        )
+
+    return plan_offer(body.offer(), text_with, model, card)

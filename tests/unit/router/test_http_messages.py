@@ -171,7 +171,7 @@ async def test_a_message_is_streamed_as_events() -> None:
     assert exchange.headers["request-id"] == "mine"
     assert all(event.name == event.json["type"] for event in events)
     assert [event.name for event in events] == [
-        *("message_start", "content_block_start", "ping", "content_block_delta", "content_block_delta"),
+        *("message_start", "ping", "content_block_start", "content_block_delta", "content_block_delta"),
         *("content_block_stop", "message_delta", "message_stop"),
     ]
     message = events[0].json["message"]
@@ -261,10 +261,13 @@ def user(block: dict[str, Any]) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages: has 117 tokens"),
         (user({"type": "image", "source": {}}), "messages[0].content: block 1 is of the type 'image'"),
         (user({"type": "document"}), "messages[0].content: block 1 is of the type 'document'"),
-        (user({"type": "tool_result"}), "messages[0].content: block 1 is of the type 'tool_result'"),
-        (user({"type": "text"}), "messages[0].content: block 1 needs a text"),
-        (user({"type": "text", "text": "x", "y": 1}), "messages[0].content: block 1 has the unknown field 'y'"),
-        (user({"type": "text", "text": "x", "citations": [{}]}), "messages[0].content: block 1 has citations"),
+        (user({"type": "tool_result"}), "messages[0].content: block 1: tool_use_id: is required"),
+        (user({"type": "text"}), "messages[0].content: block 1: text: is required"),
+        (user({"type": "text", "text": "x", "y": 1}), "messages[0].content: block 1: y: is unknown"),
+        (
+            user({"type": "text", "text": "x", "citations": [{}]}),
+            "messages[0].content: block 1: citations: is not served",
+        ),
         ({"system": [{"type": "image"}]}, "system: block 0"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"max_tokens": None}, "max_tokens: "),
@@ -272,12 +275,13 @@ def user(block: dict[str, Any]) -> dict[str, Any]:
         ({"temperature": 1.5}, "temperature: "),
         ({"temperature": -0.5}, "temperature: "),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"tools": [{"name": "x", "input_schema": {}}]}, "tools: is not served here"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: can't be enabled"),
+        ({"tools": [{"name": "x", "input_schema": {}}]}, "tools: are not served for this model"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"mcp_servers": [{}]}, "mcp_servers: is not served here"),
+        ({"thread": {"type": "create"}}, "thread: is not served here"),
         ({"container": "x"}, "container: is not served here"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort: is not served here"),
+        ({"output_config": {"effort": "most"}}, "output_config.effort: must be"),
         ({"speed": "fast"}, "speed: "),
         ({"prompt": "x"}, "prompt: is unknown"),
         ({"stop": ["x"]}, "stop: is unknown"),

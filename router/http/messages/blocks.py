@@ -1,0 +1,147 @@
+"""The blocks of which a message's content consists in Anthropic's API, as clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, PlainValidator
+
+from baton.errors import InvalidRequest
+from router.http.bodies.fields import NotServed
+from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.tools import CallId, ToolName
+
+
+def _given(value: str | None) -> str:
+    if value is None:
+        raise ValueError("must be a string")
+    return value
+
+
+UseId = Annotated[CallId, AfterValidator(_given)]
+
+
+class _CachedBlock(Strict):
+    """A block that may end a cached prefix, which changes nothing: every prefix is cached."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(_CachedBlock):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: NotServed = None
+
+
+class DirectCaller(Strict):
+    """The caller of a tool, which is always the model itself."""
+
+    type: Literal["direct"]
+
+
+class ToolUse(_CachedBlock):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: UseId
+    name: ToolName
+    input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: NotServed = None
+
+
+class Thinking(Strict):
+    """Reasoning of the assistant. The signature is not checked: reasoning that a client invents does no harm."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinking(Strict):
+    """Reasoning that only its author can read, which is therefore left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+def _texts(value: Any) -> Sequence[TextBlock]:
+    return _blocks(value, _TEXT)
+
+
+TextContent = Annotated[
+    Sequence[TextBlock], PlainValidator(_texts, json_schema_input_type=str | list[TextBlock] | None)
+]
+
+
+class ToolResult(_CachedBlock):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: UseId
+    content: TextContent = ()
+    is_error: bool | None = None
+    toolset_name: NotServed = None
+
+    @property
+    def text(self) -> str:
+        """The text of the result, which says that it is an error: templates know no other place for that."""
+        text = text_of(self.content)
+        return f"error: {text}" if self.is_error else text
+
+
+Block = TextBlock | ToolUse | ToolResult | Thinking | RedactedThinking
+_TEXT: Mapping[str, type[TextBlock]] = {"text": TextBlock}
+_OF_USERS: Mapping[str, type[TextBlock] | type[ToolResult]] = {**_TEXT, "tool_result": ToolResult}
+_OF_ASSISTANTS: Mapping[str, type[Block]] = {
+    **_TEXT,
+    "tool_use": ToolUse,
+    "thinking": Thinking,
+    "redacted_thinking": RedactedThinking,
+}
+_OF_ROLES: Mapping[str, Mapping[str, type[Any]]] = {"system": _TEXT, "user": _OF_USERS, "assistant": _OF_ASSISTANTS}
+
+
+def _any_blocks(value: Any) -> Sequence[Block]:
+    return _blocks(value, {**_OF_USERS, **_OF_ASSISTANTS})
+
+
+Content = Annotated[Sequence[Block], PlainValidator(_any_blocks, json_schema_input_type=str | list[Block])]
+
+
+def check_role(role: str, blocks: Sequence[Block]) -> None:
+    """Raises ValueError for a block that messages of this role do not have."""
+    kinds = _OF_ROLES[role]
+    for place, block in enumerate(blocks):
+        if block.type not in kinds:
+            raise ValueError(f"block {place} is of the type {block.type!r}, which messages of the role {role} have not")
+
+
+def text_of(blocks: Sequence[Block]) -> str:
+    """The text of those that are text, joined by newlines, as are the parts of a chat's message."""
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _blocks(value: Any, kinds: Mapping[str, type[Any]]) -> Sequence[Any]:
+    if isinstance(value, str):
+        return (TextBlock(type="text", text=value),)
+    if value is None and kinds is _TEXT:
+        return ()
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of blocks")
+    return tuple(_block(block, place, kinds) for place, block in enumerate(value))
+
+
+def _block(block: Any, place: int, kinds: Mapping[str, type[Any]]) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f"block {place} has no type")
+    if kind not in kinds:
+        raise ValueError(f"block {place} is of the type {kind[:40]!r}; only {', '.join(kinds)} are served")
+    try:
+        return read_as(kinds[kind], block)
+    except InvalidRequest as error:
+        raise ValueError(f"block {place}: {error}") from None

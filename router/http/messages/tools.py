@@ -1,0 +1,112 @@
+"""Tools and thinking in Anthropic's API: what clients send, and what it is in the words of chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from baton.errors import InvalidRequest
+from router.http.bodies.fields import NotServed
+from router.http.bodies.strict import Strict
+from router.http.bodies.tools import (
+    FunctionBody,
+    NamedFunction,
+    NamedTool,
+    ToolBody,
+    ToolFields,
+    ToolName,
+    bounded,
+    check_distinct,
+)
+from router.http.chat_plan import reasoning_variables
+
+TOOL_FIELDS = ToolFields("input_schema", "tool_choice.name")
+MIN_THINKING_TOKENS = 1024
+"""The smallest budget of thinking, as in Anthropic's API."""
+
+
+def _custom(value: Any) -> str:
+    if value in (None, "custom"):
+        return "custom"
+    named = f"is {value[:40]!r}" if isinstance(value, str) else "is no text"
+    raise ValueError(f"{named}; only tools of the type 'custom' are served, which the client runs")
+
+
+class CustomTool(Strict):
+    """A tool that the model may call, and the client runs."""
+
+    type: Annotated[str, PlainValidator(_custom, json_schema_input_type=Literal["custom"] | None)] = "custom"
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    input_examples: NotServed = None
+
+    def as_function(self) -> ToolBody:
+        """The tool as chats have it."""
+        function = FunctionBody(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return ToolBody(type="function", function=function)
+
+
+def _distinct(value: list[CustomTool] | None) -> list[CustomTool] | None:
+    check_distinct([tool.name for tool in value or ()])
+    return value
+
+
+Tools = Annotated[list[CustomTool] | None, BeforeValidator(bounded), AfterValidator(_distinct)]
+
+
+class ToolChoice(Strict):
+    """Whether the model calls a tool: if it wants to (auto), always (any), this one (tool), or never (none)."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def as_choice(self) -> str | NamedTool:
+        """The choice as chats have it; raises InvalidRequest if type and name do not fit."""
+        if (self.type == "tool") != (self.name is not None):
+            raise InvalidRequest("tool_choice.name", "and the type tool need each other")
+        if self.name is not None:
+            return NamedTool(type="function", function=NamedFunction(name=self.name))
+        return "required" if self.type == "any" else self.type
+
+
+class ThinkingConfig(Strict):
+    """Whether the model reasons before its answer."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=MIN_THINKING_TOKENS)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest if the type and other fields do not fit."""
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise InvalidRequest("thinking.budget_tokens", "and the type enabled need each other")
+        if self.type == "disabled" and self.display is not None:
+            raise InvalidRequest("thinking.display", "does not go with the type disabled")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model may reason."""
+        return self.type != "disabled"
+
+
+def functions(tools: Sequence[CustomTool] | None) -> Sequence[ToolBody]:
+    """The tools as chats have them."""
+    return [tool.as_function() for tool in tools or ()]
+
+
+def template_variables(thinking: ThinkingConfig | None, effort: str | None) -> Mapping[str, Any]:
+    """The variables of a template that stand for thinking and its effort; None: the model's own."""
+    if thinking is None:
+        return reasoning_variables(effort)
+    return {**reasoning_variables(effort if thinking.is_on else "none"), "enable_thinking": thinking.is_on}

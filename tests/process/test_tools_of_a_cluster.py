@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 from openai.types.responses import ResponseFunctionToolCall
 
@@ -32,13 +33,16 @@ NAMED: Any = {"type": "function", "function": {"name": "paint"}}
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ("--threads", "1", "--tool-call-parser", "smollm2")
     run_dir = tmp_path_factory.mktemp("cluster") / "run"
-    with (
-        process_cluster(run_dir, bundled_model_dir(), *flags) as cluster,
-        OpenAI(base_url=f"http://{cluster.state.http_address}/v1", api_key="any", max_retries=0) as opened,
-    ):
+    with process_cluster(run_dir, bundled_model_dir(), *flags) as cluster:
+        yield f"http://{cluster.state.http_address}"
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as opened:
         yield opened
 
 
@@ -108,3 +112,29 @@ def test_a_response_has_the_call_of_the_chat_and_goes_on_from_it(client: OpenAI)
     assert more.usage is not None
     assert made.usage is not None
     assert more.usage.input_tokens > made.usage.input_tokens
+
+
+def test_a_call_that_is_demanded_of_a_message_is_the_chats(client: OpenAI, url: str) -> None:
+    fields = asked(client, tool_choice=NAMED, parallel_tool_calls=False)
+    calls = client.chat.completions.create(**fields).choices[0].message.tool_calls
+    assert calls is not None
+    (expected,) = calls
+    assert expected.type == "function"
+    functions = [tool["function"] for tool in TOOLS]
+    ask: Any = {name: fields[name] for name in ("model", "messages", "max_tokens")} | {
+        "tools": [
+            {"name": one["name"], "input_schema": one.get("parameters", {"type": "object"})} for one in functions
+        ],
+        "tool_choice": {"type": "tool", "name": "paint", "disable_parallel_tool_use": True},
+        "extra_body": {"seed": fields["seed"]},
+    }
+    with Anthropic(base_url=url, api_key="any", max_retries=0, _strict_response_validation=True) as other:
+        message = other.messages.create(**ask)
+        with other.messages.stream(**ask) as stream:
+            streamed = stream.get_final_message()
+    answers: list[Any] = [message, streamed]
+    for one in answers:
+        (block,) = one.content
+        assert block.type == "tool_use"
+        assert (block.name, block.input) == ("paint", json.loads(expected.function.arguments))
+        assert one.stop_reason == "tool_use"

@@ -254,11 +254,18 @@ class ComputedStep:
     """From the step's decision, or from the end of the step before it if that was later, to the step's commit."""
     num_prefill_tokens: int
     num_decodes: int
+    """Sequences that decoded."""
     num_decode_context_tokens: int
     ended_at: float
     """On the engine's clock, in seconds."""
     goes_on: bool
     """Whether there was more to compute when the step ended."""
+    num_drafts: int = 0
+    """How many of the sequences had drafts."""
+    num_draft_tokens: int = 0
+    """Tokens of these drafts; the step computed them beside one token of each sequence."""
+    num_accepted_tokens: int = 0
+    """How many of them were right."""
 
 
 class StepTimes(NamedTuple):

@@ -129,7 +129,7 @@ class EngineCore:
             computed = ModelRunnerOutput({}, failed=failed, lost=True)
         outputs = self._update(decided, computed)
         if not computed.lost and not decided.is_empty:
-            self._computed = _computed_step(decided, began, self._committed_at, self.has_work())
+            self._computed = _computed_step(decided, computed, began, self._committed_at, self.has_work())
         return outputs
 
     def make_stats(self) -> SchedulerStats:
@@ -151,11 +151,25 @@ class EngineCore:
         return self.scheduler.take_events()
 
 
-def _computed_step(decided: SchedulerOutput, began: float, ended: float, goes_on: bool) -> ComputedStep:
+def _computed_step(
+    decided: SchedulerOutput, computed: ModelRunnerOutput, began: float, ended: float, goes_on: bool
+) -> ComputedStep:
+    drafts = decided.scheduled_spec_decode_tokens
+    num_draft_tokens = num_accepted_tokens = 0
+    for request_id, token_ids in drafts.items():
+        num_draft_tokens += len(token_ids)
+        num_accepted_tokens += max(0, len(computed.sampled_token_ids.get(request_id, ())) - 1)
     num_prefill_tokens = decided.num_prefill_tokens
-    num_decodes = decided.total_num_scheduled_tokens - num_prefill_tokens
     return ComputedStep(
-        ended - began, num_prefill_tokens, num_decodes, decided.num_decode_context_tokens, ended, goes_on
+        ended - began,
+        num_prefill_tokens,
+        decided.total_num_scheduled_tokens - num_prefill_tokens - num_draft_tokens,
+        decided.num_decode_context_tokens,
+        ended,
+        goes_on,
+        len(drafts),
+        num_draft_tokens,
+        num_accepted_tokens,
     )
 
 

@@ -26,6 +26,8 @@ class PlacementWay:
     token_ms: float
     """Time per output token."""
     total_ms: float
+    tokens_per_step: float = 1.0
+    """Tokens that a sequence gets from a step on average: more than 1 where drafts are right. 0: an older router."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,9 +277,20 @@ class StepFigures:
     prefill_tokens: int
     """Prompt tokens that the step computed, over all requests."""
     decode_sequences: int
-    """Sequences that decoded one token in the step."""
+    """Sequences that decoded in the step, each of them one token and what was right of its draft."""
     decode_context_tokens: int
     """Tokens before the decoded ones, over all decoding sequences."""
+    drafts: int = 0
+    """How many of the sequences had drafts of their next tokens."""
+    draft_tokens: int = 0
+    """Tokens of these drafts, which the step computed beside one token of each sequence."""
+    accepted_tokens: int = 0
+    """How many of them were right."""
+
+    @property
+    def decode_rows(self) -> int:
+        """Tokens that the step computed for decoding sequences, right or wrong."""
+        return self.decode_sequences + self.draft_tokens
 
 
 @value(frozen=True, slots=True)

@@ -275,16 +275,22 @@ class StepReport(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ..., notice: _Optional[str] = ..., step: _Optional[_Union[StepFigures, _Mapping]] = ..., next_token_ids: _Optional[_Iterable[int]] = ..., next_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepFigures(_message.Message):
-    __slots__ = ("step_ms", "prefill_tokens", "decode_sequences", "decode_context_tokens")
+    __slots__ = ("step_ms", "prefill_tokens", "decode_sequences", "decode_context_tokens", "drafts", "draft_tokens", "accepted_tokens")
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     DECODE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step_ms: float
     prefill_tokens: int
     decode_sequences: int
     decode_context_tokens: int
-    def __init__(self, step_ms: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ...) -> None: ...
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    def __init__(self, step_ms: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class KVCacheUpdate(_message.Message):
     __slots__ = ("first_sequence", "next_sequence", "restart", "events")

@@ -53,4 +53,5 @@ def _way(terms: CostTerms) -> PlacementWay:
         stall_ms=terms.stall_ms,
         token_ms=terms.token_ms,
         total_ms=terms.total_ms,
+        tokens_per_step=terms.tokens_per_step,
     )

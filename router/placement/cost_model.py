@@ -6,7 +6,8 @@ A *way* is a pair of nodes or a node alone. All costs are in milliseconds. On a 
   + prefill    computing the prompt tokens that the prefill node has not cached, in as many steps as they take
   + handoff    moving the bytes that are left when the prompt is computed: the decode node's cached blocks never move,
                and the others have moved while the prompt was computed, except for those of the last chunk
-  + decode     computing the output, at the decode node's time per token with one more sequence in its batch
+  + decode     computing the output, at the decode node's time per token with one more sequence in its batch: the time
+               of a step, divided by the tokens that a sequence gets from it (more than one where drafts are right)
   + stall      the time that other requests lose: a share of the time for which the prompt keeps its node busy
 
 and on one node alone the same without a hand-off and with a larger stall: every prompt token lengthens a decode step
@@ -72,7 +73,7 @@ class NodeCosts:
     streams: float
     """Number of decoding sequences, which every longer step delays."""
     decode_ms: float
-    """The time per output token with one more sequence."""
+    """The time per output token with one more sequence: a step's duration divided by `tokens_per_step`."""
     ms_per_byte: float
     """The time per byte of KV that the node reads from another one."""
     kv_token_ms: float
@@ -83,6 +84,8 @@ class NodeCosts:
     """Tokens of prompts that were sent to the node and are not in its reports yet."""
     share: float = 1.0
     """The share of the load that the node gets, 1 being a full share; see `newcomer_share`."""
+    tokens_per_step: float = 1.0
+    """The tokens that a sequence gets from a step."""
 
     def prefill_ms(self, tokens: int) -> float:
         """The time to compute so many tokens of a prompt, once it is its turn."""
@@ -106,6 +109,8 @@ class CostTerms:
     stall_ms: float
     token_ms: float
     """Predicted time per output token."""
+    tokens_per_step: float = 1.0
+    """Predicted tokens that a sequence gets from a step on the decode node."""
 
     @property
     def first_token_ms(self) -> float:
@@ -151,12 +156,13 @@ def node_costs(
         rates.token_ms,
         chunk,
         streams,
-        step_ms + rates.sequence_ms,
+        (step_ms + rates.sequence_ms * rates.rows) / rates.tokens,
         ms_per_byte,
         ms_per_byte * node.block_bytes / node.block_size,
         known_kv_format or kv_format(node),
         pending_tokens,
         share,
+        rates.tokens,
     )
 
 
@@ -209,6 +215,7 @@ class PlacementQuery:
             decode_ms=self.output_tokens * decode.decode_ms,
             stall_ms=WORK_SHARE * prefill_ms,
             token_ms=decode.decode_ms,
+            tokens_per_step=decode.tokens_per_step,
         )
 
     def alone_terms(self, node: NodeCosts) -> CostTerms:
@@ -227,6 +234,7 @@ class PlacementQuery:
             decode_ms=self.output_tokens * node.decode_ms,
             stall_ms=WORK_SHARE * prefill_ms + node.streams * node.token_ms * left,
             token_ms=node.decode_ms,
+            tokens_per_step=node.tokens_per_step,
         )
 
     def uncached(self, node: NodeCosts) -> int:

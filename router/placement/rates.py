@@ -2,9 +2,12 @@
 
 A step takes about
 
-    step + token * prompt tokens computed + sequence * sequences decoded + context * tokens behind those
+    step + token * prompt tokens computed + sequence * rows decoded + context * tokens behind those
 
-milliseconds. The four rates are fitted by least squares over a node's steps, with these rules:
+milliseconds. A sequence that decodes has one row, and one more for each drafted token; from a step it gets one token,
+and one more for each of these that was right. Both are learnt as averages for each sequence: a step of a node that
+drafts takes longer and yields more. Without drafts they are exactly 1. The four rates are fitted by least squares over
+a node's steps, with these rules:
 
 1. The relative error counts: a decode step of 5 ms says as much as a chunk of 500 ms.
 2. The weight of a step decays exponentially, so it is soon known that a node has become slower.
@@ -38,6 +41,8 @@ _FLEETS_SHARE = 8
 """One in so many steps contributes to the fleet's rates."""
 _HOLD = 0.5
 """The weight of the fit before, in steps."""
+_HOLD_SEQUENCES = 16.0
+"""The weight of the rows and tokens of a sequence that are assumed of a new node, in sequences of steps."""
 _AGES = _DECAY ** np.arange(_AT_ONCE - 1, -1, -1)
 """The weights of steps that are fitted together; for fewer steps, the last of these weights."""
 _HUBER = 3.0
@@ -69,11 +74,16 @@ class StepRates:
     step_ms: float
     token_ms: float
     sequence_ms: float
+    """For each row of a sequence that decodes."""
     context_ms: float
+    rows: float = 1.0
+    """Rows of each sequence that decodes: its last token, and the drafts behind it."""
+    tokens: float = 1.0
+    """Tokens that each sequence that decodes gets from a step."""
 
     def overhead_ms(self, sequences: float, context_tokens: float) -> float:
         """The duration of a step without prompt tokens."""
-        return self.step_ms + self.sequence_ms * sequences + self.context_ms * context_tokens
+        return self.step_ms + self.sequence_ms * self.rows * sequences + self.context_ms * context_tokens
 
 
 GUESS = StepRates(step_ms=5.0, token_ms=0.1, sequence_ms=0.5, context_ms=1e-4)
@@ -96,6 +106,10 @@ class StepLearner:
         self._products: Floats = np.zeros(4)
         self._error = 0.2
         """The mean relative error of the latest steps."""
+        self._sequences = _HOLD_SEQUENCES
+        self._drafted = (prior.rows - 1.0) * _HOLD_SEQUENCES
+        self._accepted = (prior.tokens - 1.0) * _HOLD_SEQUENCES
+        """The sequences that decoded, their drafted tokens, and those that were right; older steps weigh less."""
 
     def observe(self, step: StepFigures) -> None:
         """Take a step of the node."""
@@ -103,8 +117,12 @@ class StepLearner:
             return
         self.num_steps += 1
         self.num_prompt_steps += step.prefill_tokens > 0
-        tokens, sequences, context = step.prefill_tokens, step.decode_sequences, step.decode_context_tokens
-        self._new.append((step.step_ms, 1.0, float(tokens), float(sequences), float(context)))
+        tokens, rows, context = step.prefill_tokens, step.decode_rows, step.decode_context_tokens
+        self._new.append((step.step_ms, 1.0, float(tokens), float(rows), float(context)))
+        if step.decode_sequences:
+            self._sequences = self._sequences * _DECAY + step.decode_sequences
+            self._drafted = self._drafted * _DECAY + step.draft_tokens
+            self._accepted = self._accepted * _DECAY + min(step.accepted_tokens, step.draft_tokens)
         # A node's first steps are fitted soon. No placement waits for the fit, as it would if `rates` computed it.
         if len(self._new) >= _AT_ONCE or (self.num_steps < _AT_ONCE and 4 * len(self._new) >= self.num_steps):
             self._fit()
@@ -125,16 +143,18 @@ class StepLearner:
             # Most steps are far off: the node has changed, and its earlier steps say little.
             before, expected = before * factor, expected * factor
             self._moments, self._products = self._moments * _KEPT_OF_BEFORE, self._products * _KEPT_OF_BEFORE
-        rows, times = seen[:, 1:] / expected[:, np.newaxis], seen[:, 0] / expected
-        ages, decay = _AGES[_AT_ONCE - len(rows) :], _DECAY ** len(rows)
+        features, times = seen[:, 1:] / expected[:, np.newaxis], seen[:, 0] / expected
+        ages, decay = _AGES[_AT_ONCE - len(features) :], _DECAY ** len(features)
         errors = np.abs(times - 1.0)
         for _ in range(2):
             weights = ages * np.minimum(1.0, _HUBER * self._error / np.maximum(errors, 1e-9))
-            moments = self._moments * decay + (rows.T * weights) @ rows
-            products = self._products * decay + rows.T @ (weights * times)
+            moments = self._moments * decay + (features.T * weights) @ features
+            products = self._products * decay + features.T @ (weights * times)
             rates = _solve(moments, products, before)
-            errors = np.abs(times - rows @ rates)
-        self._moments, self._products, self._fitted = moments, products, StepRates(*rates.tolist())
+            errors = np.abs(times - features @ rates)
+        self._moments, self._products = moments, products
+        rows, tokens = 1.0 + self._drafted / self._sequences, 1.0 + self._accepted / self._sequences
+        self._fitted = StepRates(*[*rates.tolist(), rows, tokens])
         self._error += 0.1 * (min(_median(errors) * 1.5, 1.0) - self._error)
         self._error = max(self._error, 0.02)
 
@@ -215,6 +235,8 @@ class _Node:
                 token_ms=_between(fleet.token_ms, own.token_ms, prompts),
                 sequence_ms=_between(fleet.sequence_ms, own.sequence_ms, fresh),
                 context_ms=_between(fleet.context_ms, own.context_ms, fresh),
+                rows=_between(fleet.rows, own.rows, fresh),
+                tokens=_between(fleet.tokens, own.tokens, fresh),
             )
             known = self._blended = (own, fleet, age, prompt_age, blend)
         return known[4]

@@ -43,7 +43,7 @@ class NodeStep:
 
     @property
     def tokens(self) -> int:
-        return self.figures.prefill_tokens + self.figures.decode_sequences
+        return self.figures.prefill_tokens + self.figures.decode_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class StepCost:
 
     prefill_tokens: int
     decodes: int
+    """Tokens computed for sequences that decode: one of each, and drafted ones."""
     context_tokens: int
     ms: float
     between_ms: float | None = None
@@ -66,7 +67,7 @@ def costs(steps: Sequence[NodeStep], others: Sequence[Sequence[NodeStep]] = ()) 
     return [
         StepCost(
             step.figures.prefill_tokens,
-            step.figures.decode_sequences,
+            step.figures.decode_rows,
             step.figures.decode_context_tokens,
             step.figures.step_ms,
             None if gap_s is None else gap_s * 1e3,

@@ -14,7 +14,10 @@ from baton.cli.target import ANSWER_TIMEOUT_S, AnswerTimeoutOption, OperatorAddr
 if TYPE_CHECKING:
     from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
 
-_COLUMNS = ["", "PREFILL", "DECODE", "COST", "QUEUE", "CACHED", "PREFILL-MS", "HANDOFF", "DECODE-MS", "STALL", "TPOT"]
+_COLUMNS = [
+    *("", "PREFILL", "DECODE", "COST", "QUEUE", "CACHED", "PREFILL-MS", "HANDOFF", "DECODE-MS", "STALL", "TPOT"),
+    "TOK/STEP",
+]
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -82,4 +85,5 @@ def _row(way: PlacementWay, decision: PlacementDecision) -> list[str]:
         decode,
         stall,
         token,
+        f"{way.tokens_per_step:.2f}" if way.tokens_per_step else "-",
     ]

@@ -23,7 +23,7 @@ class ComputedTotals:
     def note(self, step: ComputedStep) -> None:
         """Count one more step."""
         self.prompt_tokens += step.num_prefill_tokens
-        self._tokens.observe(step.num_prefill_tokens + step.num_decodes)
+        self._tokens.observe(step.num_prefill_tokens + step.num_decodes + step.num_draft_tokens)
 
     def figures(self, stats: SchedulerStats) -> list[Figure | Distribution]:
         """The metrics; `stats` has where the tokens of prompts came from that no step computed."""

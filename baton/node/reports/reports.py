@@ -22,6 +22,9 @@ def step_figures(step: ComputedStep) -> StepFigures:
         prefill_tokens=step.num_prefill_tokens,
         decode_sequences=step.num_decodes,
         decode_context_tokens=step.num_decode_context_tokens,
+        drafts=step.num_drafts,
+        draft_tokens=step.num_draft_tokens,
+        accepted_tokens=step.num_accepted_tokens,
     )
 
 

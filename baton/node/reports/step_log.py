@@ -8,8 +8,8 @@ from struct import Struct
 from baton.messages.node import StepFigures
 from baton.messages.node_report import TraceStep
 
-_STEP = Struct("<qdQQQ?")
-"""One step: when it was committed, its four figures, and whether there was more to compute."""
+_STEP = Struct("<qdQQQIII?")
+"""One step: when it was committed, its figures, and whether there was more to compute."""
 
 
 class StepLog:
@@ -33,6 +33,9 @@ class StepLog:
             figures.prefill_tokens,
             figures.decode_sequences,
             figures.decode_context_tokens,
+            figures.drafts,
+            figures.draft_tokens,
+            figures.accepted_tokens,
             goes_on,
         )
         self._num_steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.engine.batch import ComputedStep, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import RequestStatus
 from baton.messages.node import Leg
-from baton.node.reports.reports import load_of, load_report
+from baton.node.reports.reports import load_of, load_report, step_figures
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
@@ -136,6 +136,23 @@ def test_a_computed_step_has_its_size_and_duration() -> None:
         "its first token was drawn elsewhere"
     )
     assert rig.core.take_computed_step() is None
+
+
+def test_a_computed_step_counts_sequences_and_their_drafts_apart() -> None:
+    rig = EngineRig()
+    for name in ("right", "wrong", "alone"):
+        rig.add(name, 10, max_tokens=9)
+    rig.step()
+    right, other = rig.expected("right", 4)[1:], rig.expected("wrong", 3)[1:]
+    rig.scheduler.update_draft_token_ids({"right": right, "wrong": [other[0], other[1] + 1]})
+    computed = computed_step(rig, 0.25)
+    assert computed is not None
+    assert (computed.num_prefill_tokens, computed.num_decodes, computed.num_decode_context_tokens) == (0, 3, 30)
+    assert (computed.num_drafts, computed.num_draft_tokens, computed.num_accepted_tokens) == (2, 5, 4)
+    assert step_figures(computed).decode_rows == 8
+    computed = computed_step(rig, 0.25)
+    assert computed is not None
+    assert (computed.num_decodes, computed.num_drafts, computed.num_draft_tokens) == (3, 0, 0)
 
 
 def test_a_lost_step_is_not_reported_as_computed() -> None:

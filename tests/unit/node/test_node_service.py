@@ -113,7 +113,9 @@ async def test_steps_are_kept_for_a_timeline_and_returned_once() -> None:
 def test_a_full_step_log_returns_the_steps_that_it_still_has() -> None:
     log, most = StepLog(3), 2**63
     steps = [
-        TraceStep(number, number * 10**9, StepFigures(number / 7, number, most - number, most), number % 2 == 0)
+        TraceStep(
+            number, number * 10**9, StepFigures(number / 7, number, most - number, most, number, 9, 8), number % 2 == 0
+        )
         for number in range(1, 6)
     ]
     assert log.after(0) == []

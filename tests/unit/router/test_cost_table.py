@@ -19,7 +19,7 @@ from router.placement.rates import StepRates
 from tests.support.router_parts import MODEL, decode, prefill
 
 NOW = 100.0
-RATES = [StepRates(4.0, 0.2, 0.5, 1e-4), StepRates(4.0, 0.21, 0.5, 1e-4), StepRates(20.0, 0.05, 1.0, 1e-3)]
+RATES = [StepRates(4.0, 0.2, 0.5, 1e-4), StepRates(4.0, 0.21, 0.5, 1e-4), StepRates(20.0, 0.05, 1.0, 1e-3, 3.5, 2.1)]
 
 
 def some_nodes(rng: Random) -> Sequence[NodeDescription]:

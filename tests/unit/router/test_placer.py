@@ -193,6 +193,32 @@ def test_a_long_prompt_that_a_decode_node_has_cached_stays_there() -> None:
     assert names(fleet.choose(prompt, sampling_params=whole))[0] == "p1", "its cache is of no use"
 
 
+def test_a_decode_node_whose_drafts_are_right_is_cheaper() -> None:
+    """Its steps take longer, but each yields more tokens; a node whose drafts are wrong only takes longer."""
+    fleet = Fleet(*prefills("p1"), *decodes("right", "wrong", "plain"), settings=PlacementSettings(alone_tokens=0))
+    for name, accepted in (("right", 24), ("wrong", 0)):
+        for sequences in (4, 8, 16) * 1000:
+            time_ms = RATES.overhead_ms(5 * sequences, 100 * sequences)
+            drafted, right = 4 * sequences, accepted * sequences // 8
+            figures = StepFigures(time_ms, 0, sequences, 100 * sequences, sequences, drafted, right)
+            fleet.report(name, StepReport((), LoadReport(), step=figures))
+    for name in ("right", "wrong", "plain"):
+        fleet.load(name, running=8, context=800)
+    choice = fleet.choose(1024)
+    assert names(choice) == ("p1", "right")
+    assert choice.query is not None
+    assert choice.way is not None
+    assert choice.way.prefill is not None
+    by_name = {cost.node.node_id: choice.query.pair_terms(choice.way.prefill, cost) for cost in choice.query.costs[1:]}
+    one_more_ms = RATES.overhead_ms(5 * 9, 800)
+    assert by_name["right"].tokens_per_step == pytest.approx(4.0, rel=0.02)
+    assert by_name["right"].token_ms == pytest.approx(one_more_ms / 4.0, rel=0.05)
+    assert by_name["wrong"].tokens_per_step == pytest.approx(1.0, abs=0.01)
+    assert by_name["wrong"].token_ms == pytest.approx(one_more_ms, rel=0.05)
+    assert by_name["plain"].tokens_per_step == 1.0
+    assert by_name["plain"].token_ms == pytest.approx(RATES.overhead_ms(9, 800), rel=0.05)
+
+
 def test_a_burst_is_spread_before_any_node_reports() -> None:
     fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1", "d2"))
     found = Counter(names(fleet.place(1024)) for _ in range(12))

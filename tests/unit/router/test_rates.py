@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -66,6 +67,68 @@ def test_a_node_that_slows_down_is_noticed() -> None:
         for _ in range(2000):
             learner.observe(node.any_step())
     assert worst_error(learner.rates, slow) < 0.15
+
+
+class DraftingNode(SyntheticNode):
+    """Drafts four tokens for each sequence that decodes, of which `right` in four are right."""
+
+    def __init__(self, rates: StepRates, right: int) -> None:
+        super().__init__(rates)
+        self._right = right
+
+    def step(self, prefill_tokens: int, sequences: int, context: int) -> StepFigures:
+        made = super().step(prefill_tokens, 5 * sequences, context)
+        drafted, right = 4 * sequences, self._right * sequences
+        return replace(made, decode_sequences=sequences, drafts=sequences, draft_tokens=drafted, accepted_tokens=right)
+
+
+def test_a_drafting_node_has_more_rows_and_more_tokens_in_a_step() -> None:
+    node, learner = DraftingNode(CPU, right=3), StepLearner()
+    for _ in range(600):
+        learner.observe(node.any_step())
+    rates = learner.rates
+    assert (rates.rows, rates.tokens) == (pytest.approx(5.0, rel=0.01), pytest.approx(4.0, rel=0.01))
+    for sequences in (1, 8, 20):
+        true_ms = CPU.overhead_ms(5 * sequences, 500 * sequences)
+        assert rates.overhead_ms(sequences, 500 * sequences) == pytest.approx(true_ms, rel=0.1)
+    other = DraftingNode(CPU, right=0)
+    for _ in range(3000):
+        learner.observe(other.any_step())
+    assert learner.rates.tokens == pytest.approx(1.0, abs=0.02), "its texts have changed"
+
+
+def test_nodes_without_drafts_have_exactly_one_row_and_token() -> None:
+    fleet, node = FleetRates(), SyntheticNode(CPU)
+    for number in range(300):
+        fleet.add_step("p", node.prefill_step(), number)
+        fleet.add_step("d", node.decode_step(), number)
+    for name in ("p", "d", "new"):
+        for now in (300.0, 302.5, 400.0):
+            rates = fleet.steps(name, now)
+            assert (rates.rows, rates.tokens) == (1.0, 1.0)
+
+
+def test_drafts_of_a_node_are_its_own_until_it_is_unused_for_long() -> None:
+    fleet, plain, drafting = FleetRates(), SyntheticNode(CPU), DraftingNode(CPU, right=2)
+    rng = Random(1)
+    for _ in range(6000):
+        name = rng.choice(("plain", "drafting"))
+        fleet.add_step(name, (drafting if name == "drafting" else plain).decode_step(), 0)
+    assert fleet.steps("plain", 0).tokens < 1.02
+    assert fleet.steps("drafting", 0).tokens > 2.9
+    average = fleet.steps("new", 0).tokens
+    assert 1.5 < average < 2.5
+    assert fleet.steps("drafting", 60).tokens == pytest.approx(average, rel=0.01)
+
+
+def test_a_node_that_computes_prompts_for_long_keeps_its_rows() -> None:
+    learner, node = StepLearner(StepRates(3.0, 0.4, 0.8, 2e-4, rows=5.0, tokens=3.0)), SyntheticNode(CPU)
+    for _ in range(3000):
+        learner.observe(node.prefill_step())
+    assert (learner.rates.rows, learner.rates.tokens) == (5.0, 3.0)
+    # Drafts of no sequence are no figures of a node.
+    learner.observe(StepFigures(5.0, 0, 0, 0, 1, 2**32 - 1, 2**32 - 1))
+    assert learner.rates.rows == 5.0
 
 
 def test_rates_that_no_step_measures_stay_unchanged() -> None:

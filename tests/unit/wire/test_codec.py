@@ -119,7 +119,7 @@ def test_reports_are_decoded_with_every_field() -> None:
     ]
     deltas.append(RequestDelta(KEY, outcome=Outcome.STOP, embedding=b"\0\1\xff\2", draft_counts=DraftCounts(9, 4)))
     load = LoadReport(1, 2, 3, 100, 50, 5, 6, True, uncomputed_tokens=2**33, context_tokens=9)
-    report = StepReport(deltas, load, step=StepFigures(1.5, 512, 3, 2**33))
+    report = StepReport(deltas, load, step=StepFigures(1.5, 512, 3, 2**33, 2, 8, 5))
     again = codec_node.report_from_pb(codec_node.report_to_pb(report))
     assert again.step == report.step
     assert again.load == report.load

@@ -17,6 +17,7 @@ from typing import Any
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.host import usable_cores
 from baton.bench.results.outcome import Outcomes
+from baton.bench.simulator.drafts import DraftTotals
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.router import FirstTokenParts
 from baton.bench.simulator.simulation import Failure, Simulated, SimulationConfig, duration_s, simulate
@@ -133,7 +134,8 @@ def _run(requests: Iterable[WorkloadRequest], config: SimulationConfig, answers:
 
 def _figures(done: Simulated) -> dict[str, Any]:
     values = {one.name: getattr(done, one.name) for one in fields(Simulated) if one.name != "outcomes"}
-    return values | {"parts": asdict(done.parts), "timeline": _entries(done.timeline)}
+    drafts = None if done.drafts is None else asdict(done.drafts)
+    return values | {"parts": asdict(done.parts), "timeline": _entries(done.timeline), "drafts": drafts}
 
 
 def _entries(timeline: dict[str, list[TimelineEntry]] | None) -> Any:
@@ -146,7 +148,9 @@ def _simulated(values: dict[str, Any], outcomes: Outcomes) -> Simulated:
     timeline = values.pop("timeline")
     if timeline is not None:
         timeline = {node: [TimelineEntry(*entry) for entry in entries] for node, entries in timeline.items()}
-    return Simulated(outcomes=outcomes, parts=FirstTokenParts(**values.pop("parts")), timeline=timeline, **values)
+    parts, drafts = FirstTokenParts(**values.pop("parts")), values.pop("drafts")
+    drafts = None if drafts is None else DraftTotals(**drafts)
+    return Simulated(outcomes=outcomes, parts=parts, timeline=timeline, drafts=drafts, **values)
 
 
 def _merged(cells: Sequence[Simulated]) -> Simulated:
@@ -159,6 +163,8 @@ def _merged(cells: Sequence[Simulated]) -> Simulated:
         first.num_failures += other.num_failures
         first.bytes_moved += other.bytes_moved
         first.num_preemptions += other.num_preemptions
+        if first.drafts is not None and other.drafts is not None:
+            first.drafts.add(other.drafts)
         if first.timeline is not None:
             first.timeline |= other.timeline or {}
     first.duration_s = duration_s(first.outcomes)

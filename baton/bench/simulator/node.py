@@ -4,7 +4,8 @@ A step is scheduled, takes its time, and is committed, as on a node without asyn
 only decode, many steps are one event (`DecodeRun`). `stepwise` turns that off, and must not change any result.
 
 A node reports a step to its router if a request joined, ended or was preempted in it. Steps that only decode are not
-reported, so a router knows context lengths as of the last time that a request joined or ended on the node.
+reported, so a router knows context lengths as of the last time that a request joined or ended on the node. A node that
+drafts tokens (`drafts`) has no such runs, since the tokens of a step depend on its drafts, and it reports each step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 from baton.bench.simulator.counted_decodes import same_token_output
 from baton.bench.simulator.decode_run import DecodeRun
+from baton.bench.simulator.drafts import SimulatedDrafts, num_tokens_of
 from baton.bench.simulator.events import Event, Timeline
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, ReadingConnector
 from baton.bench.simulator.prompt import TOKEN, RepeatedToken, SimulatedPrompt
@@ -111,10 +113,11 @@ class SimulatedNode:
         prompts_first: bool = False,
         keeps_timeline: bool = False,
         host: SharedHost | None = None,
+        drafts: SimulatedDrafts | None = None,
     ) -> None:
         """`report` is called with each report to the router, and the times at which the tokens in it were drawn.
 
-        `host`: the machine that the node shares with others; it needs `stepwise`.
+        `host`: the machine that the node shares with others; it needs `stepwise`, and so do `drafts`.
         """
         self.description = description
         self.incarnation = description.incarnation
@@ -128,6 +131,7 @@ class SimulatedNode:
         self._report = report
         self._stepwise = stepwise
         self._host = host
+        self.drafts = drafts
         is_prefill = description.role is Role.PREFILL
         connector = OfferingConnector(self, handoffs) if is_prefill else ReadingConnector(self, handoffs)
         fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
@@ -197,6 +201,7 @@ class SimulatedNode:
             return
         request_id = str(key)
         if self._attempts.pop(request_id, None) is not None:
+            self._forget_drafts(request_id)
             self._interrupt()
             self.scheduler.finish_requests([request_id], RequestStatus.ABORTED)
         self._handoffs.drop(request_id, self)
@@ -267,6 +272,10 @@ class SimulatedNode:
                 if run is not None:
                     self._start_run(run)
                     return
+            elif self.drafts is not None:
+                attempts = self._attempts.values()
+                drafts = self.drafts.propose((attempt.key.request_id, attempt.request) for attempt in attempts)
+                self.scheduler.update_draft_token_ids(drafts)
             elif self._num_quiet == 0:
                 self._num_quiet = min(self.scheduler.num_quiet_steps(), _LONGEST_RUN)
             decided = self.scheduler.schedule()
@@ -285,22 +294,31 @@ class SimulatedNode:
             preempted = self._attempts.get(request_id)
             if preempted is not None:
                 self._collect_times(preempted)
-        batch = decided.total_num_scheduled_tokens - decided.num_prefill_tokens
-        if decided.num_prefill_tokens:
-            step_s = self._times.step_s(self._chunks(decided), batch, decided.num_decode_context_tokens)
-        else:
-            step_s = self._times.decode_s(batch, decided.num_decode_context_tokens)
+        step_s = self._step_s(decided)
         self._decided, self._started_at = decided, now
         if self._host is None:
             self._due = self._clock.call_at(now + step_s, self._end_step)
         else:
             self._due = self._host.compute(step_s, decided.num_prefill_tokens > 0, self._end_step)
 
+    def _step_s(self, decided: SchedulerOutput) -> float:
+        batch = decided.total_num_scheduled_tokens - decided.num_prefill_tokens
+        drafts, more_s = self.drafts, 0.0
+        if drafts is not None and decided.scheduled_spec_decode_tokens and drafts.row_s is not None:
+            num_draft_tokens = num_tokens_of(decided.scheduled_spec_decode_tokens)
+            batch, more_s = batch - num_draft_tokens, num_draft_tokens * drafts.row_s
+        context = decided.num_decode_context_tokens
+        if decided.num_prefill_tokens:
+            return self._times.step_s(self._chunks(decided), batch, context) + more_s
+        return self._times.decode_s(batch, context) + more_s
+
     def _chunks(self, decided: SchedulerOutput) -> list[tuple[int, int]]:
         """Start and end position of each prompt's chunk; the end is exclusive."""
         num_scheduled, requests = decided.num_scheduled_tokens, self.scheduler.requests
         chunks = []
         for data in _scheduled(decided):
+            if data.request_id in decided.scheduled_spec_decode_tokens:
+                continue
             # A decoding request that got a block has no entry; it computes one token.
             num_tokens = num_scheduled.get(data.request_id, 1)
             if num_tokens > 1 or not requests[data.request_id].output_token_ids:
@@ -325,6 +343,7 @@ class SimulatedNode:
             else:
                 attempt.first_unreported_step = index
                 joined.add(data.request_id)
+        num_accepted_tokens = self._verify(decided, drawn) if self.drafts is not None else 0
         self._note_ends((now,))
         outputs = self.scheduler.update_from_output(
             decided, ModelRunnerOutput(drawn) if self._stepwise else _SAME_TOKEN
@@ -333,16 +352,46 @@ class SimulatedNode:
             self.timeline.append(_timeline_entry(self._started_at, now, decided))
         if self._num_quiet == 0:
             num_prefill_tokens = decided.num_prefill_tokens
+            drafts = decided.scheduled_spec_decode_tokens
+            num_draft_tokens = num_tokens_of(drafts)
             figures = StepFigures(
                 (now - self._started_at) * 1e3,
                 num_prefill_tokens,
-                decided.total_num_scheduled_tokens - num_prefill_tokens,
+                decided.total_num_scheduled_tokens - num_prefill_tokens - num_draft_tokens,
                 decided.num_decode_context_tokens,
+                len(drafts),
+                num_draft_tokens,
+                num_accepted_tokens,
             )
             self._publish(outputs, joined, figures)
         else:
             self._num_quiet -= 1
         self._start_next_step()
+
+    def _verify(self, decided: SchedulerOutput, drawn: dict[str, Sequence[int]]) -> int:
+        """Draw the tokens of right drafts, at the end of their step. Returns their number."""
+        drafts, num_accepted_tokens, now = self.drafts, 0, self._clock.now
+        assert drafts is not None
+        num_drafted = num_tokens_of(decided.scheduled_spec_decode_tokens)
+        num_rows = decided.total_num_scheduled_tokens - decided.num_prefill_tokens
+        drafts.totals.num_decodes += num_rows - num_drafted
+        if not decided.num_prefill_tokens:
+            drafts.note_step(num_rows, now - self._started_at)
+        for request_id, token_ids in decided.scheduled_spec_decode_tokens.items():
+            attempt = self._attempts.get(request_id)
+            if attempt is None:
+                continue
+            num_right = drafts.verify(attempt.key.request_id, attempt.request, len(token_ids))
+            if num_right:
+                drawn[request_id] = _ONE_TOKEN * (1 + num_right)
+                self._collect_times(attempt, goes_on=True)
+                attempt.times += [now] * num_right
+                num_accepted_tokens += num_right
+        return num_accepted_tokens
+
+    def _forget_drafts(self, request_id: str) -> None:
+        if self.drafts is not None:
+            self.drafts.forget(request_id)
 
     # Runs of steps.
 
@@ -414,6 +463,7 @@ class SimulatedNode:
         delta = self._delta(attempt, output.outcome, output.error or "")
         delta.timings = self._timings(attempt)
         del self._attempts[output.request_id]
+        self._forget_drafts(output.request_id)
         return (*before, delta) if before and before[0].token_ids else (delta,)
 
     def _delta(self, attempt: _Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:

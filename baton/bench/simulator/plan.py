@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
@@ -111,7 +111,10 @@ def _cpu_s() -> float:
 
 
 def _simulator(done: Simulated, took_s: float, cells: int) -> dict[str, Any]:
+    drafts = done.drafts
+    speculation = {} if drafts is None else asdict(drafts) | {"tokens_per_step": drafts.tokens_per_step}
     return {
+        **speculation,
         "cells": cells,
         "steps": done.num_steps,
         "preemptions": done.num_preemptions,

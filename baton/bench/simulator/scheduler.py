@@ -69,6 +69,11 @@ class SimulatedScheduler(Scheduler):
 
     def _fill_step(self, plan: StepPlan) -> None:
         if self._prompts_first:
+            # Requests with drafts are among those that fill, and decode.
+            filling, speculating = self._state.filling, self._state.speculating
+            drafted = [request for request in filling if request.request_id in speculating]
+            filling[:] = [request for request in filling if request.request_id not in speculating]
             self._schedule_filling(plan)
             self._admission.admit_waiting(plan, self._pending)
+            self._state.filling += drafted
         super()._fill_step(plan)

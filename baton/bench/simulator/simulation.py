@@ -11,6 +11,7 @@ from random import Random
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.results.outcome import Outcome, Outcomes
+from baton.bench.simulator.drafts import DraftTotals, SimulatedDrafts, SimulatedSpeculation
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.handoff import HandOffs
 from baton.bench.simulator.network import Network
@@ -51,6 +52,8 @@ class NodeSizes:
     prompts_first: bool = False
     """Prompts are computed in steps without decodes; whole, if a step has room for the longest prompt."""
     enable_prefix_caching: bool = True
+    speculation: SimulatedSpeculation | None = None
+    """How the node drafts tokens; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class Simulated:
     bytes_moved: float
     num_preemptions: int
     timeline: dict[str, list[TimelineEntry]] | None
+    drafts: DraftTotals | None = None
+    """None: no node drafts tokens."""
 
 
 def simulate(
@@ -185,7 +190,11 @@ class Simulation:
         """Returns the result, after `run`."""
         nodes = [*self._dead_nodes, *self.nodes.values()]
         entries = {node.incarnation: node.timeline for node in nodes if node.timeline is not None}
-        outcomes = self.outcomes
+        outcomes, drafts = self.outcomes, None
+        for node in nodes:
+            if node.drafts is not None:
+                drafts = drafts or DraftTotals()
+                drafts.add(node.drafts.totals)
         return Simulated(
             outcomes=outcomes,
             duration_s=duration_s(outcomes),
@@ -196,6 +205,7 @@ class Simulation:
             bytes_moved=self._network.bytes_moved,
             num_preemptions=sum(node.scheduler.make_stats().num_preemptions for node in nodes),
             timeline=entries if self._config.keeps_timeline else None,
+            drafts=drafts,
         )
 
     # Nodes.
@@ -215,6 +225,7 @@ class Simulation:
             enable_prefix_caching=sizes.enable_prefix_caching,
             enable_chunked_prefill=not sizes.prompts_first or max_num_batched_tokens < longest,
         )
+        speculation = sizes.speculation
         node = SimulatedNode(
             description,
             scheduler,
@@ -222,10 +233,11 @@ class Simulation:
             self.timeline,
             self._handoffs,
             self.router.report,
-            stepwise=config.stepwise or self._host is not None,
+            stepwise=config.stepwise or self._host is not None or speculation is not None,
             prompts_first=sizes.prompts_first,
             keeps_timeline=config.keeps_timeline,
             host=self._host,
+            drafts=None if speculation is None else SimulatedDrafts(speculation, config.seed),
         )
         self.nodes[node_id] = node
         self.router.attach(node)

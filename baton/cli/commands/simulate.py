@@ -23,6 +23,7 @@ from baton.cli.steering import ProgressLine
 from baton.errors import BatonError, InvalidRequest
 
 if TYPE_CHECKING:
+    from baton.bench.simulator.drafts import SimulatedSpeculation
     from baton.bench.simulator.plan import SimulationPlan
     from baton.bench.simulator.simulation import Failure
 
@@ -114,6 +115,35 @@ def simulate(
         bool,
         typer.Option(help="Compute prompts in steps of their own, during which streams stall, instead of mixed steps."),
     ] = False,
+    draft_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Nodes draft tokens (speculative decoding), and a drafted token is right with this probability if "
+            "those before it are. Default: nothing is drafted.",
+            min=0,
+            max=1,
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(help="Largest number of drafted tokens of a request in a step. Default: 16.", min=1, max=64),
+    ] = None,
+    draft_coverage: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a request's steps before which there is something to draft. Default: 1.", min=0, max=1
+        ),
+    ] = None,
+    draft_row_ms: Annotated[
+        float | None,
+        typer.Option(help="Time that a drafted token adds to a step. Default: that of one more sequence.", min=0),
+    ] = None,
+    fixed_drafts: Annotated[
+        bool,
+        typer.Option(
+            help="All drafts have --draft-tokens tokens; without this, their length adapts to how often they are right."
+        ),
+    ] = False,
     nic_gb_per_s: Annotated[
         float | None, typer.Option(help="Bandwidth of each node's network card, in each direction.", min=0.001)
     ] = None,
@@ -182,6 +212,7 @@ def simulate(
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
                     prompts_first=prompts_first or None,
+                    speculation=_speculation(draft_share, draft_tokens, draft_coverage, draft_row_ms, fixed_drafts),
                 ),
                 choices=choices,
                 cells=cells,
@@ -241,6 +272,27 @@ def _step_times(path: Path | None) -> Any:
     from baton.bench.simulator.step_times import read_step_times
 
     return None if path is None else read_step_times(path)
+
+
+def _speculation(
+    share: float | None, num_tokens: int | None, coverage: float | None, row_ms: float | None, is_fixed: bool
+) -> SimulatedSpeculation | None:
+    from baton.bench.simulator.drafts import SimulatedSpeculation
+
+    if share is not None:
+        given = SimulatedSpeculation(share, adapts=not is_fixed, row_ms=row_ms)
+        changed: SimulatedSpeculation = _changed(given, num_speculative_tokens=num_tokens, coverage=coverage)
+        return changed
+    others = {
+        "--draft-tokens": num_tokens,
+        "--draft-coverage": coverage,
+        "--draft-row-ms": row_ms,
+        "--fixed-drafts": is_fixed or None,
+    }
+    for option, other in others.items():
+        if other is not None:
+            raise InvalidRequest(option, "needs --draft-share")
+    return None
 
 
 def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
@@ -310,11 +362,17 @@ def _failures(result: dict[str, Any]) -> list[str]:
     return lines[:12]
 
 
+def _drafted_row(run: Sequence[str], simulator: dict[str, Any]) -> list[str]:
+    """A row about the drafts of a run: tokens per sequence and step, drafts, their tokens, the share of right ones."""
+    drafts, tokens, right = (simulator[f"num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    return [*run, f"{simulator['tokens_per_step']:.2f}", str(drafts), str(tokens), f"{right / max(1, tokens):.0%}"]
+
+
 def _print(result: dict[str, Any]) -> None:
-    rows = []
+    rows, drafted = [], []
     for one in result["arrangements"]:
         for rate in one["rates"]:
-            summary = rate["summary"]
+            summary, simulator = rate["summary"], rate["simulator"]
             rows.append(
                 [
                     one["name"],
@@ -327,11 +385,16 @@ def _print(result: dict[str, Any]) -> None:
                     f"{summary['total_cached_tokens'] / max(1, summary['total_input_tokens']):.0%}",
                     f"{summary['attainment']:.1%}" if "attainment" in summary else "-",
                     str(summary["failed"]),
-                    f"{rate['simulator']['cpu_us_per_request']:.0f}",
+                    f"{simulator['cpu_us_per_request']:.0f}",
                 ]
             )
+            if "tokens_per_step" in simulator:
+                drafted.append(_drafted_row(rows[-1][:2], simulator))
     columns = ["ARRANGEMENT", "RATE", "TTFT MS", "P99", "TPOT MS", "P99", "P99 GAP MS", "CACHED", "ATTAINED", "FAILED"]
     print_table([*columns, "CPU US"], rows)
+    if drafted:
+        print_text()
+        print_table(["ARRANGEMENT", "RATE", "TOK/STEP", "DRAFTS", "TOKENS", "RIGHT"], drafted)
     if "goodput" in result:
         print_text()
         print_table(

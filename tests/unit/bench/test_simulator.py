@@ -333,6 +333,12 @@ def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
         (["--burstiness", "-1"], "not above 0"),
         (["--fail", "decode-0@1.2.3"], "is not NODE@SECONDS"),
         (["--seed", "-1"], "--seed"),
+        (["--draft-tokens", "4"], "--draft-tokens: needs --draft-share"),
+        (["--fixed-drafts"], "--fixed-drafts: needs --draft-share"),
+        (["--draft-share", "1.5"], "--draft-share"),
+        (["--draft-share", "0.5", "--draft-tokens", "65"], "--draft-tokens"),
+        (["--draft-share", "nan"], "--draft-share"),
+        (["--draft-share", "0.5", "--draft-row-ms", "inf"], "--draft-row-ms"),
         (["ttft:500"], "unexpected argument 'ttft:500'"),
     ],
 )

@@ -1,7 +1,8 @@
 """Simulates each load with what was measured at the other loads.
 
 A prediction uses no measurement of its own load. Step times, and how much nodes of one machine slow each other down,
-are fitted to single requests and the other loads. So are the latency of messages (the part of the time to first token
+are fitted to single requests and the other loads. So are drafts, where nodes draft tokens: how often, how long and how
+right they are on average; the latency of messages (the part of the time to first token
 that was neither queueing nor computing) and the time that a hand-off takes beyond moving its bytes. When a request is
 computed, in which batch, and how long it waits is decided by the simulated scheduler, placement and hand-offs. A second
 simulation uses step times that were fitted to the load itself: it shows errors of queueing apart from errors of the
@@ -11,7 +12,7 @@ formula.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 from baton.bench.arrangement import Arrangement
 from baton.bench.nodes.run import NodesRun
 from baton.bench.results.outcome import Column, Outcomes
+from baton.bench.simulator.drafts import SimulatedSpeculation
 from baton.bench.simulator.simulation import NodeSizes, Simulated, SimulationConfig, simulate
 from baton.bench.simulator.step_times import FormulaTimes
+from baton.bench.validate.drafts import observed_speculation
 from baton.bench.validate.fit import Fitted, StepCost, costs_of, fit
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError
-from baton.messages.node import NodeDescription
+from baton.messages.node import NodeDescription, StepFigures
 
 MAX_BACKGROUND_SHARE = 0.08
 """Share of all cores that other processes may use without disturbing a measurement."""
@@ -84,6 +87,10 @@ class Segment:
         """The costs of all steps of all nodes."""
         return costs_of({name: one.steps for name, one in self.live.timelines.items()})
 
+    def figures(self) -> list[StepFigures]:
+        """The figures of all steps of all nodes."""
+        return [step.figures for one in self.live.timelines.values() for step in one.steps]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadPair:
@@ -122,12 +129,13 @@ class Predictor:
             known = self._fitted([*self._singles, *others])
             overheads = Overheads(self._message_s(others, known), self._handoff_s(others))
             own = self._fitted(segments)
+            drafts, own_drafts = speculation_of([*self._singles, *others]), speculation_of(segments)
             pairs.append(
                 LoadPair(
                     rate,
                     segments,
-                    [self._simulated(one, known, overheads) for one in segments],
-                    [self._simulated(one, own, overheads) for one in segments],
+                    [self._simulated(one, known, overheads, drafts) for one in segments],
+                    [self._simulated(one, own, overheads, own_drafts) for one in segments],
                     overheads,
                 )
             )
@@ -169,7 +177,8 @@ class Predictor:
         """The sum of these times, and the number of requests; simulated with the segment's own steps."""
         found = self._handoff_s_by_segment.get(id(segment))
         if found is None:
-            bare = self._simulated(segment, self._fitted([segment]), Overheads(0.0, 0.0)).outcomes
+            steps, drafts = self._fitted([segment]), speculation_of([segment])
+            bare = self._simulated(segment, steps, Overheads(0.0, 0.0), drafts).outcomes
             live = segment.outcomes
             several = _several(live)
             missing_s = (Means.of(live).tpot_ms - Means.of(bare).tpot_ms) / 1e3
@@ -178,11 +187,13 @@ class Predictor:
             self._handoff_s_by_segment[id(segment)] = found
         return found
 
-    def _simulated(self, segment: Segment, steps: Fitted, overheads: Overheads) -> Simulated:
+    def _simulated(
+        self, segment: Segment, steps: Fitted, overheads: Overheads, drafts: SimulatedSpeculation | None
+    ) -> Simulated:
         descriptions = self._descriptions
         config = SimulationConfig(
             self._arrangement,
-            _sizes(descriptions["decode"], steps.times),
+            replace(_sizes(descriptions["decode"], steps.times), speculation=drafts),
             prefill_sizes=_sizes(descriptions["prefill"], steps.times) if "prefill" in descriptions else None,
             nic_bytes_per_s=_LOCAL_BYTES_PER_S,
             network_latency_s=overheads.handoff_s,
@@ -197,6 +208,11 @@ class Predictor:
 def undisturbed(segments: Sequence[Segment]) -> list[Segment]:
     """The segments that other processes did not disturb; all of them if there is no such segment."""
     return [one for one in segments if one.is_undisturbed] or list(segments)
+
+
+def speculation_of(segments: Sequence[Segment]) -> SimulatedSpeculation | None:
+    """The drafts of these segments; None: nodes drafted nothing."""
+    return observed_speculation(figures for one in segments for figures in one.figures())
 
 
 def _several(outcomes: Outcomes) -> NDArray[np.bool_]:

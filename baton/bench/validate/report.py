@@ -91,6 +91,7 @@ def validation_result(
                 "single": asdict(each.single),
                 "step_times": asdict(each.steps.times),
                 "contention": asdict(each.steps.contention),
+                "drafts": None if each.drafts is None else asdict(each.drafts),
                 "loads": [compared(pair) for pair in each.pairs],
             }
             for each in validated
@@ -136,6 +137,12 @@ def verdict(result: Result) -> list[str]:
             f"{times['decode_sequence_ms']:.3f} ms/sequence; beside another node that computes prefill takes "
             f"{1 + slower['prefill']:.2f} and decode {1 + slower['decode']:.2f} times as long"
         )
+        drafts = model["drafts"]
+        if drafts is not None:
+            lines.append(
+                f"{model['model']}: {drafts['coverage']:.0%} of the sequences of a step have drafts, of "
+                f"{drafts['num_speculative_tokens']} tokens; of those behind right ones {drafts['share']:.0%} are right"
+            )
     noisy = [
         f"{one['model']} at {load['rate']:.2f}/s"
         for one in result["models"]

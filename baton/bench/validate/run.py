@@ -25,9 +25,10 @@ from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.run import NodesRun, run_watched
 from baton.bench.pinning import pin_nodes
 from baton.bench.results.outcome import Outcomes
+from baton.bench.simulator.drafts import SimulatedSpeculation
 from baton.bench.validate.background_load import BackgroundLoad, ProcBackgroundLoad
 from baton.bench.validate.fit import Fitted
-from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means, Predictor, Segment
+from baton.bench.validate.predict import MAX_BACKGROUND_SHARE, LoadPair, Means, Predictor, Segment, speculation_of
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
@@ -92,6 +93,8 @@ class Validated:
     single: Means
     steps: Fitted
     """Step times fitted to all loads."""
+    drafts: SimulatedSpeculation | None
+    """The drafts of all loads; None: nodes drafted nothing."""
     pairs: Sequence[LoadPair]
     failure: BatonError | None = None
     """What ended it early."""
@@ -158,7 +161,8 @@ class Validation:
         predictor = Predictor(config.arrangement, self._descriptions, self._singles)
         pairs = predictor.pairs(self._by_rate)
         alone = Means.of(*(one.outcomes for one in self._singles))
-        return Validated(config, alone, predictor.fit_all(self._by_rate), pairs, failure)
+        drafts = speculation_of([one for segments in self._by_rate.values() for one in segments])
+        return Validated(config, alone, predictor.fit_all(self._by_rate), drafts, pairs, failure)
 
     def _measure_loads(self, capacity: float) -> None:
         config = self._config

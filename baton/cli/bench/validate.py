@@ -15,7 +15,7 @@ from baton.cli.bench.load_options import CacheMemoryOption, DtypeOption, RangeRa
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
-from baton.errors import BatonError, Cancelled, InvalidRequest
+from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest
 from baton.models.resolve import FoundModel
 
 BUNDLED = "bundled"
@@ -46,6 +46,9 @@ def validate(
     budget_s: Annotated[float, typer.Option(help="Seconds that the whole command may take.", min=30)] = 570.0,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: CacheMemoryOption = "256MiB",
+    speculative_config: Annotated[
+        str, typer.Option(help="How nodes draft tokens: see `baton up --speculative-config`. Empty: they do not.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: ResultFileOption = None,
     report: ReportOption = None,
@@ -54,9 +57,9 @@ def validate(
     """Compare the simulator with real processes that get the same requests at the same times.
 
     Loads are measured in short, interleaved runs. The simulator's step times are fitted to what nodes measured at the
-    other loads and in single requests. OWN STEPS is the ratio if they are fitted to the load's own steps, too. OTHERS
-    is the largest share of the machine that other processes used. Run it on an otherwise idle machine with a core for
-    every node.
+    other loads and in single requests, and so are drafts, if nodes make any. OWN STEPS is the ratio if they are fitted
+    to the load's own steps, too. OTHERS is the largest share of the machine that other processes used. Run it on an
+    otherwise idle machine with a core for every node.
     """
     from baton.bench.arrangement import Arrangement
     from baton.bench.results.result_file import without_outcomes
@@ -71,13 +74,21 @@ def validate(
         for share in loads:
             if not share > 0:
                 raise InvalidRequest("--load", f"{share:g} is not above 0")
+        _check_speculation(speculative_config)
     workload = WorkloadSpec(
         random_input_len=random_input_len,
         random_output_len=random_output_len,
         random_range_ratio=random_range_ratio,
         seed=seed * 1000,
     )
-    flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--kv-cache-memory", kv_cache_memory)
+    flags: tuple[str, ...] = (
+        "--max-num-batched-tokens",
+        str(max_num_batched_tokens),
+        "--kv-cache-memory",
+        kv_cache_memory,
+    )
+    if speculative_config:
+        flags += ("--speculative-config", speculative_config)
     check_files(result_filename, report)
     names, clock = model or [BUNDLED, *_SHAPES], SystemClock()
     end_s = clock.monotonic() + budget_s
@@ -115,6 +126,16 @@ def validate(
         if isinstance(failure, Cancelled):
             exit_interrupted(result_filename, report)
         raise failure
+
+
+def _check_speculation(text: str) -> None:
+    from baton.messages.speculation import SpeculationConfig
+
+    try:
+        if text:
+            SpeculationConfig.from_json(text)
+    except ConfigError as error:
+        raise InvalidRequest("--speculative-config", str(error)) from None
 
 
 @contextmanager

@@ -22,19 +22,24 @@ from baton.bench.nodes.timeline import NodeStep, NodeTimeline
 from baton.bench.report.comparison import answer
 from baton.bench.report.measured import parse_result
 from baton.bench.results.outcome import Outcome, Outcomes
+from baton.bench.simulator.drafts import SimulatedDrafts, SimulatedSpeculation
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.shared_host import Contention
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig, simulate
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.validate.background_load import ProcBackgroundLoad
+from baton.bench.validate.drafts import observed_speculation
 from baton.bench.validate.fit import costs, costs_of, fit
 from baton.bench.validate.predict import Predictor, Segment
 from baton.bench.validate.report import rows, validation_result, verdict
 from baton.bench.validate.run import ValidateConfig, Validated, Validation
 from baton.bench.workloads.spec import WorkloadSpec
+from baton.cli.main import main
+from baton.engine.request import Request, RequestStatus
 from baton.errors import BatonError, Unreachable
 from baton.messages.node import NodeDescription, Role, StepFigures
 from baton.messages.node_report import NodeTrace, TraceStep
+from baton.messages.sampling import SamplingParams
 from baton.models.resolve import FoundModel
 from baton.testing.fake_clock import FakeClock
 from tests.support.node_rig import DESCRIPTION
@@ -332,3 +337,37 @@ def test_background_load_excludes_the_cluster_and_this_process() -> None:
 
 def _process(ticks: int) -> str:
     return f"7 (a (b) c) S {' '.join(['1'] * 10)} {ticks // 2} {ticks - ticks // 2} 0 0 20"
+
+
+@pytest.mark.parametrize(
+    ("share", "length", "coverage"), [(0.7, 5, 0.4), (0.0, 1, 1.0), (1.0, 16, 0.2), (0.95, 3, 1.0)]
+)
+def test_drafts_of_nodes_are_those_of_the_simulator(share: float, length: int, coverage: float) -> None:
+    given = SimulatedSpeculation(share, length, coverage=coverage, adapts=False)
+    drafts, request = SimulatedDrafts(given, seed=1), Request("r", [1], SamplingParams())
+    request.status = RequestStatus.RUNNING
+    steps = []
+    for _ in range(5000):
+        proposed = drafts.propose([("text", request)])
+        drafted = len(proposed.get("r", ()))
+        right = drafts.verify("text", request, drafted) if drafted else 0
+        request.output_token_ids += [0] * (1 + right)
+        request.num_computed_tokens += 1 + right
+        steps.append(StepFigures(5.0, 0, 1, 100, int(drafted > 0), drafted, right))
+    found = observed_speculation(steps)
+    assert found is not None
+    assert (found.num_speculative_tokens, found.adapts) == (length, False)
+    assert (found.share, found.coverage) == (pytest.approx(share, abs=0.03), pytest.approx(coverage, abs=0.03))
+
+
+def test_nodes_that_draft_nothing_are_simulated_without_drafts() -> None:
+    assert observed_speculation([StepFigures(5.0, 0, 3, 100), StepFigures(5.0, 64, 0, 0)]) is None
+    # What no step can have done: more right tokens than drafted ones, and more drafts than sequences.
+    found = observed_speculation([StepFigures(5.0, 0, 1, 100, 2, 4, 9)])
+    assert found is not None
+    assert (found.share, found.coverage) == (pytest.approx(1.0), 1.0)
+
+
+def test_the_command_refuses_a_wrong_configuration_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "validate", "--speculative-config", '{"method": "oracle"}']) == 2
+    assert "--speculative-config: method must be one of" in capsys.readouterr().err

@@ -70,6 +70,7 @@ def test_the_latency_with_drafts_follows_from_the_formula() -> None:
     decode_s = times.decode_s(1, 600) + times.decode_s(1, 601) + times.decode_s(1, 605) + times.decode_s(1, 609)
     outcomes = done.outcomes
     assert outcomes.e2el_s[0] - outcomes.ttft_s[0] == pytest.approx(handoff_s + decode_s + (3 + 3 + 1) * 0.5e-3)
+    assert outcomes.largest_gap_s[0] == pytest.approx(handoff_s + times.decode_s(1, 600), rel=1e-6)
     assert outcomes.output_length.tolist() == [12]
     assert asdict(totals_of(done)) == {
         "num_decodes": 4,

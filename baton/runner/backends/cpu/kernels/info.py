@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -43,10 +44,13 @@ def available() -> KernelInfo:
         lib = library()
     except KernelsUnavailable as error:
         return KernelInfo(isa=None, isas=(), numerics="", threads=False, reason=str(error))
-    return KernelInfo(isa_name(), lib.isas, _numerics(), lib.threads, reason="")
+    isa = isa_name()
+    return KernelInfo(isa, lib.isas, _numerics(isa), lib.threads, reason="")
 
 
-def _numerics() -> str:
+@cache
+def _numerics(_isa: str) -> str:
+    """The fingerprint of the instruction set in use, computed once for each: loading a model asks three times."""
     digest = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
         for probe in (_rounding_noise, _rows_probe, _quantized_probe, _float8_probe):

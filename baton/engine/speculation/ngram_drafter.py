@@ -9,7 +9,7 @@ length of the sequence, and so does a draft.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 WINDOW = 1 << 14
 """The number of latest tokens among which occurrences are found; a power of two."""
@@ -30,10 +30,14 @@ _SHIFT = _HASH_BITS - (WINDOW.bit_length() - 1)
 class NgramDrafter:
     """A `Drafter` for one sequence. Its memory is 4 bytes for each token, and 128 KiB from the first draft on."""
 
-    def __init__(self, least: int, most: int) -> None:
-        """At least `least` tokens must have occurred before; places are compared by at most `most` tokens."""
+    def __init__(self, least: int, most: int, stop_ids: Collection[int] = ()) -> None:
+        """At least `least` tokens must have occurred before; places are compared by at most `most` tokens.
+
+        `stop_ids`: tokens that end the sequence, and so a draft.
+        """
         self._least = least
         self._most = most
+        self._stop_ids = stop_ids
         self._tokens = array("i")
         self.num_matched = 0
         """How many tokens the place of the last draft has in common with the end of the text."""
@@ -68,7 +72,12 @@ class NgramDrafter:
         self.num_matched = longest
         # Where the place and the end overlap, the text repeats itself, and may go on doing so.
         period = end - place
-        return [tokens[place + offset % period] for offset in range(most)]
+        drafted: list[int] = []
+        for offset in range(most):
+            drafted.append(tokens[place + offset % period])
+            if drafted[-1] in self._stop_ids:
+                break
+        return drafted
 
     def _num_common(self, place: int, end: int) -> int:
         """How many tokens before `place` equal those before `end`, up to `most`."""

@@ -34,7 +34,7 @@ class RequestDrafts:
             self._grammar = ForcedDrafter(request.matchers[0], request.output_token_ids)
         self._text: NgramDrafter | None = None
         if config.method == "ngram":
-            self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+            self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, request.stop_ids)
         self._most = most
         self._grammar_length = DraftLength(most, _PAUSE_OF_GRAMMAR, _SHARE_OF_GRAMMAR)
         self._text_lengths = [DraftLength(most, _PAUSE_OF_TEXT, share) for _, share in _SHARES_OF_TEXT]

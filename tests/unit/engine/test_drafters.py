@@ -42,6 +42,12 @@ def test_a_loop_goes_on() -> None:
     assert draft_after([4, 4, 4], 3) == [4, 4, 4]
 
 
+def test_a_draft_ends_with_a_token_that_ends_the_sequence() -> None:
+    drafter = NgramDrafter(2, 8, {30, 31})
+    drafter.extend([1, 2, 3, 31, 4, 30, 9, 1, 2])
+    assert list(drafter.draft(6)) == [3, 31]
+
+
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4, 5], [1, 2, 9, 1, 3]])
 def test_nothing_is_drafted_where_nothing_occurred_before(tokens: list[int]) -> None:
     assert draft_after(tokens, 4) == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput
 from baton.engine.request import Request, RequestStatus
@@ -17,6 +18,11 @@ from baton.messages.sampling import TokenLogprobs
 
 _NUM_OUTPUTS_WITH_CACHE_COUNTS = 2
 """How many of a request's first outputs say how many tokens of its prompt were cached or came from another node."""
+
+_GOES_ON = tuple(EngineCoreOutput("", (), 0))[4:]
+"""The other fields of the output of a request of which there is nothing to say but its tokens."""
+_new_output: Callable[[tuple[object, ...]], EngineCoreOutput] = partial(tuple.__new__, EngineCoreOutput)
+"""Makes an output from the tuple of all its fields: a named tuple's own constructor takes a third longer."""
 
 
 class Commit:
@@ -47,6 +53,8 @@ class Commit:
                 if drafts is not None:
                     sampled = runner_output.sampled_token_ids.get(request.request_id, ())
                     num_computed_tokens -= self._speculation.commit(request, drafts, sampled)
+                    # The tokens of right drafts are computed, and not appended yet.
+                    num_computed_tokens = min(num_computed_tokens, request.num_tokens)
                     num_tokens -= len(drafts)
                 self._commit_one(request, num_tokens, num_computed_tokens, runner_output, outputs)
                 request.append_only_until = self._append_only_until(request)
@@ -81,7 +89,8 @@ class Commit:
             ):
                 output_token_ids.append(new_token_ids[0])
                 new_logprobs = logprobs.get(request_id, ()) if logprobs else ()
-                own_outputs.append(EngineCoreOutput(request_id, new_token_ids, first_index, new_logprobs))
+                head = (request_id, new_token_ids, first_index, new_logprobs)
+                own_outputs.append(_new_output(head + _GOES_ON))
             else:
                 self._commit_one(request, 1, request.num_computed_tokens, runner_output, outputs)
                 if request.status is running:
@@ -123,8 +132,7 @@ class Commit:
             status = RequestStatus.INVALID if request_id in runner_output.invalid else RequestStatus.ERROR
             state.end(request, status, outputs, error=failure)
             return
-        # The tokens of right drafts are computed, and not appended yet.
-        state.kv_cache_manager.cache_blocks(request, min(num_computed_tokens, request.num_tokens))
+        state.kv_cache_manager.cache_blocks(request, num_computed_tokens)
         self._drop_unseen(request, num_computed_tokens)
         if num_scheduled_tokens > 1 or request.num_output_tokens == request.num_given_tokens:
             state.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, num_computed_tokens)

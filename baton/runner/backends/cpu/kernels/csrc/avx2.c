@@ -7,9 +7,13 @@
 #define WIDE_PANELS 4
 #define WIDE_ROWS 1
 #define WIDE_CASES(F) F(1)
+#define MIDDLE_PANELS 2
+#define MIDDLE_ROWS 2
+#define MIDDLE_CASES(F) F(2)
 #define TALL_PANELS 1
 #define TALL_ROWS 6
 #define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#define PAIR_ROWS 5 /* six rows' sums, a pair of weights and a mask need more than 16 registers */
 #include "functions.inc.h"
 #include "rows.inc.h"
 #include "product_float32.inc.h"

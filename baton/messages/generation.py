@@ -110,10 +110,12 @@ class Chunk:
         return self.first_index + (len(self.token_ids) or 1)
 
 
+@dataclass(slots=True)
 class KnownText(Chunk):
-    """Text, without its tokens, that the client of a resumed stream has already."""
+    """Text that the client of a resumed stream has already, so that its tokens are none that come next."""
 
-    __slots__ = ()
+    known_token_ids: Sequence[int] = ()
+    """The tokens of the text."""
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:

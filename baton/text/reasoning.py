@@ -11,11 +11,13 @@ The rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 BEGIN = "<think>"
 END = "</think>"
 MAX_SPACES = 64
+_END_BYTES = END.encode()
 
 
 def opens_reasoning(prompt: str) -> bool:
@@ -31,10 +33,42 @@ class _State(Enum):
     ANSWER = auto()
 
 
+class ReasoningCounter:
+    """Counts the tokens of the reasoning with which an output begins, if it begins with reasoning.
+
+    They are all tokens up to the one with which `</think>` is complete, or all tokens of an output without it: markers,
+    and white space before the reasoning and in front of `</think>`, count as reasoning, and white space behind it does
+    not. A token that ends `</think>` and begins the answer counts as reasoning. The count is a function of the tokens,
+    so drafts, joined chunks and resumed streams don't change it.
+    """
+
+    __slots__ = ("_end", "_is_over", "_spelling", "num_tokens")
+
+    def __init__(self, spelling: Callable[[int], bytes]) -> None:
+        """`spelling`: the bytes that a token stands for."""
+        self._spelling = spelling
+        self._end = b""
+        """The last bytes, of which `</think>` may be the continuation."""
+        self._is_over = False
+        self.num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens of the output."""
+        if self._is_over:
+            return
+        for token in token_ids:
+            self.num_tokens += 1
+            self._end += self._spelling(token)
+            if _END_BYTES in self._end:
+                self._is_over = True
+                return
+            self._end = self._end[1 - len(_END_BYTES) :]
+
+
 class ReasoningSplitter:
     """Splits one text into its reasoning and the rest."""
 
-    __slots__ = ("_held", "_is_open", "_num_skipped", "_state")
+    __slots__ = ("_held", "_is_open", "_num_skipped", "_state", "has_reasoning")
 
     def __init__(self, *, is_open: bool) -> None:
         """`is_open`: the prompt has opened the reasoning."""
@@ -42,6 +76,8 @@ class ReasoningSplitter:
         self._state = _State.BEGIN
         self._held = ""
         self._num_skipped = 0
+        self.has_reasoning = False
+        """Whether the text so far begins with reasoning, which may be empty."""
 
     def push(self, text: str) -> tuple[str, str]:
         """Take the next piece; returns what is certain of the reasoning, and of the rest."""
@@ -74,8 +110,10 @@ class ReasoningSplitter:
         may_open = num_spaces <= MAX_SPACES
         if may_open and rest.startswith(BEGIN):
             self._held, self._state = rest[len(BEGIN) :], _State.BEHIND_BEGIN
+            self.has_reasoning = True
         elif not may_open or is_last or not BEGIN.startswith(rest):
             self._state = _State.BEHIND_BEGIN if self._is_open else _State.ANSWER
+            self.has_reasoning = self._is_open
 
     def _skip_spaces(self, then: _State) -> None:
         window = self._held[: MAX_SPACES - self._num_skipped]

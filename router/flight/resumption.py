@@ -89,8 +89,10 @@ class ResumedAnswer(Answer):
 
 
 def _known(chunk: Chunk) -> Chunk:
-    """What the client has of a chunk, without its tokens. Text that came without tokens stays as it is."""
-    return KnownText(chunk.next_position - 1, (), chunk.text) if chunk.token_ids else chunk
+    """A chunk that the client has. Text that came without tokens stays as it is."""
+    if not chunk.token_ids:
+        return chunk
+    return KnownText(chunk.next_position - 1, (), chunk.text, known_token_ids=chunk.token_ids)
 
 
 def replayed(

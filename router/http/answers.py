@@ -213,6 +213,7 @@ async def _message(parsed: ParsedSequence, chunks: Sequence[Chunk]) -> Mapping[s
     for place, chunk in enumerate(chunks):
         if place:
             await asyncio.sleep(0)
+        parsed.count(chunk.token_ids)
         message.add(parsed.push(chunk.text))
     message.add(parsed.finish())
     return message.fields()
@@ -257,6 +258,7 @@ async def whole_answer(
     `parser` makes the parser of a choice, if texts are parsed.
     """
     choices: list[str] = []
+    num_reasoning_tokens = 0
     for answer, prompt, echo in zip_longest(answers, prompts, echoed):
         for place in range(len(answer.chunks)):
             if choices:
@@ -266,7 +268,9 @@ async def whole_answer(
             index = len(choices)
             parsed = parser(index) if parser is not None else None
             choices.append(await answer.choice(answer_format, options, spelling, place, index, echo, parsed, **more))
-    usage = final_usage([answer.finished for answer in answers], has_output=options.output)
+            num_reasoning_tokens += parsed.num_reasoning_tokens if parsed is not None else 0
+    ends = [answer.finished for answer in answers]
+    usage = final_usage(ends, num_reasoning_tokens, has_output=options.output)
     head = {"id": label.id, "object": answer_format.object_name, "created": label.created, "model": label.model}
     head["system_fingerprint"] = label.fingerprint
     tail: dict[str, object] = {"usage": usage}

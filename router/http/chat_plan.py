@@ -117,6 +117,7 @@ def plan_offer(
         MAX_CALLS if offer.is_parallel else 1,
         reasons=reasons,
         is_open=reasons and opens_reasoning(text),
+        spelling=model.spelling,
     )
     # Some models have the markers as special tokens, whose texts are left out otherwise.
     markers = [*(tool_format.markers if tool_format is not None else ()), *((BEGIN, END) if reasons else ())]

@@ -63,7 +63,9 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0)
     }
 
 
-def final_usage(ends: Sequence[Finished], *, has_output: bool = True) -> dict[str, object]:
+def final_usage(
+    ends: Sequence[Finished], num_reasoning_tokens: int = 0, *, has_output: bool = True
+) -> dict[str, object]:
     """OpenAI's usage object of an answer to prompts that ended so. `has_output`: whether the client wants the output.
 
     Tokens that nodes drafted are in the place of OpenAI's predicted outputs.
@@ -75,6 +77,7 @@ def final_usage(ends: Sequence[Finished], *, has_output: bool = True) -> dict[st
         sum(end.cached_tokens for end in ends),
     )
     details = {
+        "reasoning_tokens": num_reasoning_tokens,
         "accepted_prediction_tokens": sum(end.draft_counts.num_accepted for end in outputs),
         "rejected_prediction_tokens": sum(end.draft_counts.num_rejected for end in outputs),
     }
@@ -123,6 +126,11 @@ class EventWriter:
     def num_sequences(self) -> int:
         return len(self._ids)
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens of all sequences are reasoning; known at the end."""
+        return 0
+
     def opening(self) -> bytes:
         """The events before all generated text: in chats they have the role, else the prompt if it is repeated."""
         if not self._format.opening:
@@ -163,7 +171,10 @@ class EventWriter:
         """The last events of a request that ended well: its usage, if that is wanted, and the end."""
         if not self._options.usage:
             return DONE
-        return self._event(f'{self._head}],"usage":{json.dumps(final_usage([finished]))}}}\n\n') + DONE
+        return (
+            self._event(f'{self._head}],"usage":{json.dumps(final_usage([finished], self.num_reasoning_tokens))}}}\n\n')
+            + DONE
+        )
 
     def error(self, error: BatonError) -> bytes:
         """The last event of a request that failed."""

@@ -32,7 +32,11 @@ _USAGE = {
     "completion_tokens": 4,
     "total_tokens": 14,
     "prompt_tokens_details": {"cached_tokens": 0},
-    "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    },
 }
 _HEAD = {"created": 1795492691, "model": _MODEL, "system_fingerprint": "fp_610415b939d9"}
 _ENDS = {"finish_reason": "length", "stop_reason": None}

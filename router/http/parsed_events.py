@@ -41,15 +41,21 @@ class ParsedEventWriter(EventWriter):
         self._has_end = [False] * len(positions)
         """Whether the client has the text with which the sequence ended."""
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(sequence.num_reasoning_tokens for sequence in self._sequences)
+
     def chunk(self, chunk: Chunk) -> bytes:
         index = chunk.sequence_index
         self._reached[index] = chunk.next_position
         if isinstance(chunk, KnownText):
+            self._sequences[index].count(chunk.known_token_ids)
             self._sequences[index].push(chunk.text)
             return b""
         if not chunk.token_ids:
             self._has_end[index] = chunk.next_position <= self._begin[index]
             return super().chunk(chunk)
+        self._sequences[index].count(chunk.token_ids)
         delta = self._sequences[index].push(chunk.text)
         self._ids[index] = event_id([chunk.next_position])
         self._num_tokens += len(chunk.token_ids)

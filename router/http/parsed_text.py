@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.text.reasoning import ReasoningSplitter
+from baton.text.reasoning import ReasoningCounter, ReasoningSplitter
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded, Content, ToolEvent
 from baton.text.tool_calls.formats import FORMATS, ToolFormat, format_of_template, template_reasons
+from router.http.logprobs import Spelling, as_token_id
 
 _SHORT_ID_CHARS = 9
 _ID_CHARS = 24
@@ -87,6 +88,8 @@ class TextParsing:
     reasons: bool = False
     is_open: bool = False
     """Whether the prompt has opened the reasoning."""
+    spelling: Spelling = as_token_id
+    """The bytes of tokens, by which those of the reasoning are counted."""
 
     @property
     def is_needed(self) -> bool:
@@ -106,6 +109,7 @@ class ParsedSequence:
         self._name = name
         self._has_short_ids = parsing.tools is not None and parsing.tools.has_short_ids
         self._reasoning = ReasoningSplitter(is_open=parsing.is_open) if parsing.reasons else None
+        self._reasoning_counter = ReasoningCounter(parsing.spelling)
         self._calls = parsing.tools.parser(parsing.names, parsing.max_calls) if parsing.tools is not None else None
         if self._calls is not None and parsing.prompt_end:
             self._calls.push(parsing.prompt_end)
@@ -137,6 +141,17 @@ class ParsedSequence:
         if self._calls is None:
             return self._parts(reasoning, [Content(rest)])
         return self._parts(reasoning, [*self._calls.push(rest), *self._calls.finish()])
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens of the output, for `num_reasoning_tokens`."""
+        if self._reasoning is not None:
+            self._reasoning_counter.push(token_ids)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many of the tokens that were counted are reasoning; see `ReasoningCounter`. Known after `finish`."""
+        has_reasoning = self._reasoning is not None and self._reasoning.has_reasoning
+        return self._reasoning_counter.num_tokens if has_reasoning else 0
 
     def finish_reason(self, reason: str) -> str:
         """The finish reason for clients: `tool_calls` for a text that ended by itself and calls a tool."""

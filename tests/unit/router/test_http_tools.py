@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.messages.generation import Chunk, GenerateRequest, KnownText, SequenceFinished
+from baton.messages.generation import Chunk, GenerateEvent, GenerateRequest, KnownText, SequenceFinished
 from baton.messages.request_limits import MAX_TOOLS
 from baton.messages.sampling import TokenLogprobs
 from baton.text.schema_compiling import check_constraint
@@ -244,6 +244,33 @@ async def test_reasoning_is_split_off(
     request, choice = await asked(rig, {"messages": HELLO, **fields}, text)
     assert prompt_of(request).endswith(end)
     assert (choice["message"].get("reasoning_content"), choice["message"]["content"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("so</think>Hi", 10), ("</think>\n\nHi", 8), ("so on", 5), ("", 0), ("a</think>b</think>", 9)],
+)
+async def test_tokens_of_reasoning_are_counted(text: str, expected: int) -> None:
+    """In a whole answer, in a stream, and in one that is resumed."""
+    rig = HttpRig(template=template("none", THINKING))
+    ends = [SequenceFinished(index, "stop", None, len(text)) for index in range(2)]
+    cut = len(text) // 2
+
+    async def usage(stream: bool, *events: GenerateEvent, **headers: str) -> dict[str, Any]:
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        exchange = rig.post(CHATS, {"messages": HELLO, "n": 2, **options}, {"x-request-id": "r1", **headers})
+        (await rig.next_call()).tell(*events, *ends, finished("stop", 2 * len(text)))
+        answer = await exchange.end()
+        found = answer.events[-2].json["usage"] if stream else answer.json["usage"]
+        return dict(found["completion_tokens_details"])
+
+    both = [one for index in range(2) for one in (chunk(0, text[:cut], index), chunk(cut, text[cut:], index))]
+    for stream in (False, True):
+        assert (await usage(stream, *both))["reasoning_tokens"] == 2 * expected
+    known = KnownText(cut - 1, (), text[:cut], known_token_ids=tuple(map(ord, text[:cut])))
+    resumed = [known, chunk(cut, text[cut:]), *both[2:]] if cut else both
+    last_event = {"last-event-id": f"{cut}.0", "baton-seed": "1"}
+    assert (await usage(True, *resumed, **last_event))["reasoning_tokens"] == 2 * expected
 
 
 async def test_calls_in_reasoning_are_no_calls() -> None:

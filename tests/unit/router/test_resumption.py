@@ -215,6 +215,8 @@ def test_a_reader_that_parses_gets_the_text_before_its_position(seed: int, stops
         known = [isinstance(chunk, KnownText) for chunk in chunks]
         assert known == sorted(known, reverse=True)
         assert not any(chunk.token_ids for chunk in chunks if isinstance(chunk, KnownText))
+        told = [chunk.known_token_ids if isinstance(chunk, KnownText) else chunk.token_ids for chunk in chunks]
+        assert [token for tokens in told for token in tokens] == whole[index].token_ids
         assert all(
             (chunk.next_position <= position) or not is_known for chunk, is_known in zip(chunks, known, strict=True)
         )

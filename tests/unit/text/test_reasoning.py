@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.text.reasoning import MAX_SPACES, ReasoningSplitter, opens_reasoning
+from baton.text.reasoning import MAX_SPACES, ReasoningCounter, ReasoningSplitter, opens_reasoning
 
 
 def split(pieces: list[str], *, is_open: bool) -> tuple[str, str]:
@@ -82,3 +84,25 @@ def test_no_more_than_a_marker_is_held(pieces: list[str], is_open: bool) -> None
 )
 def test_a_prompt_may_open_the_reasoning(prompt: str, opens: bool) -> None:
     assert opens_reasoning(prompt) is opens
+
+
+@given(PIECES, st.randoms(use_true_random=False), st.integers(1, 5))
+def test_tokens_of_reasoning_are_counted_alike_however_they_come(pieces: list[str], rng: Random, size: int) -> None:
+    text = "".join(pieces).encode()
+    cuts = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(len(text) // 2))})
+    tokens = [text[first:last] for first, last in pairwise(cuts)]
+    ends = [place for place in range(len(tokens) + 1) if b"</think>" in b"".join(tokens[:place])]
+    counter = ReasoningCounter(tokens.__getitem__)
+    for first in range(0, len(tokens), size):
+        counter.push(range(first, min(first + size, len(tokens))))
+    assert counter.num_tokens == (ends[0] if ends else len(tokens))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_text_has_reasoning_if_it_begins_with_it(is_open: bool) -> None:
+    for text in ("Hi", " <think>Hi", "<think></think>", "x<think>", "</think>", "<thin", "  "):
+        splitter = ReasoningSplitter(is_open=is_open)
+        for letter in text:
+            splitter.push(letter)
+        splitter.finish()
+        assert splitter.has_reasoning == (is_open or text.strip().startswith("<think>")), text

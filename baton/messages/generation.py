@@ -48,6 +48,8 @@ class GenerateRequest:
     choice: Sequence[str] = ()
     grammar: str | None = None
     """What else the output must be; see `SamplingParams`."""
+    constraint_field: str = ""
+    """The client's field that says what the output must be, for refusals; empty: it is the one of the core's name."""
     repetition_detection: RepetitionDetection | None = None
     speculation: bool | None = None
     """Whether nodes that draft tokens draft this request's; None: they do."""

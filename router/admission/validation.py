@@ -307,7 +307,8 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
     for field in _NOT_WITH_BEAMS:
         value = getattr(raw, field)
         if value not in (None, (), [], {}) and value != _HARMLESS_WITH_BEAMS.get(field):
-            raise InvalidRequest(field, "does not go with beam_width")
+            clients_field = raw.constraint_field if field in CONSTRAINT_KINDS else ""
+            raise InvalidRequest(clients_field or field, "does not go with beam_width")
     return replace(
         sampling,
         temperature=0.0,
@@ -323,18 +324,19 @@ def _with_constraint(
     if not given:
         return sampling
     kind, *more = given
+    field = raw.constraint_field or kind
     if more:
-        raise InvalidRequest(more[0], f"does not go with {kind}: one of them says what is wanted")
+        raise InvalidRequest(more[0], f"does not go with {field}: one of them says what is wanted")
     if not has_text:
-        raise InvalidRequest(kind, "this model is served without a tokenizer")
+        raise InvalidRequest(field, "this model is served without a tokenizer")
     if not card.has_end:
-        raise InvalidRequest(kind, f"{card.name} has no end-of-sequence token, so its answers don't end")
+        raise InvalidRequest(field, f"{card.name} has no end-of-sequence token, so its answers don't end")
     if sampling.n > MAX_GRAMMAR_SEQUENCES:
-        raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with {kind}, not {sampling.n}")
+        raise InvalidRequest("n", f"must be at most {MAX_GRAMMAR_SEQUENCES} with {field}, not {sampling.n}")
     # Where the constraint allows only the end, these parameters would forbid it.
-    for field in ("ignore_eos", "min_tokens"):
-        if getattr(sampling, field):
-            raise InvalidRequest(field, f"does not go with {kind}")
+    for other in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, other):
+            raise InvalidRequest(other, f"does not go with {field}")
     match kind:
         case "json_schema":
             return replace(sampling, json_schema=_schema(raw.json_schema or "", card))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field
@@ -140,9 +141,10 @@ class GenerationBody(Strict):
     @property
     def constraint_field(self) -> str | None:
         """The field that says what the answer must be; None: any text. Raises InvalidRequest for several."""
-        return next(iter(self._constraints()), None)
+        return next(iter(self._constraints), None)
 
-    def _constraints(self) -> dict[str, Constrained]:
+    @cached_property
+    def _constraints(self) -> Mapping[str, Constrained]:
         """What the answer must be, as a field of the core, by the field that says it: one, or none for any text.
 
         Raises InvalidRequest for several.
@@ -173,7 +175,7 @@ class GenerationBody(Strict):
     def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
         """The request to the core, for one prompt; raises InvalidRequest for an invalid response format."""
         beam_width, best_of = self.beam_width, self.best_of
-        constraint: dict[str, Any] = dict(self._constraints().values())
+        constraint: dict[str, Any] = dict(self._constraints.values())
         if self.use_beam_search:
             # In vLLM the width is `n`; in older versions it is `best_of`.
             beam_width, best_of = beam_width or best_of or self.n or 1, None
@@ -188,6 +190,7 @@ class GenerationBody(Strict):
             prompt_logprobs=self.num_prompt_logprobs,
             repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
             **constraint,
+            constraint_field=self.constraint_field or "",
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             **{name: getattr(self, name) for name in _AS_THEY_CAME},

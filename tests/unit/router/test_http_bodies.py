@@ -82,6 +82,7 @@ def test_every_field_of_a_request_can_be_set_over_http() -> None:
         "shown_tokens": (),
         "is_parsed": False,
         "schemas": {},
+        "constraint_field": "",
     }
     assert {field.name: getattr(request, field.name) for field in fields(GenerateRequest)} == expected
 

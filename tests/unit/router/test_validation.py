@@ -144,6 +144,20 @@ def test_fewer_sequences_may_be_constrained() -> None:
             check(json_schema="{}", **several)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({"n": 9}, "n: must be at most 8 with tool_choice, not 9"),
+        ({"ignore_eos": True}, "ignore_eos: does not go with tool_choice"),
+        ({"min_tokens": 1}, "min_tokens: does not go with tool_choice"),
+        ({"beam_width": 2}, "tool_choice: does not go with beam_width"),
+    ],
+)
+def test_refusals_name_the_clients_field_for_a_constraint(wrong: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{refusal}"):
+        check(**{"max_tokens": 2, "grammar": 'start: "a"', "constraint_field": "tool_choice"} | wrong)
+
+
 def test_other_constraints_are_validated() -> None:
     assert check(regex="a+").sampling_params.constraint == Constraint("a+", "regex")
     assert check(grammar='start: "a"').sampling_params.constraint == Constraint('start: "a"', "grammar")

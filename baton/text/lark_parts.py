@@ -44,6 +44,16 @@ def pattern(regex: str) -> Part:
     return Part(f"/{''.join(escaped)}/", is_regular=True)
 
 
+def both(part: Part, other: Part) -> Part:
+    """What each of two regular parts matches."""
+    return Part(f"({part.text} & {other.text})", is_regular=True, is_single=False)
+
+
+def all_but(part: Part) -> Part:
+    """What a regular part does not match."""
+    return Part(f"(~{part.text})", is_regular=True, is_single=False)
+
+
 ANY_TEXT = pattern("(?s:.*)")
 
 
@@ -97,7 +107,11 @@ class LarkGrammar:
 
     def text_until(self, end: Part) -> Part:
         """Any text up to the first place at which this regular part fits, and what fits there."""
-        return self._defined("lazy", f"[lazy]: {self.sequence([ANY_TEXT, end]).text}")
+        return self.shortest(self.sequence([ANY_TEXT, end]))
+
+    def shortest(self, part: Part) -> Part:
+        """What a regular part matches, up to the first place at which it does."""
+        return self._defined("lazy", f"[lazy]: {part.text}")
 
     def json(self, schema: str) -> Part:
         """JSON that fits a schema."""

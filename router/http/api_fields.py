@@ -107,7 +107,7 @@ FIELDS: Mapping[str, str] = {
     "json_schema": "The schema that the output fits, in OpenAI's wrapping.",
     "schema": "The JSON schema.",
     "description": _NO_EFFECT,
-    "strict": "Accepted; the output always fits the schema.",
+    "strict": "Of a tool: whether the arguments of calls fit its schema, also with auto. Outputs always fit theirs.",
     "structured_outputs": "What the text of the output must be, in vLLM's words.",
     "json": "The JSON schema that the output fits, or its text.",
     "json_object": "Whether the output is any JSON object.",

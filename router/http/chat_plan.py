@@ -6,10 +6,14 @@ The rules:
 2. A demanded call (tool_choice "required" or a named tool) is a grammar of the output, so no other constraint goes with
    it. Reasoning may come before it.
 3. An output that the request constrains otherwise has no reasoning, since the constraint holds from its first token on.
-4. Parameters of tools that may be called on demand are checked like the schemas of outputs, since they constrain one.
-   Those of other tools may be any JSON schemas within the bounds of `tools_of`: only the model reads them.
-5. A demanded call whose markers stand at the end of the prompt has no reasoning, which would come behind them.
-6. Where only some of the tools are allowed, the model does not get to know the others.
+4. Where no call is demanded and no other constraint is given, strict tools are a grammar of the output, too: of text in
+   which their calls have arguments that fit. Not so in formats without a `trigger`, and where a marker of calls or of
+   reasoning is a special token, which can't be generated under a grammar: there `strict` changes nothing.
+5. Parameters of tools that may be called on demand, and of strict tools of such a grammar, are checked like the schemas
+   of outputs, since they constrain one. Those of other tools may be any JSON schemas within the bounds of `tools_of`:
+   only the model reads them.
+6. A demanded call whose markers stand at the end of the prompt has no reasoning, which would come behind them.
+7. Where only some of the tools are allowed, the model does not get to know the others.
 """
 
 from __future__ import annotations
@@ -47,10 +51,12 @@ class ChatPlan:
     prompt: Sequence[int]
     parsing: TextParsing
     grammar: str | None
-    """The grammar of a demanded call."""
+    """The grammar of a demanded call, or of a text with calls of strict tools."""
+    grammar_field: str
+    """The client's field that asks for the grammar."""
     shown_tokens: Sequence[int]
     schemas: Mapping[str, str]
-    """The parameters of tools that are demanded, by the fields that refusals name."""
+    """The parameters of tools in the grammar, by the fields that refusals name."""
 
     def applied(self, request: GenerateRequest) -> GenerateRequest:
         """The request of the body with what the plan adds."""
@@ -59,6 +65,7 @@ class ChatPlan:
         return replace(
             request,
             grammar=self.grammar or request.grammar,
+            constraint_field=self.grammar_field or request.constraint_field,
             shown_tokens=self.shown_tokens,
             is_parsed=self.parsing.is_needed,
             schemas=self.schemas,
@@ -121,7 +128,8 @@ def plan_offer(
     )
     # Some models have the markers as special tokens, whose texts are left out otherwise.
     markers = [*(tool_format.markers if tool_format is not None else ()), *((BEGIN, END) if reasons else ())]
-    grammar = None
+    shown_tokens = model.special_ids(markers) if markers else ()
+    grammar, grammar_field, in_grammar = None, "", wanted
     if wanted and tool_format is not None:
         if tool_format.prompt_end:
             if parsing.is_open:
@@ -134,15 +142,34 @@ def plan_offer(
             reasons=parsing.reasons,
             is_open=parsing.is_open,
         )
-        text, grammar = text + demand.prompt_end, demand.grammar
+        text, grammar, grammar_field = text + demand.prompt_end, demand.grammar, "tool_choice"
         parsing = replace(parsing, prompt_end=demand.prompt_end)
+    elif (in_grammar := _held_to_schemas(offer, callable_tools, parsing, shown_tokens)) and tool_format is not None:
+        grammar_field = offer.fields.strict(tools.index(in_grammar[0]))
+        grammar = tool_format.strict_calls(
+            callable_tools,
+            is_parallel=parsing.max_calls > 1,
+            closes_objects=not card.permits_extra_keys,
+            reasons=parsing.reasons,
+            is_open=parsing.is_open,
+        )
     return ChatPlan(
         model.rendered_ids(text),
         parsing,
         grammar,
-        model.special_ids(markers) if markers else (),
-        {offer.fields.parameters(place): tool.parameters for place, tool in enumerate(tools) if tool in wanted},
+        grammar_field,
+        shown_tokens,
+        {offer.fields.parameters(place): tool.parameters for place, tool in enumerate(tools) if tool in in_grammar},
     )
+
+
+def _held_to_schemas(
+    offer: ToolOffer, tools: Sequence[Tool], parsing: TextParsing, shown_tokens: Sequence[int]
+) -> Sequence[Tool]:
+    """The strict tools of an offer that demands no call, if a grammar can hold their calls to the schemas (rule 4)."""
+    if offer.constraint_field is not None or parsing.tools is None or not parsing.tools.trigger or shown_tokens:
+        return ()
+    return [tool for tool in tools if tool.is_strict]
 
 
 def reasoning_variables(effort: str | None) -> Mapping[str, Any]:

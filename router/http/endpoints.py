@@ -322,7 +322,7 @@ class ChatCompletions(_OpenAiEndpoint):
     names = {  # noqa: RUF012
         **Completions.names,
         "prompt": ("messages",),
-        "grammar": (*Completions.names["grammar"], "tool_choice"),
+        "grammar": (*Completions.names["grammar"], "tool_choice", "tools"),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }

@@ -35,19 +35,21 @@ class HttpRig(AsgiClient):
         authenticator: PageAuthenticator | None = None,
         bounds: StoreBounds = BOUNDS,
         request_template: Callable[[str], Template] | None = None,
+        vocabulary: FakeTokenizer | None = None,
     ) -> None:
         self.card = card
         self.clock = FakeClock(5.0)
         self.store = ResponseStore(bounds, self.clock)
         self._page_authenticator = authenticator
         self._request_template = request_template
+        self._vocabulary = vocabulary or FakeTokenizer()
         self.handler = FakeHandler()
         self.why_not_ready = ""
         super().__init__(self.front(self.handler, keep_alive_s, template))
 
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
         model = ServedModel(
-            lambda: self.card, FakeTokenizer(), ChatTemplate(template, {}), lambda: NOW, self._request_template
+            lambda: self.card, self._vocabulary, ChatTemplate(template, {}), lambda: NOW, self._request_template
         )
         return HttpFront(
             handler,

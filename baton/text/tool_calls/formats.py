@@ -2,6 +2,9 @@
 
 A demanded call is a grammar over bytes, which needs no special tokens: markers that are special tokens in a model's
 vocabulary stand at the end of the prompt instead, and the model's text goes on behind them.
+
+Where calls may but need not come (tool_choice "auto"), a grammar of free text can hold the calls of strict tools to
+their schemas, if each call begins with a text that is no special token: behind that text nothing but a call follows.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.text.closed_objects import without_extra_keys
+from baton.text.lark_parts import ANY_TEXT, EMPTY, LarkGrammar, Part, all_but, both, literal, pattern
+from baton.text.reasoning import BEGIN as REASONING_BEGIN
+from baton.text.reasoning import END as REASONING_END
+from baton.text.reasoning import MAX_SPACES
 from baton.text.schema_compiling import JSON_OPTIONS
 from baton.text.tool_calls.call_parser import CallParser
 from baton.text.tool_calls.hermes import BEGIN, END, HermesParser
@@ -21,6 +28,7 @@ from baton.text.tool_calls.llama3 import TAG, Llama3Parser
 from baton.text.tool_calls.mistral import ARGUMENTS, CALL_ID, CALLS, MistralParser
 
 _NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
+_ANY_ARGUMENTS = '{"type": "object"}'
 _REASONING = 'reasoning[suffix="</think>"]: /(?s:.*)/\nspaces: /\\s{0,4}/\n'
 
 
@@ -31,15 +39,17 @@ class Tool:
     name: str
     parameters: str
     """The JSON schema of its arguments, as text."""
+    is_strict: bool = False
+    """Whether the arguments of a call have to fit the schema, also where no call is demanded."""
 
     @classmethod
-    def of(cls, name: str, parameters: Mapping[str, Any] | None) -> Tool:
+    def of(cls, name: str, parameters: Mapping[str, Any] | None, *, is_strict: bool = False) -> Tool:
         """A tool with these parameters, None for a tool without any; raises InvalidRequest if they are no object's."""
         if parameters is None:
-            return cls(name, _NO_PARAMETERS)
+            return cls(name, _NO_PARAMETERS, is_strict)
         if parameters.get("type", "object") != "object":
             raise InvalidRequest("parameters", "must be the schema of an object")
-        return cls(name, json.dumps({"type": "object", **parameters}))
+        return cls(name, json.dumps({"type": "object", **parameters}), is_strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,8 @@ class ToolFormat:
     """Texts of the format that are special tokens in some models."""
     has_short_ids: bool = False
     """Whether the model's template takes only ids of calls with nine letters and digits."""
+    trigger: str = ""
+    """The text with which all calls begin; empty: there is none, or it is a special token."""
 
     def demand(
         self, tools: Sequence[Tool], *, is_parallel: bool, closes_objects: bool, reasons: bool, is_open: bool
@@ -88,16 +100,63 @@ class ToolFormat:
             prompt_end, head = prompt_end + head.replace("NAME", tools[0].name), ""
         head = head.replace(ARGUMENTS, "")
         for place, tool in enumerate(tools):
-            schema = without_extra_keys(tool.parameters) if closes_objects else tool.parameters
-            guided = json.dumps({"x-guidance": JSON_OPTIONS, **json.loads(schema)})
             before = _literal(head.replace("NAME", tool.name))
             rules += [
                 f"call_{place}: {before} arguments_{place} {_literal(self.tail)}",
-                f"arguments_{place}: %json {guided}",
+                f"arguments_{place}: %json {_guided(tool.parameters, closes_objects=closes_objects)}",
             ]
         if reasons:
             rules.append(_REASONING)
         return Demand(prompt_end, "\n".join(rules))
+
+    def strict_calls(
+        self, tools: Sequence[Tool], *, is_parallel: bool, closes_objects: bool, reasons: bool, is_open: bool
+    ) -> str:
+        """The grammar of a text in which the arguments of strict tools' calls fit their schemas; for a `trigger`.
+
+        Behind each trigger is a call of one of these tools, and the arguments of the others are any JSON objects. Not
+        so in reasoning, and, unless `is_parallel`, behind the first call: there the trigger is plain text. Otherwise as
+        `demand`.
+        """
+        grammar, trigger = LarkGrammar(), literal(self.trigger)
+        calls = []
+        for tool in tools:
+            schema = tool.parameters if tool.is_strict else _ANY_ARGUMENTS
+            arguments = grammar.json(_guided(schema, closes_objects=closes_objects and tool.is_strict))
+            head = self.head.replace("NAME", tool.name)
+            begin = head if self.before else head.removeprefix(self.trigger)
+            calls.append(grammar.sequence([literal(begin), arguments, literal(self.tail)]))
+        call = grammar.shared(grammar.choice(calls))
+        if self.before:
+            opening = literal(self.before.removeprefix(self.trigger))
+            others = [grammar.repeated(grammar.sequence([literal(self.between), call]), 0, None)] if is_parallel else []
+            call = grammar.shared(grammar.sequence([opening, call, *others, literal(self.after)]))
+        first = grammar.choice([grammar.shortest(one) for one in _texts_before(trigger, grammar, reasons, is_open)])
+        later = (
+            grammar.repeated(grammar.sequence([grammar.text_until(trigger), call]), 0, None) if is_parallel else EMPTY
+        )
+        return grammar.text(grammar.choice([grammar.sequence([first, call, later, ANY_TEXT]), ANY_TEXT]))
+
+
+def _texts_before(trigger: Part, grammar: LarkGrammar, reasons: bool, is_open: bool) -> Sequence[Part]:
+    """The texts that end with the first trigger, which is not in the reasoning."""
+    ended = grammar.sequence([ANY_TEXT, literal(REASONING_END), ANY_TEXT, trigger])
+    if is_open:
+        return [ended]
+    plain = grammar.sequence([ANY_TEXT, trigger])
+    if not reasons:
+        return [plain]
+    begin = grammar.sequence([pattern(rf"\s{{0,{MAX_SPACES}}}"), literal(REASONING_BEGIN)])
+    return [
+        both(all_but(grammar.sequence([begin, ANY_TEXT])), plain),
+        grammar.sequence([begin, ended]),
+    ]
+
+
+def _guided(schema: str, *, closes_objects: bool) -> str:
+    """The schema of arguments as a grammar has it."""
+    closed = without_extra_keys(schema) if closes_objects else schema
+    return json.dumps({"x-guidance": JSON_OPTIONS, **json.loads(closed)})
 
 
 def _prefix(reasons: bool, is_open: bool) -> str:
@@ -116,6 +175,7 @@ _HERMES = ToolFormat(
     tail="}\n</tool_call>",
     between="\n",
     markers=(BEGIN, END),
+    trigger=BEGIN,
 )
 FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
@@ -147,6 +207,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         between=", ",
         after="]</tool_call>",
         markers=(BEGIN, END),
+        trigger=BEGIN,
     ),
 }
 """All formats, by the names that `--tool-call-parser` takes."""

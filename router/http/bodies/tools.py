@@ -137,6 +137,11 @@ class ToolFields:
         """The parameters of one of the tools."""
         return f"tools[{place}].{self.parameters_name}"
 
+    def strict(self, place: int) -> str:
+        """The switch that makes one of the tools strict, which stands beside its parameters."""
+        outer, dot, _ = self.parameters_name.rpartition(".")
+        return f"tools[{place}].{outer}{dot}strict"
+
 
 CHAT_TOOL_FIELDS = ToolFields("function.parameters", "tool_choice.function.name")
 
@@ -149,7 +154,7 @@ def tools_of(bodies: Sequence[ToolBody], fields: ToolFields) -> list[Tool]:
     tools, num_bytes = [], 0
     for place, body in enumerate(bodies):
         try:
-            tool = Tool.of(body.function.name, body.function.parameters)
+            tool = Tool.of(body.function.name, body.function.parameters, is_strict=body.function.strict is True)
             parse_schema(tool.parameters)
             tools.append(tool)
             num_bytes += len(tool.parameters.encode())

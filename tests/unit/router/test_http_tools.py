@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.messages.generation import Chunk, GenerateEvent, GenerateRequest, KnownText, SequenceFinished
 from baton.messages.request_limits import MAX_TOOLS
 from baton.messages.sampling import TokenLogprobs
+from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.schema_compiling import check_constraint
+from tests.support.byte_matching import takes
 from tests.support.http_client import Event, Exchange
 from tests.support.http_rig import HttpRig, chunk, finished
 from tests.support.tool_formats import MARKERS, template, written
@@ -54,17 +57,56 @@ async def test_templates_get_tools_without_what_they_were_not_made_for() -> None
     request, _ = await asked(HttpRig(template=template("hermes")), chat())
     shown = {"type": "function", "function": {"name": "f", "description": "It fs.", "parameters": SCHEMA}}
     assert prompt_of(request) == f"<tool>{json.dumps(shown)}</tool><tool>{json.dumps(G)}</tool>[user]hi[assistant]"
-    assert request.grammar is None
 
 
 @pytest.mark.parametrize(
-    ("choice", "checked"), [("auto", []), ("none", []), ("required", [0, 1]), (NAMED, [0]), (None, [])]
+    ("choice", "checked"), [("auto", [0]), ("none", []), ("required", [0, 1]), (NAMED, [0]), (None, [0])]
 )
-async def test_schemas_are_compiled_only_of_tools_that_are_demanded(choice: Any, checked: list[int]) -> None:
+async def test_schemas_are_compiled_only_of_tools_in_the_grammar(choice: Any, checked: list[int]) -> None:
     request, _ = await asked(HttpRig(template=template("hermes")), chat(tool_choice=choice))
     assert list(request.schemas) == [f"tools[{place}].function.parameters" for place in checked]
     if checked:
         assert json.loads(request.schemas["tools[0].function.parameters"]) == SCHEMA
+
+
+@pytest.mark.parametrize("name", ["hermes", "smollm2"])
+@pytest.mark.parametrize("choice", ["auto", None])
+@pytest.mark.parametrize("is_parallel", [True, False])
+async def test_calls_of_strict_tools_that_may_come_are_a_grammar(name: str, choice: Any, is_parallel: bool) -> None:
+    text = "So. " + written(name, [("f", {"x": 5})])
+    rig = HttpRig(template=template(name, THINKING))
+    fields = chat(tool_choice=choice, parallel_tool_calls=is_parallel)
+    for reasoning in ("Let me <tool_call>.</think>", ""):
+        effort = {} if reasoning else {"reasoning_effort": "none"}
+        request, got = await asked(rig, fields | effort, reasoning + text)
+        assert request.constraint_field == "tools[0].function.strict"
+        assert request.grammar is not None
+        assert takes(request.grammar, reasoning + text)
+        assert takes(request.grammar, "Hi")
+        assert not takes(request.grammar, reasoning + text.replace('"x": ', '"y": '))
+        called = [one["function"] for one in got["message"]["tool_calls"]]
+        assert called == [{"name": "f", "arguments": '{"x": 5}'}]
+
+
+@pytest.mark.parametrize("name", MARKERS)
+async def test_strict_tools_are_no_grammar_where_it_would_forbid_their_markers(name: str) -> None:
+    class WithSpecialMarkers(FakeTokenizer):
+        def special_ids(self, texts: Iterable[str]) -> list[int]:
+            return [7 for text in texts if text == "<tool_call>"]
+
+    request, _ = await asked(HttpRig(vocabulary=WithSpecialMarkers(), template=template(name)), chat())
+    assert (request.grammar, request.constraint_field, request.schemas) == (None, "", {})
+    request, _ = await asked(HttpRig(template=template(name)), chat())
+    assert (request.grammar is not None) == (name in ("hermes", "smollm2"))
+
+
+async def test_another_constraint_is_kept_beside_strict_tools_that_may_be_called() -> None:
+    rig = HttpRig(template=template("hermes"))
+    request, _ = await asked(rig, chat(response_format={"type": "json_object"}), "{}")
+    assert (request.grammar, request.constraint_field, request.schemas) == (None, "response_format", {})
+    assert request.json_schema is not None
+    request, _ = await asked(rig, chat(tool_choice="required"), written("hermes", [("g", {})]))
+    assert request.constraint_field == "tool_choice"
 
 
 @pytest.mark.parametrize("name", ["mistral", "mistral-args"])

@@ -137,11 +137,13 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         for place, chunk in enumerate(answer.chunks[0]):
             if place:
                 await asyncio.sleep(0)  # it may take long to parse
+            sequence.count(chunk.token_ids)
             output.take(sequence.parts(chunk.text))
         finish_reason = answer.ends[0][0]
         output.finish(sequence.last_parts(), finish_reason)
         written = ",".join(item.ended() for item in output.items)
-        response = parsed.draft.ended(written, finish_reason, answer.finished, self._clock.wall())
+        num_reasoning_tokens, now = sequence.num_reasoning_tokens, self._clock.wall()
+        response = parsed.draft.ended(written, finish_reason, answer.finished, num_reasoning_tokens, now)
         return self._keep(parsed, response, output.items)
 
     def _keep(self, parsed: ResponsesRequest, response: str, output: Sequence[OutputItem]) -> bytes:

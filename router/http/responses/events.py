@@ -55,6 +55,7 @@ class ResponseWriter:
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The events for tokens and their text, which is empty while a character is incomplete."""
+        self._sequence.count(chunk.token_ids)
         logprobs = ""
         if self._draft.has_logprobs and chunk.logprobs:
             logprobs = json.dumps(self._logprobs.take(chunk.logprobs)["content"])[1:-1]
@@ -69,7 +70,8 @@ class ResponseWriter:
         """The last event of a request that ended well: the whole response."""
         items = self._output.items
         output = ",".join(item.ended() for item in items)
-        response = self._draft.ended(output, self._finish_reason, finished, self._now())
+        num_reasoning_tokens = self._sequence.num_reasoning_tokens
+        response = self._draft.ended(output, self._finish_reason, finished, num_reasoning_tokens, self._now())
         self._keep(response, items)
         return self._event(f"response.{status_of(self._finish_reason)}", f'"response":{response}')
 

@@ -34,12 +34,12 @@ class ResponseDraft:
         """The response of a request that failed."""
         return self._object("failed", error={"code": "server_error", "message": message})
 
-    def ended(self, output: str, finish_reason: str, finished: Finished, now: float) -> str:
+    def ended(self, output: str, finish_reason: str, finished: Finished, num_reasoning_tokens: int, now: float) -> str:
         """The response at its end, complete or cut by its length.
 
         `output`: its items in JSON, separated by commas. `now`: seconds since the epoch.
         """
-        status, usage = status_of(finish_reason), _usage(finished)
+        status, usage = status_of(finish_reason), _usage(finished, num_reasoning_tokens)
         if status == "incomplete":
             return self._object(status, output, usage=usage, incomplete_details={"reason": "max_output_tokens"})
         return self._object(status, output, usage=usage, completed_at=int(now))
@@ -72,11 +72,11 @@ def as_text(found: Mapping[str, Any]) -> str:
     return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
 
 
-def _usage(finished: Finished) -> dict[str, Any]:
+def _usage(finished: Finished, num_reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": finished.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,
     }

@@ -41,7 +41,9 @@ class FunctionTool(Strict):
 
     def as_tool(self) -> ToolBody:
         """The tool as chats have it."""
-        given = FunctionBody(name=self.name, description=self.description, parameters=self.parameters)
+        given = FunctionBody(
+            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
+        )
         return ToolBody(type="function", function=given)
 
     def as_object(self) -> dict[str, Any]:

@@ -251,3 +251,25 @@ async def test_log_probabilities_of_reasoning_come_with_the_message(stream: bool
     if stream:
         deltas = [event.json for event in exchange.events if event.name == "response.output_text.delta"]
         assert [entry["token"] for delta in deltas for entry in delta["logprobs"]] == list("abcde")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_the_tokens_of_reasoning(stream: bool) -> None:
+    rig = HttpRig(template=template("hermes", "{# </think> #}"))
+    exchange = rig.post(RESPONSES, HELLO | {"stream": stream, "tools": []})
+    (await rig.next_call()).tell(chunk(0, "<think>so"), chunk(9, "</think>Hi"), finished("stop", 19))
+    await exchange.end()
+    response = exchange.events[-1].json["response"] if stream else exchange.json
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("<think>so</think>")}
+
+
+async def test_calls_of_strict_functions_that_may_come_are_a_grammar() -> None:
+    rig = HttpRig(template=template("hermes"))
+    for strict in (True, False, None):
+        exchange = rig.post(RESPONSES, HELLO | {"tools": [F | {"strict": strict}]})
+        call = await rig.next_call()
+        call.tell(chunk(0, "Hi"), finished("stop"))
+        assert (await exchange.end()).status == 200
+        assert call.request is not None
+        assert (call.request.grammar is not None) == (strict is True)
+        assert call.request.constraint_field == ("tools[0].strict" if strict else "")

@@ -81,7 +81,7 @@ def _head(timeline: Timeline) -> Sequence[str]:
     cached = f" ({timeline.cached_tokens} cached)" if timeline.cached_tokens else ""
     tokens = f"{timeline.prompt_tokens} prompt tokens{cached}, {timeline.completion_tokens} output tokens"
     if timeline.draft_tokens:
-        tokens += f" ({timeline.accepted_draft_tokens} of {timeline.draft_tokens} drafted accepted)"
+        tokens += f" ({timeline.accepted_draft_tokens} of {timeline.draft_tokens} drafts right)"
     read = f"{size(timeline.kv_bytes)} of KV read in {_ms(timeline.kv_read_ns)} ms"
     lines.append(f"  {tokens}; {read}" if timeline.kv_bytes else f"  {tokens}")
     first = f"first token after {_ms(timeline.ttft_ns)} ms" if timeline.ttft_ns is not None else "no token"

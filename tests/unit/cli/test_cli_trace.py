@@ -44,6 +44,11 @@ def test_a_waterfall() -> None:
     ]
 
 
+def test_drafts_are_shown_where_there_were_some() -> None:
+    lines = waterfall(replace(FOUND, kv_bytes=0, draft_tokens=9, accepted_draft_tokens=4), 69)
+    assert lines[1] == "  32 prompt tokens (16 cached), 8 output tokens (4 of 9 drafts right)"
+
+
 def test_a_request_without_a_token() -> None:
     found = replace(FOUND, state="failed", detail="no node is up", ttft_ns=None, stages=[], decode_node="", kv_bytes=0)
     lines = waterfall(replace(found, prefill_node="", attempts=2, trace_id="ab"), 80)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,22 @@ def test_ctrl_c_ends_the_call_and_the_engine_goes_on(monkeypatch: pytest.MonkeyP
             assert stats.free_blocks == stats.total_blocks
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_outputs_count_the_drafts_of_their_prompt() -> None:
+    loop = "one two three four one two three four one two three four one two"
+    greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    config = '{"method": "ngram", "prompt_lookup_min": 2}'
+    with LLM(DEMO_MODEL, dtype="float32", threads=1, speculative_config=config) as llm:
+        drafted, plain = llm.generate([loop, loop], [greedy, replace(greedy, speculation=False)])
+        total = llm.spec_decoding
+    assert drafted.outputs == plain.outputs
+    assert (plain.num_draft_tokens, plain.num_accepted_tokens) == (0, 0)
+    assert (drafted.num_draft_tokens, drafted.num_accepted_tokens) == (
+        total.num_draft_tokens,
+        total.num_accepted_tokens,
+    )
+    assert drafted.num_accepted_tokens > 0
 
 
 def test_the_death_of_the_engine_is_reported_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import baton
+from baton.text.grammar import Grammars, num_mask_words
 from baton.text.reasoning import ReasoningSplitter
 from baton.text.schema_compiling import check_constraint
+from baton.text.tokenizer import Tokenizer
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded
 from baton.text.tool_calls.formats import FORMATS, Tool
 from tests.support.byte_matching import takes
 from tests.support.tool_formats import written
 
+DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
+VOCAB, EOS = 4096, 1
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [Tool.of("f", SCHEMA, is_strict=True), Tool.of("g", SCHEMA)]
 WITH_TRIGGER = ["hermes", "smollm2"]
@@ -112,3 +119,25 @@ def test_whatever_the_grammar_takes_has_no_other_calls(
             assert tool == "g" or (list(value) == ["x"] and isinstance(value["x"], int))
     else:
         assert "<tool_call>" in text, "text without the trigger is free"
+
+
+@pytest.mark.parametrize("name", WITH_TRIGGER)
+def test_tokens_may_lie_across_the_trigger_and_behind_it_the_call_is_all_that_is_allowed(name: str) -> None:
+    """With a model's vocabulary, in which a token may have a part of the trigger and what stands beside it."""
+    grammars, tokenizer = Grammars.load(DEMO_MODEL, VOCAB, [EOS]), Tokenizer.load(DEMO_MODEL)
+    mask = np.zeros(num_mask_words(VOCAB), dtype=np.int32)
+    for before, tool, arguments in (("So: ", "f", {"x": 12}), ("", "g", {"y": {"z": "<tool_call>"}})):
+        text = before + written(name, [(tool, arguments)]) + "\n\nDone."
+        matcher = grammars.matcher(grammar(name, True, False, False), "grammar")
+        end_allowed = []
+        for token in [*tokenizer.encode_rendered(text), EOS]:
+            matcher.fill(mask)
+            end_allowed.append(bool(mask[EOS // 32] >> EOS % 32 & 1))
+            assert mask[token // 32] >> token % 32 & 1, tokenizer.decode([token])
+            matcher.advance([token])
+        assert end_allowed[-1]
+        assert not all(end_allowed), "not within the call"
+    matcher = grammars.matcher(grammar(name, True, False, False), "grammar")
+    matcher.advance(tokenizer.encode_rendered("<tool_call>"))
+    forced = tokenizer.decode(matcher.forced_tokens())
+    assert forced.startswith({"hermes": '\n{"name": "', "smollm2": '[{"name": "'}[name])

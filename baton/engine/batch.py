@@ -83,6 +83,10 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Drafts of what follows a request's last token, by request id. They are computed behind its known tokens, counted
     in `num_scheduled_tokens`, and stand only as far as they are what the runner samples."""
+    num_drafts_wanted: Mapping[str, int] = field(default_factory=dict)
+    """How many tokens behind those that the step samples the runner's draft model is to draft, by request id."""
+    num_spare_tokens: int = 0
+    """How many tokens of prompts the draft model may compute in this step before it drafts."""
     blocks_to_copy: Sequence[BlockCopy] = ()
     blocks_to_swap_in: Sequence[BlockCopy] = ()
     blocks_to_swap_out: Sequence[BlockCopy] = ()
@@ -130,12 +134,16 @@ class ModelRunnerOutput:
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Log-probabilities of whole prompts, by request id, for requests that ask for them. They come with the step that
     computes the end of the prompt."""
+    draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """What the draft model guesses to follow the sampled tokens, by request id."""
+    draft_seconds: float = 0.0
+    """Duration of one round of the draft model, which drafts one token of each request; 0: not measured."""
     lost: bool = False
     """Whether the runner failed: no result of the step exists, and its block copies may not have been made."""
     copy_seconds: float = 0.0
     """Duration of the copies from and to the host tier; 0: not measured."""
     compute_seconds: float = 0.0
-    """Duration of the rest of the step; 0: not measured."""
+    """Duration of the rest of the step without drafting; 0: not measured."""
 
 
 class EngineCoreEventType(enum.Enum):

@@ -305,7 +305,7 @@ class Scheduler:
         state = self._state
         if state.beams or state.speculating or self._speculation.is_waiting:
             return False
-        if any(plan.swapped_out for plan in self._in_flight.values()):
+        if any(plan.swapped_out or plan.num_drafts_wanted for plan in self._in_flight.values()):
             return False
         # The next step first allocates at most this many blocks; with fewer free blocks it would preempt.
         manager = state.kv_cache_manager
@@ -322,6 +322,7 @@ class Scheduler:
         if self._speculation.is_waiting and not self._in_flight:
             self._speculation.propose()
         self._fill_step(plan)
+        plan.num_drafts_wanted = self._speculation.take_wanted()
         if plan.requests:
             self._move_to_decodes(plan)
         moved = state.free_parked() or bool(plan.preempted_req_ids)
@@ -448,6 +449,7 @@ class Scheduler:
         if plan is not None:
             self._stalled = False
             self._preemption.settle(plan, scheduler_output, runner_output)
+            self._speculation.take_drafts(runner_output.draft_token_ids)
             self._commit.commit(plan, num_scheduled, runner_output, outputs)
             self._speculation.note_step(scheduler_output, runner_output)
         self._state.remove_ended()

@@ -23,7 +23,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.stats import SpecDecodingCounts
-from baton.engine.speculation.step_cost import StepCost
+from baton.engine.speculation.step_cost import FadingMean, StepCost
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.preemption import Preemption
@@ -32,6 +32,10 @@ from baton.messages.speculation import SpeculationConfig
 
 _LEAST_PRICE = 0.05
 """The least price of a drafted token: it also takes the time of looking for it, and steps can't be decided ahead."""
+_ASSUMED_ROUND = 0.15
+"""The assumed duration of a round of the draft model, as a share of that of a step, until both were measured."""
+_LARGEST_MODEL_PRICE = 0.95
+"""Below 1, so that a draft model is measured again now and then, if a round of it was slow once."""
 
 
 class Speculation:
@@ -43,8 +47,14 @@ class Speculation:
         self._state = state
         self._preemption = preemption
         self._cost = StepCost()
+        self._round_seconds = FadingMean()
+        """The duration of a round of the draft model."""
         self._ready: dict[str, Request] = {}
         """Requests for which there may be a draft."""
+        self._num_wanted: dict[str, int] = {}
+        """How many tokens of requests the draft model is to draft in the next step."""
+        self._modelled: Mapping[str, Sequence[int]] = {}
+        """The draft model's drafts behind the tokens of the step that is committed."""
         self._new_block_ids: dict[str, Sequence[int]] = {}
         """The new blocks of requests with drafts, while a step is decided."""
         self.counts = SpecDecodingCounts()
@@ -64,16 +74,32 @@ class Speculation:
             if config.method == "grammar" and not request.matchers:
                 return
             drafts = request.drafts = RequestDrafts(request, config)
-        if drafts.follow(self._price()):
+        modelled = self._modelled.get(request.request_id, ())
+        if drafts.follow(self._price(), self._model_price(), modelled):
             self._ready[request.request_id] = request
         else:
             self._ready.pop(request.request_id, None)
+        # The next step yields at least one token before them.
+        num_wanted = min(drafts.num_wanted, self._room(request) - 1)
+        if num_wanted > 0:
+            self._num_wanted[request.request_id] = num_wanted
 
     def note_step(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """Note the duration of a committed step, if it computed tokens of decoding sequences and nothing else."""
         num_rows, seconds = scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds
         if self._config is not None and num_rows and seconds > 0 and not scheduler_output.num_prefill_tokens:
             self._cost.add(num_rows, seconds)
+        if runner_output.draft_seconds > 0:
+            self._round_seconds.add(runner_output.draft_seconds)
+
+    def take_wanted(self) -> Mapping[str, int]:
+        """How many tokens of which requests the draft model is to draft in the step that is decided."""
+        wanted, self._num_wanted = self._num_wanted, {}
+        return wanted
+
+    def take_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Note the draft model's drafts behind the tokens of the step that is committed next."""
+        self._modelled = drafts
 
     def propose(self) -> None:
         """Draft tokens for the step that is about to be decided. No step may be in flight."""
@@ -92,12 +118,15 @@ class Speculation:
             request = state.requests.get(request_id)
             if request is None or not self._may_draft(request):
                 continue
-            # A step yields a token more than it has drafts.
-            most = max_output_tokens(request, state.max_num_tokens(request)) - request.num_output_tokens - 1
-            request.spec_token_ids = list(token_ids[: max(0, most)])
+            request.spec_token_ids = list(token_ids[: self._room(request)])
             if request.spec_token_ids and state.decodes.leave(request_id):
                 state.filling.append(request)
                 state.speculating[request_id] = request
+
+    def _room(self, request: Request) -> int:
+        """How many drafts the request's next step may have: the step yields a token more than them."""
+        most = max_output_tokens(request, self._state.max_num_tokens(request))
+        return max(0, most - request.num_output_tokens - 1)
 
     def _may_draft(self, request: Request) -> bool:
         """Whether the request decodes, and all its tokens are committed."""
@@ -149,8 +178,14 @@ class Speculation:
             request.draft_counts = request.draft_counts.plus(len(drafts), num_right)
             request.has_new_draft_counts = True
             if request.drafts is not None:
-                request.drafts.verified(len(drafts), num_right, self._price())
+                request.drafts.verified(len(drafts), num_right, self._price(), self._model_price())
         return len(drafts) - num_right
 
     def _price(self) -> float:
         return max(_LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))
+
+    def _model_price(self) -> float:
+        """The price of a token that the draft model drafts: a round of it, beside a row of the step."""
+        step, one_round = self._cost.mean_seconds, self._round_seconds.mean
+        share = one_round / step if step and one_round else _ASSUMED_ROUND
+        return min(_LARGEST_MODEL_PRICE, self._price() + share)

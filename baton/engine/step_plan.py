@@ -35,6 +35,8 @@ class StepPlan:
         self.blocks_to_copy: list[BlockCopy] = []
         self.drafts: dict[str, Sequence[int]] = {}
         """The drafts that the step computes behind the last tokens of requests, by request id."""
+        self.num_drafts_wanted: Mapping[str, int] = {}
+        """How many tokens behind this step's the draft model is to draft, by request id."""
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
         self._forks: list[ForkedRequestData] = []
@@ -130,6 +132,8 @@ class StepPlan:
             num_scheduled_tokens=self._all_num_tokens(),
             total_num_scheduled_tokens=self._total,
             scheduled_spec_decode_tokens=self.drafts,
+            num_drafts_wanted=self.num_drafts_wanted,
+            num_spare_tokens=max(0, self.token_budget),
             blocks_to_copy=self.blocks_to_copy,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted_req_ids) if self.preempted_req_ids else frozenset(),

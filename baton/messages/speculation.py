@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError
 
-Method = Literal["ngram", "grammar"]
-"""Where drafts come from: the sequence's own text and its grammar (ngram), or its grammar alone (grammar)."""
+Method = Literal["ngram", "grammar", "draft_model"]
+"""Where drafts come from beside the sequence's grammar: its own text, nothing else, or a smaller model."""
 
 MAX_DRAFTS = 64
 """The largest `SpeculationConfig.num_speculative_tokens`."""
@@ -19,9 +19,13 @@ MAX_LOOKUP = 32
 """The largest `SpeculationConfig.prompt_lookup_max`."""
 
 
+MAX_MODEL_CHARS = 4096
+"""The most characters of `SpeculationConfig.model`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How an engine drafts tokens; the names are vLLM's. Raises ConfigError for a number out of bounds."""
+    """How an engine drafts tokens; the names are vLLM's. Raises ConfigError for a value out of bounds."""
 
     method: Method = "ngram"
     num_speculative_tokens: int = 16
@@ -31,12 +35,23 @@ class SpeculationConfig:
     prompt_lookup_max: int = 16
     """The most tokens by which an earlier place is compared; of several places the one with most in common is taken."""
 
+    model: str = ""
+    """What names the model that drafts, as --model does; it must have the tokens of the model that it drafts for."""
+    quantization: Literal["off", "int8", "int4"] = "off"
+    """Quantise the weights of the model that drafts while they are loaded."""
+
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ConfigError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r:.40}")
-        for one in fields(self)[1:]:
-            if type(getattr(self, one.name)) is not int:
-                raise ConfigError(f"{one.name} must be a whole number, not {getattr(self, one.name)!r:.40}")
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            if type(getattr(self, name)) is not int:
+                raise ConfigError(f"{name} must be a whole number, not {getattr(self, name)!r:.40}")
+        if type(self.model) is not str or len(self.model) > MAX_MODEL_CHARS:
+            raise ConfigError(f"model must be the name of a model or a directory, not {self.model!r:.40}")
+        if self.quantization not in ("off", "int8", "int4"):
+            raise ConfigError(f"quantization must be one of off, int8, int4, not {self.quantization!r:.40}")
+        if (self.method == "draft_model") != bool(self.model):
+            raise ConfigError("the method draft_model needs a model, and no other method has one")
         if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS:
             raise ConfigError(
                 f"num_speculative_tokens must be from 1 to {MAX_DRAFTS}, not {self.num_speculative_tokens}"
@@ -49,7 +64,7 @@ class SpeculationConfig:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The configuration in a JSON object, such as {"method": "ngram"}. Raises ConfigError."""
+        """The configuration in a JSON object, such as {"method": "ngram"} or {"model": "small"}. Raises ConfigError."""
         try:
             given: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -60,4 +75,10 @@ class SpeculationConfig:
         for name in given:
             if name not in known:
                 raise ConfigError(f"has no key {name!r:.40}{did_you_mean(name, known)}; it has {', '.join(known)}")
+        if "model" in given:
+            given.setdefault("method", "draft_model")
         return cls(**given)
+
+    def to_json(self) -> str:
+        """The text from which `from_json` makes this configuration."""
+        return json.dumps(asdict(self))

@@ -11,13 +11,14 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from baton.config.cluster import ClusterSettings
 from baton.config.node import NodeSettings
 from baton.errors import ConfigError
+from baton.messages.speculation import SpeculationConfig
 from baton.models.conversion import add_sampling, convert_in_child
 from baton.models.hub import HubName, fetched_directory
 from baton.models.known_digests import FileState, KnownDigests
@@ -40,16 +41,28 @@ class FoundModel:
 
 
 def with_model_directory(config: C) -> C:
-    """The settings with a model directory in place of another name of a model. Raises ConfigError."""
+    """The settings with model directories in place of other names of models. Raises ConfigError."""
     if config.runner != "torch":
         return config
+    changes: dict[str, object] = {}
     found = find_model(config.model, os.environ)
-    if found.directory == config.model:
-        return config
-    changes: dict[str, object] = {"model": found.directory, "model_name": config.model_name or found.name}
-    if found.dequantize and isinstance(config, NodeSettings):
-        changes["dequantize"] = True
-    return config.model_copy(update=changes)
+    if found.directory != config.model:
+        changes = {"model": found.directory, "model_name": config.model_name or found.name}
+        if found.dequantize and isinstance(config, NodeSettings):
+            changes["dequantize"] = True
+    if isinstance(config, NodeSettings) and config.speculative_config:
+        changes["speculative_config"] = _with_draft_directory(config.speculative_config)
+    return config.model_copy(update=changes) if changes else config
+
+
+def _with_draft_directory(speculative_config: str) -> str:
+    """The setting with a directory in place of another name of the model that drafts."""
+    config = SpeculationConfig.from_json(speculative_config)
+    if not config.model:
+        return speculative_config
+    # A path relative to here may be read by processes that run elsewhere.
+    directory = find_model(Path(config.model), os.environ).directory.absolute()
+    return replace(config, model=str(directory)).to_json()
 
 
 def find_model(named: Path, environ: Mapping[str, str]) -> FoundModel:

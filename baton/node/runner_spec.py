@@ -10,6 +10,7 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.speculation import SpeculationConfig
+from baton.node.draft_spec import draft_spec
 from baton.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 from baton.runner.blocks.host_blocks import host_blocks_in
 
@@ -17,7 +18,7 @@ _MIN_BLOCKS = 8
 
 
 def runner_spec(config: NodeConfig) -> RunnerSpec:
-    """The runner that this configuration asks for."""
+    """The runner that this configuration asks for. Raises ConfigError for a draft model with other tokens."""
     if config.runner == "torch":
         return TorchSpec(
             model_dir=config.model,
@@ -31,6 +32,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             device=config.device,
             quantization=None if config.quantization == "off" else config.quantization,
             dequantize=config.dequantize,
+            draft=draft_spec(_speculation(config), config.model),
         )
     shape = SimulatedSpec()
     step_time = StepTime(
@@ -70,6 +72,10 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         windows=runner.layout.windows,
         policy=config.scheduling_policy,
         num_host_blocks=runner.num_host_blocks,
-        speculation=SpeculationConfig.from_json(config.speculative_config) if config.speculative_config else None,
+        speculation=_speculation(config),
         **own,
     )
+
+
+def _speculation(config: NodeConfig) -> SpeculationConfig | None:
+    return SpeculationConfig.from_json(config.speculative_config) if config.speculative_config else None

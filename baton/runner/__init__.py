@@ -6,9 +6,9 @@ Only this package imports torch and transformers. Importing it is cheap; `load` 
 from __future__ import annotations
 
 from baton.engine.runner import ModelRunner
-from baton.runner.spec import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
+from baton.runner.spec import DraftSpec, RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 
-__all__ = ["ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
+__all__ = ["DraftSpec", "ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
 
 
 def load(spec: RunnerSpec) -> ModelRunner:
@@ -32,4 +32,5 @@ def load(spec: RunnerSpec) -> ModelRunner:
         device=spec.device,
         quantization=spec.quantization,
         dequantize=spec.dequantize,
+        draft=spec.draft,
     )

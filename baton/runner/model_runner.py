@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,8 @@ from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.compute_paths import compute_paths
+from baton.runner.draft_loading import LoadedDraftModel
+from baton.runner.execution.draft_model import NO_DRAFTS, DraftModel, Drafts
 from baton.runner.execution.embedding import embedding_of
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled, flatten
 from baton.runner.execution.prompt_logprobs import chunks_of, take_prompt_logprobs
@@ -34,13 +38,23 @@ from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model
 from baton.runner.self_check import why_not_bit_exact
+from baton.runner.spec import DraftSpec
+
+_log = logging.getLogger(__name__)
 
 
 class TorchModelRunner:
     """One model with its KV cache on one device of this machine. Called from one thread."""
 
-    def __init__(self, model: ModelInfo, transformer: Transformer, host_cache_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelInfo,
+        transformer: Transformer,
+        host_cache_bytes: int = 0,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self._model = model
+        self._draft_model = draft_model
         self._transformer = transformer
         cache = transformer.kv_cache
         self._memory = KVMemory(
@@ -88,6 +102,8 @@ class TorchModelRunner:
                 [copy.source for copy in scheduler_output.blocks_to_copy],
                 [copy.destination for copy in scheduler_output.blocks_to_copy],
             )
+        if self._draft_model is not None:
+            self._draft_model.forget(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids)
         if not scheduled:
             return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
@@ -120,6 +136,8 @@ class TorchModelRunner:
                 logprobs[request_id] = [result.logprobs for result in results if result.logprobs is not None]
         failed |= {request_id: str(fault) for request_id, fault in faults.items() if request_id not in failed}
         self._requests.commit(scheduled, tokens)
+        compute_seconds = time.perf_counter() - copied
+        drafts = self._draft(scheduler_output, [share.state for share in samplers if share.state.request_id in tokens])
         return ModelRunnerOutput(
             tokens,
             logprobs,
@@ -127,9 +145,27 @@ class TorchModelRunner:
             invalid,
             embeddings,
             prompt_logprobs,
+            draft_token_ids=drafts.token_ids,
+            draft_seconds=drafts.round_seconds,
             copy_seconds=copy_seconds,
-            compute_seconds=time.perf_counter() - copied,
+            compute_seconds=compute_seconds,
         )
+
+    def _draft(self, scheduler_output: SchedulerOutput, sampled: Sequence[RequestState]) -> Drafts:
+        """Draft what follows the tokens that were sampled, for the requests that want drafts."""
+        wanted = scheduler_output.num_drafts_wanted
+        if self._draft_model is None or not wanted:
+            return NO_DRAFTS
+        try:
+            return self._draft_model.draft(
+                [(state, wanted[state.request_id]) for state in sampled if state.request_id in wanted],
+                scheduler_output.num_spare_tokens,
+            )
+        except Exception:
+            # The step's tokens are right without drafts, and its requests must not fail for them.
+            _log.exception("the draft model failed, and drafts nothing any more until this process starts again")
+            self._draft_model = None
+            return NO_DRAFTS
 
     def _sample(self, logits: npt.NDArray[np.float32], states: Sequence[RequestState]) -> list[Sampled]:
         masks, unmasked = self._masks.fill(states)
@@ -193,12 +229,13 @@ def load_runner(
     operations: Operations | None = None,
     quantization: Quantization | None = None,
     dequantize: bool = False,
+    draft: DraftSpec | None = None,
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
 
     `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
-    process. `operations` replaces the machine's kernels (tests). `quantization` and `dequantize`: see TorchSpec. Raises
-    ConfigError.
+    process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize` and `draft`: see
+    TorchSpec. Raises ConfigError.
     """
     torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
@@ -209,8 +246,10 @@ def load_runner(
         raise ConfigError(f"{quantization} weights can't be computed by {chosen.numerics()}; leave quantization out")
     plain = dequantize or not chosen.packs_quantized
     loaded = load_model(model_dir, dtype, where, quantization, dequantize=plain)
+    drafting = LoadedDraftModel.load(draft, loaded, chosen, block_size, num_threads) if draft is not None else None
     try:
-        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
+        beside = drafting.transformer.layout.block_bytes if drafting is not None else 0
+        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype, beside)
         transformer = Transformer(loaded, chosen, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
     except UnusableWeight as error:
@@ -219,7 +258,10 @@ def load_runner(
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
-    return TorchModelRunner(info, transformer, host_cache_bytes)
+    if drafting is None:
+        return TorchModelRunner(info, transformer, host_cache_bytes)
+    info = replace(info, compute_paths=(*info.compute_paths, drafting.path))
+    return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer))
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:

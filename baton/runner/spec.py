@@ -9,6 +9,16 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """A model directory with the same tokens as another model, which drafts for it."""
+
+    model_dir: Path
+    num_tokens: int
+    """The most tokens that it drafts for one request in one step."""
+    quantization: Literal["int8", "int4"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TorchSpec:
     """A transformers model directory on this machine."""
 
@@ -34,6 +44,8 @@ class TorchSpec:
     """Quantise plain weights while they are loaded; None: they stay plain."""
     dequantize: bool = False
     """Make quantised weights plain while they are loaded."""
+    draft: DraftSpec | None = None
+    """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,10 @@ class Tokenizer:
         """Number of tokens with a text, added tokens included; a model's output may be wider."""
         return int(self._backend.get_vocab_size())
 
+    def tokens(self) -> dict[int, str]:
+        """Every token by its id, as the vocabulary spells it, added tokens included."""
+        return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer puts around a text."""
         return self._ids(text, add_special_tokens=True)

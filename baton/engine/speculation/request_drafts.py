@@ -21,10 +21,17 @@ _PAUSE_OF_TEXT = 128
 _SHARES_OF_TEXT = ((8, 0.85), (5, 0.6), (0, 0.35))
 """The share of drafts from the text that are assumed to be right, by the least number of tokens that have occurred
 before: the more, the likelier does the same follow. Each kind is adapted by itself."""
+_PAUSE_OF_MODEL = 128
+"""The most tokens without a draft from the draft model, after its last ones were not worth their price."""
+_SHARE_OF_MODEL = 0.6
+"""The share of the draft model's tokens that are assumed to be right."""
 
 
 class RequestDrafts:
-    """Drafts what a request's grammar forces or, where it forces nothing, what followed its last tokens before."""
+    """Drafts what a request's grammar forces or, where it forces nothing, what followed its last tokens before.
+
+    With a draft model the drafts are those of the model instead of the text's; the runner makes them one step earlier.
+    """
 
     def __init__(self, request: Request, config: SpeculationConfig) -> None:
         most = config.num_speculative_tokens
@@ -35,6 +42,11 @@ class RequestDrafts:
         self._text: NgramDrafter | None = None
         if config.method == "ngram":
             self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, request.stop_ids)
+        self._model_length: DraftLength | None = None
+        if config.method == "draft_model":
+            self._model_length = DraftLength(most, _PAUSE_OF_MODEL, _SHARE_OF_MODEL)
+        self.num_wanted = 0
+        """How many tokens the draft model is to draft behind the next step's."""
         self._most = most
         self._grammar_length = DraftLength(most, _PAUSE_OF_GRAMMAR, _SHARE_OF_GRAMMAR)
         self._text_lengths = [DraftLength(most, _PAUSE_OF_TEXT, share) for _, share in _SHARES_OF_TEXT]
@@ -45,15 +57,20 @@ class RequestDrafts:
         """How many forced tokens to ask the grammar for."""
         self._repeated: Sequence[int] = ()
         """The draft from the text."""
+        self._modelled: Sequence[int] = ()
+        """The draft of the draft model."""
         self._latest: DraftLength | None = None
         """What the length of the latest draft came from; None: the draft was not made here."""
 
-    def follow(self, price: float) -> bool:
+    def follow(self, price: float, model_price: float, modelled: Sequence[int] = ()) -> bool:
         """Note the request's new tokens. Returns whether there may be a draft, once no step is in flight.
 
-        `price`: see `DraftLength.next`.
+        `price`: see `DraftLength.next`; `model_price`: the same for a token of the draft model. `modelled`: what the
+        draft model guesses to follow the new tokens.
         """
-        request, self._latest = self._request, None
+        request, self._latest, self._modelled = self._request, None, modelled
+        if self._model_length is not None:
+            self.num_wanted = self._model_length.next(model_price)
         if self._text is not None:
             self._text.extend(request.token_ids(self._num_followed, request.num_tokens))
             self._num_followed = request.num_tokens
@@ -63,7 +80,7 @@ class RequestDrafts:
                 self._text_length = self._text_lengths[kind]
                 self._repeated = self._repeated[: self._text_length.next(price)]
         self._num_forced = self._grammar_length.next(price) if self._grammar is not None else 0
-        return bool(self._num_forced or self._repeated)
+        return bool(self._num_forced or self._repeated or self._modelled)
 
     def draft(self) -> Sequence[int]:
         """The draft behind the tokens that `follow` has noted. Only while no step with the request is in flight."""
@@ -73,10 +90,13 @@ class RequestDrafts:
                 self._latest = self._grammar_length
                 return forced
             self._grammar_length.missed()
+        if self._model_length is not None:
+            self._latest = self._model_length
+            return self._modelled
         self._latest = self._text_length
         return self._repeated
 
-    def verified(self, num_drafted: int, num_right: int, price: float) -> None:
+    def verified(self, num_drafted: int, num_right: int, price: float, model_price: float) -> None:
         """Note the fate of the latest draft."""
         if self._latest is not None:
-            self._latest.verified(num_drafted, num_right, price)
+            self._latest.verified(num_drafted, num_right, model_price if self._latest is self._model_length else price)

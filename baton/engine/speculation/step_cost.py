@@ -10,6 +10,20 @@ _LEAST_SPREAD = 0.5
 """The least variance of the numbers of rows from which the cost of a row is derived."""
 
 
+class FadingMean:
+    """The mean of some numbers, in which older ones fade."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self.mean = 0.0
+        """0 before the first number."""
+
+    def add(self, number: float) -> None:
+        """Note a number."""
+        self._weight = self._weight * _MEMORY + 1.0
+        self.mean += (number - self.mean) / self._weight
+
+
 class StepCost:
     """Fits seconds = fixed + rows * each to the latest steps that only decode (least squares, older ones fade)."""
 
@@ -43,3 +57,8 @@ class StepCost:
         fixed = max(0.0, self._seconds - each * self._rows)
         whole = fixed + num_sequences * each
         return num_sequences * each / whole if whole else 0.0
+
+    @property
+    def mean_seconds(self) -> float:
+        """The mean duration of the latest steps; 0 before the first one."""
+        return self._seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -287,21 +288,48 @@ class FlatBatch:
     logits_rows: npt.NDArray[np.int64]
 
 
+class Rows(NamedTuple):
+    """Rows of one sequence: its tokens from position `start` on, of which the last `num_sampled` give logits."""
+
+    token_ids: npt.NDArray[np.int64]
+    start: int
+    num_sampled: int
+    block_table: npt.NDArray[np.int32]
+    """At least the blocks of all tokens up to the last row; see `RequestState.block_table`."""
+
+
 def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) -> FlatBatch:
     """Concatenate the shares of a step and pad to a multiple of `row_quantum` rows."""
-    size, block_size, groups = len(scheduled), layout.block_size, len(layout.groups)
-    counts = np.fromiter((share.count for share in scheduled), dtype=np.int64, count=size)
-    starts = np.fromiter((share.state.num_computed_tokens for share in scheduled), dtype=np.int64, count=size)
-    sampling = np.fromiter((share.num_sampled_rows for share in scheduled), dtype=np.int64, count=size)
+    return flatten_rows(
+        [
+            Rows(
+                share.state.rows(share.state.num_computed_tokens, share.stop),
+                share.state.num_computed_tokens,
+                share.num_sampled_rows,
+                share.state.block_table,
+            )
+            for share in scheduled
+        ],
+        layout,
+        row_quantum,
+    )
+
+
+def flatten_rows(sequences: Sequence[Rows], layout: KVLayout, row_quantum: int) -> FlatBatch:
+    """Concatenate the rows of sequences and pad to a multiple of `row_quantum` rows."""
+    size, block_size, groups = len(sequences), layout.block_size, len(layout.groups)
+    counts = np.fromiter((rows.token_ids.size for rows in sequences), dtype=np.int64, count=size)
+    starts = np.fromiter((rows.start for rows in sequences), dtype=np.int64, count=size)
+    sampling = np.fromiter((rows.num_sampled for rows in sequences), dtype=np.int64, count=size)
     query_start, sample_start = np.zeros(size + 1, dtype=np.int32), np.zeros(size + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
     np.cumsum(sampling, out=sample_start[1:])
     seq_lens = starts + counts
     widths = (-(-seq_lens // block_size)).tolist()
     block_tables = np.zeros((groups, size, max(widths, default=0)), dtype=np.int32)
-    for index, share in enumerate(scheduled):
+    for index, rows in enumerate(sequences):
         width = widths[index]
-        block_tables[:, index, :width] = share.state.block_table[: width * groups].reshape(width, groups).T
+        block_tables[:, index, :width] = rows.block_table[: width * groups].reshape(width, groups).T
 
     num_rows = int(query_start[-1])
     padded = -(-num_rows // row_quantum) * row_quantum
@@ -312,8 +340,7 @@ def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) 
     positions[:num_rows] = at
     slots[:, :num_rows] = block_tables[:, owners, at // block_size].astype(np.int64) * block_size + at % block_size
     if size:
-        pieces = [share.state.rows(share.state.num_computed_tokens, share.stop) for share in scheduled]
-        np.concatenate(pieces, out=token_ids[:num_rows])
+        np.concatenate([rows.token_ids for rows in sequences], out=token_ids[:num_rows])
     sample_ends = np.repeat(query_start[1:].astype(np.int64) - sample_start[1:], sampling)
     logits_rows = sample_ends + np.arange(sample_ends.size)
     return FlatBatch(

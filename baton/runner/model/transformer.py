@@ -49,11 +49,14 @@ class CacheSpec:
     cache_bytes: int | None = None
     dtype: str = "auto"
     """auto: the model's dtype; int8 or fp8: 8 bits for each number."""
+    block_bytes_beside: int = 0
+    """Bytes of a block in the cache of a draft model, which are part of `cache_bytes`."""
 
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
         if (self.num_blocks is None) == (self.cache_bytes is None):
             raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
+        block_bytes += self.block_bytes_beside
         blocks = self.num_blocks if self.num_blocks is not None else (self.cache_bytes or 0) // block_bytes
         if blocks < 2:
             raise ConfigError(f"{blocks} KV blocks of {block_bytes} bytes are too few; make room for at least 2")
@@ -88,9 +91,24 @@ class HiddenAndLogits(NamedTuple):
 class Transformer:
     """One model and one KV cache. Called from one thread."""
 
+    num_blocks: int
+    kv_cache: torch.Tensor
+    """Flat: [num_blocks * block_elements]."""
+    decode_graphs: DecodeGraphs | None
+    """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
+    _attention: PagedAttention
+
     def __init__(
-        self, model: LoadedModel, operations: Operations, block_size: int, cache: CacheSpec, num_threads: int
+        self,
+        model: LoadedModel,
+        operations: Operations,
+        block_size: int,
+        cache: CacheSpec | None,
+        num_threads: int,
     ) -> None:
+        """`cache`: None for a model that drafts, whose blocks are those of another model: `allocate_cache` says how
+        many, and all layers are in one group, whatever their windows.
+        """
         self._module: Any = model.module
         self.device = model.device
         self.row_quantum = row_quantum(_widths(model), num_threads)
@@ -119,22 +137,30 @@ class Transformer:
             )
         self.missed_products = frozenset(watch.missed)
         layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
-        cache_dtype = model.dtype if cache.dtype == "auto" else cache.dtype
-        self.layout = KVLayout(block_size, layers, cache_dtype, group_layers(layers, probe.windows))
+        cache_dtype = model.dtype if cache is None or cache.dtype == "auto" else cache.dtype
+        groups = () if cache is None else group_layers(layers, probe.windows)
+        self.layout = KVLayout(block_size, layers, cache_dtype, groups)
         if self.layout.has_scales and self.device.type != "cpu":
             raise ConfigError(f"a KV cache in 8 bits ({cache_dtype}) is for CPUs so far; leave out --kv-cache-dtype")
-        self.num_blocks = cache.blocks(self.layout.block_bytes)
-        memory_dtype = torch.int8 if self.layout.has_scales else DTYPES[model.dtype]
-        self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, memory_dtype, self.device)
+        self._dtype = DTYPES[model.dtype]
+        self._operations = operations
         self._why_no_own_loop = ""
-        self._decoder = self._own_loop(DTYPES[model.dtype])
-        self._attention = PagedAttention(operations, self.kv_cache, self.layout)
-        bind(model.module, self._attention)
+        self._decoder = self._own_loop(self._dtype)
+        self.max_model_len: int = model.config.max_position_embeddings
+        if cache is not None:
+            self.allocate_cache(cache.blocks(self.layout.block_bytes))
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
+        self.num_blocks = num_blocks
+        memory_dtype = torch.int8 if self.layout.has_scales else self._dtype
+        self.kv_cache = _cache_memory(num_blocks * self.layout.block_elements, memory_dtype, self.device)
+        self._attention = PagedAttention(self._operations, self.kv_cache, self.layout)
+        bind(self._module, self._attention)
         if self._decoder is not None and self._decoder.is_fused:
             self.row_quantum = 1
-            self._decoder.record(operations, self._attention)
-        self.decode_graphs = self._graphs_of(operations, model.config.max_position_embeddings)
-        """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
+            self._decoder.record(self._operations, self._attention)
+        self.decode_graphs = self._graphs_of(self.max_model_len)
 
     @property
     def why_no_own_loop(self) -> str:
@@ -253,7 +279,8 @@ class Transformer:
         self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
         return None
 
-    def _graphs_of(self, operations: Operations, max_model_len: int) -> DecodeGraphs | None:
+    def _graphs_of(self, max_model_len: int) -> DecodeGraphs | None:
+        operations = self._operations
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
             return None
         return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)

@@ -1,0 +1,74 @@
+"""Loads the model that drafts tokens beside another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from baton.errors import ConfigError
+from baton.messages.node_report import ComputePath
+from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.operations import Operations
+from baton.runner.execution.draft_model import DraftModel
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.quantization.stored_weight import UnusableWeight
+from baton.runner.model.transformer import Transformer
+from baton.runner.model.weights import LoadedModel, load_model
+from baton.runner.spec import DraftSpec
+
+_MAX_DRAFTING = 64
+"""The most requests whose drafts may all reach beyond their blocks in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A draft model whose cache is not allocated yet."""
+
+    spec: DraftSpec
+    loaded: LoadedModel
+    transformer: Transformer
+
+    @classmethod
+    def load(
+        cls, spec: DraftSpec, beside: LoadedModel, operations: Operations, block_size: int, num_threads: int
+    ) -> Self:
+        """Load a model to draft for another one, on its device and with its dtype. Raises ConfigError."""
+        quantization = spec.quantization
+        if quantization is not None and not operations.packs_quantized:
+            raise ConfigError(f"{quantization} weights can't be computed by {operations.numerics()}; leave them plain")
+        plain = not operations.packs_quantized
+        loaded = load_model(spec.model_dir, beside.dtype, beside.device, quantization, dequantize=plain)
+        try:
+            transformer = Transformer(loaded, operations, block_size, None, num_threads)
+        except (UnusableWeight, UnsupportedAttention, KernelArgumentError) as error:
+            raise ConfigError(f"the model in {spec.model_dir} can't draft: {error}") from error
+        return cls(spec, loaded, transformer)
+
+    def start(self, drafted_for: Transformer) -> DraftModel:
+        """Allocate the cache, with a block for each of the other model's. Raises ConfigError."""
+        layout = drafted_for.layout
+        if layout.windows[0] is not None:
+            raise ConfigError(
+                "every layer of the model has an attention window, so blocks are freed that a draft model still "
+                "needs; use the method ngram"
+            )
+        num_scratch = _MAX_DRAFTING * -(-self.spec.num_tokens // layout.block_size)
+        self.transformer.allocate_cache(drafted_for.num_blocks + num_scratch)
+        return DraftModel(
+            self.transformer,
+            num_blocks=drafted_for.num_blocks,
+            num_scratch_blocks=num_scratch,
+            num_groups=len(layout.groups),
+            max_model_len=self.transformer.max_model_len,
+            vocab_size=self.loaded.config.vocab_size,
+            eos_token_ids=self.loaded.checkpoint.eos_token_ids,
+        )
+
+    @property
+    def path(self) -> ComputePath:
+        """What drafts, for operators."""
+        weights = self.loaded.weights
+        name = self.spec.model_dir.resolve().name
+        return ComputePath(
+            "drafts", f"{name}, {weights.description or self.loaded.dtype}, {weights.num_bytes >> 20} MiB"
+        )

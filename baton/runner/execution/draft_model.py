@@ -1,0 +1,248 @@
+"""Drafts from a smaller model with the same tokens, whose keys and values lie in a cache beside the model's own.
+
+A block of the draft model's cache has the number of the model's block with the same tokens, so whatever allocates,
+shares, copies on write and frees the model's blocks does it for both. Only which blocks the draft model has computed is
+kept here: for each block a digest of all tokens up to its end. Blocks whose KV came from another node or the host tier,
+or was computed for a request without drafts, have another digest, and are computed when they are first needed.
+
+A drafted token is drawn from the draft model's logits with the parameters and the random number of the token that it
+guesses. Random numbers belong to positions (philox.py), so where the two models agree so do the draws, at any
+temperature.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from baton.engine.runner import KVLayout
+from baton.messages.sampling import SamplingParams
+from baton.runner.execution.input_batch import FlatBatch, RequestState, Rows, flatten_rows
+from baton.runner.execution.sampler import SamplingState, sample
+
+MAX_ROWS_BEHIND = 64
+"""The most known tokens of a request that are computed together with its first draft. More are computed before, as far
+as the step has room."""
+
+_EMPTY = 0
+"""The digest of a block whose tokens the draft model has not computed."""
+
+
+class DraftTransformer(Protocol):
+    """What computes the draft model (transformer.py); its cache has one group of layers."""
+
+    layout: KVLayout
+    row_quantum: int
+
+    def compute(self, batch: FlatBatch) -> npt.NDArray[np.float32]: ...
+
+
+class Drafts(NamedTuple):
+    """The drafts of one step."""
+
+    token_ids: Mapping[str, Sequence[int]]
+    round_seconds: float
+    """The mean duration of a round, which drafts one token of each request; 0 without rounds."""
+
+
+NO_DRAFTS = Drafts({}, 0.0)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What is kept of a request between its steps."""
+
+    params: SamplingParams
+    """The request's, without what only its own sampled tokens need."""
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
+    """For each of its full blocks, the digest of all tokens up to its end."""
+    num_computed: int = 0
+    """How many tokens were computed, with those in a last block that is not full."""
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """One request while its tokens are drafted."""
+
+    state: RequestState
+    params: SamplingParams
+    block_table: npt.NDArray[np.int32]
+    """The draft model's: the request's blocks, and behind them scratch blocks."""
+    most: int
+    start: int
+    """The number of tokens that are computed."""
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the next round: all tokens that are not computed, of which the last one gives logits."""
+        stop = self.state.num_tokens + len(self.drafts)
+        return Rows(self.state.rows(self.start, stop), self.start, 1, self.block_table)
+
+
+class DraftModel:
+    """Drafts tokens of requests. Called from the runner's thread."""
+
+    def __init__(
+        self,
+        transformer: DraftTransformer,
+        *,
+        num_blocks: int,
+        num_scratch_blocks: int,
+        num_groups: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """`transformer`: has `num_blocks` blocks, and scratch blocks behind them.
+
+        `num_groups`: the groups of layers of the model for which tokens are drafted; the first one has no window.
+        """
+        self._transformer = transformer
+        self._block_size = transformer.layout.block_size
+        self._digests = np.full(num_blocks, _EMPTY, dtype=np.uint64)
+        self._scratch = np.arange(num_blocks, num_blocks + num_scratch_blocks, dtype=np.int32)
+        self._num_groups = num_groups
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._followed: dict[str, _Followed] = {}
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that ended or lost their blocks."""
+        for request_id in request_ids:
+            self._followed.pop(request_id, None)
+
+    def draft(self, wanted: Sequence[tuple[RequestState, int]], num_spare_tokens: int) -> Drafts:
+        """Draft up to so many tokens behind those of each request, whose last one the model has not computed yet.
+
+        `num_spare_tokens`: how many tokens of requests that are far behind may be computed before; such requests get no
+        drafts until they have caught up.
+        """
+        drafting = []
+        for state, most in wanted:
+            one = self._begin(state, most)
+            if one is None:
+                continue
+            num_behind = state.num_tokens - one.start
+            if num_behind > MAX_ROWS_BEHIND:
+                count = min(num_behind - 1, num_spare_tokens)
+                num_spare_tokens -= count
+                self._compute_known(one, count)
+            if state.num_tokens - one.start <= MAX_ROWS_BEHIND:
+                drafting.append(one)
+        if not drafting:
+            return NO_DRAFTS
+        started = time.perf_counter()
+        num_rounds = self._run_rounds(self._with_scratch(drafting))
+        seconds = time.perf_counter() - started
+        token_ids = {one.state.request_id: one.drafts for one in drafting if one.drafts}
+        return Drafts(token_ids, seconds / max(1, num_rounds))
+
+    def _begin(self, state: RequestState, most: int) -> _Drafting | None:
+        """Find out what is computed of a request; None if its tokens can't be drafted."""
+        most = min(most, self._max_model_len - state.num_tokens)
+        if most <= 0 or int(state.token_ids.max()) >= self._vocab_size:
+            return None
+        table = np.ascontiguousarray(state.block_table[:: self._num_groups])
+        followed = self._followed.get(state.request_id)
+        if followed is None:
+            followed = _Followed(replace(state.sampling_params, logprobs=None))
+            self._extend_digests(followed, state)
+            followed.num_computed = self._num_found(followed.digests, table)
+            self._followed[state.request_id] = followed
+        else:
+            self._extend_digests(followed, state)
+        return _Drafting(state, followed.params, table, most, min(followed.num_computed, state.num_tokens - 1))
+
+    def _extend_digests(self, followed: _Followed, state: RequestState) -> None:
+        known, num_full = followed.digests.size, state.num_tokens // self._block_size
+        if known == num_full:
+            return
+        size, token_ids = self._block_size, state.token_ids
+        digests = np.empty(num_full, dtype=np.uint64)
+        digests[:known] = followed.digests
+        before = int(digests[known - 1]) if known else _EMPTY
+        for block in range(known, num_full):
+            tokens = token_ids[block * size : (block + 1) * size].tobytes()
+            before = xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + tokens) or 1  # never that of no tokens
+            digests[block] = before
+        followed.digests = digests
+
+    def _num_found(self, digests: npt.NDArray[np.uint64], table: npt.NDArray[np.int32]) -> int:
+        """How many leading tokens of a request were computed for others that had its blocks."""
+        same = self._digests[table[: digests.size]] == digests[: table.size]
+        return self._block_size * (same.size if same.all() else int(same.argmin()))
+
+    def _compute_known(self, one: _Drafting, count: int) -> None:
+        """Compute `count` tokens of a request, which none of them samples."""
+        if count:
+            token_ids = one.state.rows(one.start, one.start + count)
+            self._compute([Rows(token_ids, one.start, 0, one.block_table)])
+            self._note_computed(one, one.start + count)
+
+    def _note_computed(self, one: _Drafting, stop: int) -> None:
+        """Note that the request's tokens before `stop` are computed, as far as they lie in blocks of its own."""
+        followed, size = self._followed[one.state.request_id], self._block_size
+        table = one.state.block_table[:: self._num_groups]
+        stop = min(stop, table.size * size)
+        first, last = one.start // size, stop // size
+        self._digests[table[first:last]] = followed.digests[first:last]
+        if last < table.size:
+            # Its slots are overwritten, also those behind `stop`, by drafts.
+            self._digests[table[last]] = _EMPTY
+        one.start = followed.num_computed = stop
+
+    def _with_scratch(self, drafting: Sequence[_Drafting]) -> Sequence[_Drafting]:
+        """Those requests that have blocks for their drafts, with scratch blocks behind the blocks that they own."""
+        placed, num_taken = [], 0
+        for one in drafting:
+            num_blocks = -(-(one.state.num_tokens + one.most - 1) // self._block_size)
+            lacking = max(0, num_blocks - one.block_table.size)
+            if num_taken + lacking > self._scratch.size:
+                continue
+            scratch = self._scratch[num_taken : num_taken + lacking]
+            num_taken += lacking
+            one.block_table = np.concatenate((one.block_table, scratch))
+            placed.append(one)
+        return placed
+
+    def _run_rounds(self, drafting: Sequence[_Drafting]) -> int:
+        """Draft one token of each request after another; returns how many rounds that took."""
+        num_rounds = 0
+        while drafting:
+            logits = self._compute([one.rows for one in drafting])
+            num_rounds += 1
+            states = [
+                SamplingState(
+                    one.params,
+                    one.state.rows(0, one.state.num_tokens + len(one.drafts)),
+                    one.state.num_prompt_tokens,
+                    self._eos_token_ids,
+                    rules=one.state.rules,
+                )
+                for one in drafting
+            ]
+            going_on = []
+            for one, result in zip(drafting, sample(logits, states), strict=True):
+                if not one.drafts:
+                    self._note_computed(one, one.state.num_tokens)
+                if result.error is not None:
+                    continue
+                one.start = one.state.num_tokens + len(one.drafts)
+                one.drafts.append(result.token_id)
+                one.state.set_drafts(one.drafts)
+                # What follows the end of a text is of no use.
+                if len(one.drafts) < one.most and result.token_id not in self._eos_token_ids:
+                    going_on.append(one)
+            drafting = going_on
+        return num_rounds
+
+    def _compute(self, rows: Sequence[Rows]) -> npt.NDArray[np.float32]:
+        return self._transformer.compute(flatten_rows(rows, self._transformer.layout, self._transformer.row_quantum))

@@ -449,9 +449,8 @@ class Scheduler:
         if plan is not None:
             self._stalled = False
             self._preemption.settle(plan, scheduler_output, runner_output)
-            self._speculation.take_drafts(runner_output.draft_token_ids)
-            self._commit.commit(plan, num_scheduled, runner_output, outputs)
             self._speculation.note_step(scheduler_output, runner_output)
+            self._commit.commit(plan, num_scheduled, runner_output, outputs)
         self._state.remove_ended()
         if self._state.failed_groups:
             self._finish_failed_groups(outputs)

@@ -34,8 +34,9 @@ _LEAST_PRICE = 0.05
 """The least price of a drafted token: it also takes the time of looking for it, and steps can't be decided ahead."""
 _ASSUMED_ROUND = 0.15
 """The assumed duration of a round of the draft model, as a share of that of a step, until both were measured."""
-_LARGEST_MODEL_PRICE = 0.95
-"""Below 1, so that a draft model is measured again now and then, if a round of it was slow once."""
+_STEPS_OF_A_MEASUREMENT = 512
+"""After so many steps, times the share above if that is larger than 1, what a round took counts no more. Otherwise a
+draft model that was slow once would never be tried again."""
 
 
 class Speculation:
@@ -49,6 +50,7 @@ class Speculation:
         self._cost = StepCost()
         self._round_seconds = FadingMean()
         """The duration of a round of the draft model."""
+        self._num_steps_without_round = 0
         self._ready: dict[str, Request] = {}
         """Requests for which there may be a draft."""
         self._num_wanted: dict[str, int] = {}
@@ -85,21 +87,23 @@ class Speculation:
             self._num_wanted[request.request_id] = num_wanted
 
     def note_step(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
-        """Note the duration of a committed step, if it computed tokens of decoding sequences and nothing else."""
+        """Note what a step took, and the draft model's drafts behind its tokens. The step is about to be committed."""
+        self._modelled = runner_output.draft_token_ids
+        if self._config is None:
+            return
         num_rows, seconds = scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds
-        if self._config is not None and num_rows and seconds > 0 and not scheduler_output.num_prefill_tokens:
+        if num_rows and seconds > 0 and not scheduler_output.num_prefill_tokens:
             self._cost.add(num_rows, seconds)
         if runner_output.draft_seconds > 0:
             self._round_seconds.add(runner_output.draft_seconds)
+            self._num_steps_without_round = 0
+        else:
+            self._num_steps_without_round += 1
 
     def take_wanted(self) -> Mapping[str, int]:
         """How many tokens of which requests the draft model is to draft in the step that is decided."""
         wanted, self._num_wanted = self._num_wanted, {}
         return wanted
-
-    def take_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Note the draft model's drafts behind the tokens of the step that is committed next."""
-        self._modelled = drafts
 
     def propose(self) -> None:
         """Draft tokens for the step that is about to be decided. No step may be in flight."""
@@ -188,4 +192,6 @@ class Speculation:
         """The price of a token that the draft model drafts: a round of it, beside a row of the step."""
         step, one_round = self._cost.mean_seconds, self._round_seconds.mean
         share = one_round / step if step and one_round else _ASSUMED_ROUND
-        return min(_LARGEST_MODEL_PRICE, self._price() + share)
+        if self._num_steps_without_round > _STEPS_OF_A_MEASUREMENT * max(1.0, share):
+            share = _ASSUMED_ROUND
+        return self._price() + share

@@ -10,7 +10,7 @@ slots in the group's window are checked.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,6 +159,10 @@ class FakeRunner:
         """The duration that steps report for each copy of a block."""
         self.seconds_per_token = 0.0
         """The duration that steps report for each token."""
+        self.draft: Callable[[Sequence[int]], Sequence[int]] | None = None
+        """The draft model: it drafts from the tokens that will be sampled next, as many as are wanted; None: none."""
+        self.seconds_per_round = 0.0
+        """The duration that steps report for a round of the draft model."""
 
     @property
     def num_host_blocks(self) -> int:
@@ -221,11 +225,14 @@ class FakeRunner:
                 if top is not None:
                     likeliest = [likeliest_tokens(slot, max(top, 1), self.model.vocab_size) for slot in slots]
                     logprobs[request_id] = [TokenLogprobs(*best[0], 1, best[:top]) for best in likeliest]
+        drafts = self._drafts(scheduler_output.num_drafts_wanted, sampled)
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=logprobs,
             failed=failed,
             embeddings=embeddings,
+            draft_token_ids=drafts,
+            draft_seconds=self.seconds_per_round if drafts else 0.0,
             copy_seconds=self.seconds_per_copy * num_copied,
             compute_seconds=self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
         )
@@ -309,6 +316,23 @@ class FakeRunner:
             known.token_ids.append(kept)
             known.num_computed_tokens = num_computed_tokens
         return slots
+
+    def _drafts(self, wanted: Mapping[str, int], sampled: Collection[str]) -> dict[str, Sequence[int]]:
+        """The draft model's drafts of the requests that sampled a token."""
+        if self.draft is None:
+            return {}
+        return {
+            request_id: self.draft(
+                expected_tokens(
+                    self._known[request_id].token_ids,
+                    count,
+                    seed=self._known[request_id].sampling_params.seed,
+                    vocab_size=self.model.vocab_size,
+                )
+            )
+            for request_id, count in wanted.items()
+            if request_id in sampled
+        }
 
     def _sees_its_history(self, known: _RequestState, position: int) -> bool:
         """Whether all slots that a query at `position` sees, in all groups, are right."""

@@ -47,11 +47,6 @@ class LoadedDraftModel:
     def start(self, drafted_for: Transformer) -> DraftModel:
         """Allocate the cache, with a block for each of the other model's. Raises ConfigError."""
         layout = drafted_for.layout
-        if layout.windows[0] is not None:
-            raise ConfigError(
-                "every layer of the model has an attention window, so blocks are freed that a draft model still "
-                "needs; use the method ngram"
-            )
         num_scratch = _MAX_DRAFTING * -(-self.spec.num_tokens // layout.block_size)
         self.transformer.allocate_cache(drafted_for.num_blocks + num_scratch)
         return DraftModel(
@@ -64,11 +59,15 @@ class LoadedDraftModel:
             eos_token_ids=self.loaded.checkpoint.eos_token_ids,
         )
 
-    @property
-    def path(self) -> ComputePath:
+    def path(self, drafted_for: Transformer) -> ComputePath:
         """What drafts, for operators."""
         weights = self.loaded.weights
         name = self.spec.model_dir.resolve().name
-        return ComputePath(
-            "drafts", f"{name}, {weights.description or self.loaded.dtype}, {weights.num_bytes >> 20} MiB"
+        why_worse = (
+            "every layer of the model has an attention window, so drafts see no more of a text than the blocks that "
+            "the window has not passed"
+            if drafted_for.layout.windows[0] is not None
+            else ""
         )
+        made_of = weights.description or self.loaded.dtype
+        return ComputePath("drafts", f"{name}, {made_of}, {weights.num_bytes >> 20} MiB", why_worse)

@@ -260,7 +260,7 @@ def load_runner(
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
     if drafting is None:
         return TorchModelRunner(info, transformer, host_cache_bytes)
-    info = replace(info, compute_paths=(*info.compute_paths, drafting.path))
+    info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
     return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer))
 
 

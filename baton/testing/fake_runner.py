@@ -157,6 +157,8 @@ class FakeRunner:
         """Raised by the next step, before it does anything."""
         self.seconds_per_copy = 0.0
         """The duration that steps report for each copy of a block."""
+        self.seconds_per_step = 0.0
+        """The duration that steps report beside that of their tokens."""
         self.seconds_per_token = 0.0
         """The duration that steps report for each token."""
         self.draft: Callable[[Sequence[int]], Sequence[int]] | None = None
@@ -234,7 +236,8 @@ class FakeRunner:
             draft_token_ids=drafts,
             draft_seconds=self.seconds_per_round if drafts else 0.0,
             copy_seconds=self.seconds_per_copy * num_copied,
-            compute_seconds=self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
+            compute_seconds=self.seconds_per_step
+            + self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
         )
 
     def _take_in(self, scheduler_output: SchedulerOutput) -> None:

@@ -12,6 +12,8 @@ import pytest
 import baton
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
+from baton.messages.speculation import SpeculationConfig
+from baton.runner import DraftSpec
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.caller import Answer
 from tests.support.json_fit import schema_text
@@ -39,14 +41,25 @@ def told(answer: Answer) -> Sequence[object]:
     return [(sequence.token_ids, sequence.text, sequence.logprobs) for sequence in sequences]
 
 
+def make_drafting_runner(node_id: str) -> TorchModelRunner:
+    draft = DraftSpec(DEMO_MODEL, num_tokens=4, quantization="int4")
+    return load_runner(DEMO_MODEL, dtype="float32", block_size=16, num_blocks=256, draft=draft)
+
+
+DRAFTS = {
+    "ngram": (make_runner, SpeculationConfig(prompt_lookup_min=2)),
+    "draft_model": (
+        make_drafting_runner,
+        SpeculationConfig("draft_model", num_speculative_tokens=4, model=str(DEMO_MODEL), quantization="int4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", DRAFTS)
 @pytest.mark.parametrize("ahead", ["off", "on"])
-async def test_clients_get_what_they_get_without_drafts(ahead: str) -> None:
-    async with mini_cluster(
-        make_runner,
-        DEMO_MODEL,
-        speculative_config='{"method": "ngram", "prompt_lookup_min": 2}',
-        async_scheduling=ahead,
-    ) as cluster:
+async def test_clients_get_what_they_get_without_drafts(ahead: str, method: str) -> None:
+    make, config = DRAFTS[method]
+    async with mini_cluster(make, DEMO_MODEL, speculative_config=config.to_json(), async_scheduling=ahead) as cluster:
         plain = [await cluster.generate(replace(request, speculation=False)) for request in REQUESTS]
         decode = cluster.nodes["decode-0"].node.scheduler
         assert decode.make_stats().spec_decoding.num_drafts == 0
@@ -60,11 +73,12 @@ async def test_clients_get_what_they_get_without_drafts(ahead: str) -> None:
     for answers in (alone, together[: len(REQUESTS)], together[len(REQUESTS) :]):
         assert [told(answer) for answer in answers] == [told(answer) for answer in plain]
         assert [answer.end.finish_reason for answer in answers] == [answer.end.finish_reason for answer in plain]
-    assert stats.num_accepted_tokens > 20
+    # How much a model drafts depends on the time that it takes: here as long as the model that it drafts for.
+    assert stats.num_accepted_tokens > 20 if method == "ngram" else stats.num_drafts > 0
     assert not any(answer.end.draft_counts.num_drafted for answer in (*plain, *together[len(REQUESTS) :]))
     counts = [answer.end.draft_counts for answer in (*alone, *together[: len(REQUESTS)])]
     assert sum(found.num_drafted for found in counts) == stats.num_draft_tokens
-    assert all(found.num_accepted > 0 for found in counts[:2])
+    assert all(found.num_accepted > 0 for found in counts[:2]) or method != "ngram"
     assert sum(found.num_accepted for found in counts) <= stats.num_accepted_tokens
     assert prefill.make_stats().spec_decoding.num_drafts == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.messages.sampling import SamplingParams, TokenLogprobs
-from baton.runner import SimulatedSpec
+from baton.runner import DraftSpec, SimulatedSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.runner.simulated import SimulatedRunner
@@ -139,6 +139,53 @@ def test_right_drafts_save_steps(runner: Runner) -> None:
     driver.step({"greedy": len(request.prompt)})
     driver.step({"greedy": 1}, drafts={"greedy": expected["greedy"][0][1:6]})
     assert request.output == expected["greedy"][0][:7]
+
+
+def test_the_same_model_drafts_the_right_tokens(tmp_path: Path) -> None:
+    """Also drawn ones: random numbers belong to positions. Beside it another model, which drafts wrong ones."""
+    write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
+    runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
+    expected: Outputs = {}
+    for name in PARAMS:
+        expected |= decode(runner, {name: None})
+    driver = RunnerDriver(runner)
+    requests = [driver.add(name, prompt_of(name), PARAMS[name]) for name in PARAMS]
+    drafts = driver.step({request.request_id: len(request.prompt) for request in requests}, wanted=3).draft_token_ids
+    for turn in range(6):
+        given = {name: [*tokens[:turn], 255] for name, tokens in drafts.items()} if turn % 2 else drafts
+        drafts = driver.step(dict.fromkeys(PARAMS, 1), drafts=given, wanted=3).draft_token_ids
+        for request in requests:
+            num_known = len(request.output)
+            assert request.output == expected[request.request_id][0][:num_known]
+            to_come = expected[request.request_id][0][num_known : num_known + 3]
+            assert list(drafts[request.request_id])[: len(to_come)] == to_come
+    assert runner.model.compute_paths[-1].part == "drafts"
+
+
+def test_a_broken_draft_model_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
+    runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
+    expected = decode(runner, {"greedy": None})["greedy"][0]
+
+    def broken(*_: object) -> object:
+        raise RuntimeError("no memory")
+
+    runner._draft_model._transformer.compute = broken  # type: ignore[union-attr,method-assign,assignment]
+    driver = RunnerDriver(runner)
+    request = driver.add("greedy", prompt_of("greedy"), PARAMS["greedy"])
+    driver.step({"greedy": len(request.prompt)}, wanted=3)
+    out = driver.step({"greedy": 1}, wanted=3)
+    assert not out.failed
+    assert not out.draft_token_ids
+    assert request.output == expected[:2]
+    assert "the draft model failed" in caplog.text
+
+
+def test_a_draft_model_shares_the_memory_of_the_cache(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
+    alone = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 20)
+    beside = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 20, draft=DraftSpec(tmp_path, 5))
+    assert beside.memory.num_blocks == alone.memory.num_blocks // 2
 
 
 def test_a_request_fails_after_its_right_drafts(tmp_path: Path) -> None:

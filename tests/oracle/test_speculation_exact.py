@@ -18,6 +18,7 @@ from baton.engine.speculation.stats import SpecDecodingStats
 from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.messages.speculation import SpeculationConfig
+from baton.runner import DraftSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.testing.fake_grammar import FakeMatcher
@@ -137,8 +138,13 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=TINY_MODELS)
-def runner(request: pytest.FixtureRequest, dtype: str, tmp_path: Path) -> TorchModelRunner:
-    write_random_model(tmp_path, TINY_MODELS[request.param], 0)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def runner(kind: str, dtype: str, tmp_path: Path) -> TorchModelRunner:
+    write_random_model(tmp_path, TINY_MODELS[kind], 0)
     runner = load_runner(tmp_path, dtype=dtype, num_blocks=160, block_size=8)
     assert runner.model.bit_exact
     return runner
@@ -167,3 +173,23 @@ def test_speculation_changes_no_bit(runner: TorchModelRunner) -> None:
     mixed = {name: random_drafts(seed) for seed, name in enumerate(names[:4])}
     assert generate(runner, names, None, mixed, plain)[0] == plain
     assert generate(runner, names, None, dict.fromkeys(names, lying_drafts), plain)[0] == plain
+
+
+@pytest.mark.parametrize("drafting", ["the same", "another"])
+def test_a_draft_model_changes_no_bit(kind: str, dtype: str, drafting: str, tmp_path: Path) -> None:
+    write_random_model(tmp_path / "model", TINY_MODELS[kind], 0)
+    write_random_model(tmp_path / "another", TINY_MODELS["llama"], 1)
+    directory = tmp_path / ("model" if drafting == "the same" else "another")
+    draft = DraftSpec(directory, num_tokens=6)
+    runner = load_runner(tmp_path / "model", dtype=dtype, num_blocks=160, block_size=8, draft=draft)
+    names = list(PROMPTS)
+    plain: dict[str, Result] = {}
+    for name in names:
+        plain |= generate(runner, [name])[0]
+    config = SpeculationConfig("draft_model", num_speculative_tokens=6, model=str(directory))
+    for name in names:
+        assert generate(runner, [name], config)[0] == {name: plain[name]}
+    found, stats = generate(runner, names, config)
+    assert found == plain
+    assert stats.num_draft_tokens > 0
+    assert generate(runner, names, config, without=["greedy", "forced"])[0] == plain

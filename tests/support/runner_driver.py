@@ -66,8 +66,12 @@ class RunnerDriver:
         counts: Mapping[str, int],
         finished: Iterable[str] = (),
         drafts: Mapping[str, Sequence[int]] | None = None,
+        wanted: int = 0,
     ) -> ModelRunnerOutput:
-        """Run one step with this number of tokens for each request, and drafts behind them."""
+        """Run one step with this number of tokens for each request, and drafts behind them.
+
+        `wanted`: how many tokens the draft model is to draft of each request.
+        """
         drafts = drafts or {}
         scheduled = {name: count + len(drafts.get(name, ())) for name, count in counts.items()}
         new, cached = [], []
@@ -96,6 +100,7 @@ class RunnerDriver:
                 scheduled,
                 sum(scheduled.values()),
                 scheduled_spec_decode_tokens=drafts,
+                num_drafts_wanted=dict.fromkeys(counts, wanted) if wanted else {},
                 finished_req_ids=frozenset(finished),
             )
         )

@@ -102,7 +102,8 @@ class DraftModel:
     ) -> None:
         """`transformer`: has `num_blocks` blocks, and scratch blocks behind them.
 
-        `num_groups`: the groups of layers of the model for which tokens are drafted; the first one has no window.
+        `num_groups`: the groups of layers of the model for which tokens are drafted. The blocks are those of the first
+        one, which has no window if any has none.
         """
         self._transformer = transformer
         self._block_size = transformer.layout.block_size

@@ -200,6 +200,12 @@ def test_old_steps_fade() -> None:
         ('{"num_speculative_tokens": 3.5}', "must be a whole number"),
         ('{"prompt_lookup_min": 5, "prompt_lookup_max": 4}', "the first no larger than the second"),
         ('{"prompt_lookup_max": 33}', "from 1 to 32"),
+        ('{"method": "draft_model"}', "needs a model"),
+        ('{"method": "ngram", "model": "small"}', "no other method has one"),
+        ('{"model": 3}', "must be the name of a model"),
+        ('{"model": "' + "x" * 5000 + '"}', "must be the name of a model"),
+        ('{"model": "small", "quantization": "int3"}', "must be one of off, int8, int4"),
+        ('{"model": "small", "quantization": ["int4"]}', "must be one of off, int8, int4"),
     ],
 )
 def test_a_wrong_configuration_is_refused_with_a_reason(text: str, reason: str) -> None:
@@ -210,3 +216,6 @@ def test_a_wrong_configuration_is_refused_with_a_reason(text: str, reason: str) 
 def test_a_configuration_has_vllms_names() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}'
     assert SpeculationConfig.from_json(text) == SpeculationConfig("ngram", 5, 2, 4)
+    with_model = SpeculationConfig.from_json('{"model": "small", "num_speculative_tokens": 5}')
+    assert with_model == SpeculationConfig("draft_model", 5, model="small")
+    assert SpeculationConfig.from_json(with_model.to_json()) == with_model

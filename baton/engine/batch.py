@@ -86,7 +86,11 @@ class SchedulerOutput:
     num_drafts_wanted: Mapping[str, int] = field(default_factory=dict)
     """How many tokens behind those that the step samples the runner's draft model is to draft, by request id."""
     num_spare_tokens: int = 0
-    """How many tokens of prompts the draft model may compute in this step before it drafts."""
+    """How many tokens of requests that are far behind, or whose KV is on its way, the draft model may compute."""
+    loading_reqs: Sequence[NewRequestData] = ()
+    """Requests whose KV has begun to come from another node, and whose tokens the draft model can compute meanwhile."""
+    computes_ahead: bool = False
+    """Whether the draft model has tokens left to compute of earlier `loading_reqs`."""
     blocks_to_copy: Sequence[BlockCopy] = ()
     blocks_to_swap_in: Sequence[BlockCopy] = ()
     blocks_to_swap_out: Sequence[BlockCopy] = ()
@@ -111,6 +115,8 @@ class SchedulerOutput:
         return bool(
             self.total_num_scheduled_tokens
             or self.finished_req_ids
+            or self.loading_reqs
+            or self.computes_ahead
             or self.blocks_to_swap_out
             or self.blocks_to_swap_in
             or self.blocks_to_copy
@@ -136,6 +142,8 @@ class ModelRunnerOutput:
     computes the end of the prompt."""
     draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """What the draft model guesses to follow the sampled tokens, by request id."""
+    num_tokens_ahead: int = 0
+    """How many tokens the draft model has left to compute of requests whose KV is on its way."""
     draft_seconds: float = 0.0
     """Duration of one round of the draft model, which drafts one token of each request; 0: not measured."""
     lost: bool = False

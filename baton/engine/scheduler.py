@@ -194,6 +194,8 @@ class Scheduler:
         """
         if self._state.running or self._waiting.arrived or self._waiting.has_due or self._pending:
             return True
+        if self._speculation.has_work:
+            return True
         return not self._stalled and self._waiting.num_queued + len(self._waiting.swapped) > 0
 
     def make_stats(self) -> SchedulerStats:
@@ -322,7 +324,7 @@ class Scheduler:
         if self._speculation.is_waiting and not self._in_flight:
             self._speculation.propose()
         self._fill_step(plan)
-        plan.num_drafts_wanted = self._speculation.take_wanted()
+        self._speculation.ask_draft_model(plan)
         if plan.requests:
             self._move_to_decodes(plan)
         moved = state.free_parked() or bool(plan.preempted_req_ids)
@@ -445,11 +447,11 @@ class Scheduler:
             self.counters.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
         if runner_output.lost:
             self._state.report_finished_again(scheduler_output.finished_req_ids)
+        self._speculation.note_step(scheduler_output, runner_output)
         plan = self._in_flight.pop(scheduler_output.step, None)
         if plan is not None:
             self._stalled = False
             self._preemption.settle(plan, scheduler_output, runner_output)
-            self._speculation.note_step(scheduler_output, runner_output)
             self._commit.commit(plan, num_scheduled, runner_output, outputs)
         self._state.remove_ended()
         if self._state.failed_groups:

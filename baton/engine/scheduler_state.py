@@ -93,6 +93,8 @@ class SchedulerState:
         self.clock = clock
         self.events = EventLog(clock)
         self.counters = EngineCounters()
+        self.begun_loads: list[Request] = []
+        """Requests whose KV began to come from another node while this step was decided."""
         self._finished_req_ids: set[str] = set()
         self._running_has_ended = False
         """Whether `running` may have requests that don't run any more."""

@@ -55,6 +55,8 @@ class Speculation:
         """Requests for which there may be a draft."""
         self._num_wanted: dict[str, int] = {}
         """How many tokens of requests the draft model is to draft in the next step."""
+        self._has_ahead = False
+        """Whether the draft model has tokens left to compute of requests whose KV is on its way."""
         self._modelled: Mapping[str, Sequence[int]] = {}
         """The draft model's drafts behind the tokens of the step that is committed."""
         self._new_block_ids: dict[str, Sequence[int]] = {}
@@ -65,6 +67,11 @@ class Speculation:
     def is_waiting(self) -> bool:
         """Whether tokens are to be drafted before the next step is decided, which needs all steps committed."""
         return bool(self._ready)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the draft model could compute something in a step that has no request."""
+        return self._has_ahead
 
     def follow(self, request: Request) -> None:
         """Note the new tokens of a request that goes on."""
@@ -89,7 +96,8 @@ class Speculation:
     def note_step(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """Note what a step took, and the draft model's drafts behind its tokens. The step is about to be committed."""
         self._modelled = runner_output.draft_token_ids
-        if self._config is None:
+        self._has_ahead = runner_output.num_tokens_ahead > 0
+        if self._config is None or scheduler_output.is_empty:
             return
         num_rows, seconds = scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds
         if num_rows and seconds > 0 and not scheduler_output.num_prefill_tokens:
@@ -100,10 +108,16 @@ class Speculation:
         else:
             self._num_steps_without_round += 1
 
-    def take_wanted(self) -> Mapping[str, int]:
-        """How many tokens of which requests the draft model is to draft in the step that is decided."""
-        wanted, self._num_wanted = self._num_wanted, {}
-        return wanted
+    def ask_draft_model(self, plan: StepPlan) -> None:
+        """Tell the runner what its draft model is to do in a step whose requests are chosen."""
+        state = self._state
+        plan.num_drafts_wanted, self._num_wanted = self._num_wanted, {}
+        plan.computes_ahead, self._has_ahead = self._has_ahead, False
+        if self._config is not None and self._config.method == "draft_model":
+            for request in state.begun_loads:
+                if request.sampling_params.speculation and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    plan.add_loading(request, state.kv_cache_manager.block_ids(request.request_id))
+        state.begun_loads.clear()
 
     def propose(self) -> None:
         """Draft tokens for the step that is about to be decided. No step may be in flight."""

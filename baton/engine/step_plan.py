@@ -37,6 +37,9 @@ class StepPlan:
         """The drafts that the step computes behind the last tokens of requests, by request id."""
         self.num_drafts_wanted: Mapping[str, int] = {}
         """How many tokens behind this step's the draft model is to draft, by request id."""
+        self.computes_ahead = False
+        """Whether the draft model has tokens left to compute of requests whose KV is on its way."""
+        self._loading: list[NewRequestData] = []
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
         self._forks: list[ForkedRequestData] = []
@@ -77,19 +80,12 @@ class StepPlan:
 
     def add_new(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Compute `num_tokens` of a request that the runner has not seen."""
-        self._new.append(
-            NewRequestData(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=tuple(request.output_token_ids),
-                sampling_params=request.sampling_params,
-                block_ids=block_ids,
-                num_computed_tokens=request.num_computed_tokens,
-                matcher=request.matchers[0] if request.matchers else None,
-                embeds=request.leg is Leg.EMBED,
-            )
-        )
+        self._new.append(_new_data(request, block_ids))
         self._advance(request, num_tokens)
+
+    def add_loading(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Let the draft model compute the tokens of a request whose KV is on its way to these blocks."""
+        self._loading.append(_new_data(request, block_ids))
 
     def add_known(
         self, request: Request, num_tokens: int, new_block_ids: Sequence[int], *, resumed: bool = False
@@ -134,6 +130,8 @@ class StepPlan:
             scheduled_spec_decode_tokens=self.drafts,
             num_drafts_wanted=self.num_drafts_wanted,
             num_spare_tokens=max(0, self.token_budget),
+            loading_reqs=self._loading,
+            computes_ahead=self.computes_ahead,
             blocks_to_copy=self.blocks_to_copy,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted_req_ids) if self.preempted_req_ids else frozenset(),
@@ -166,3 +164,16 @@ class StepPlan:
         self._num_tokens[request.request_id] = num_tokens
         self._total += num_tokens
         self.token_budget -= num_tokens
+
+
+def _new_data(request: Request, block_ids: Sequence[int]) -> NewRequestData:
+    return NewRequestData(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=tuple(request.output_token_ids),
+        sampling_params=request.sampling_params,
+        block_ids=block_ids,
+        num_computed_tokens=request.num_computed_tokens,
+        matcher=request.matchers[0] if request.matchers else None,
+        embeds=request.leg is Leg.EMBED,
+    )

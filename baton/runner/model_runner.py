@@ -102,10 +102,11 @@ class TorchModelRunner:
                 [copy.source for copy in scheduler_output.blocks_to_copy],
                 [copy.destination for copy in scheduler_output.blocks_to_copy],
             )
-        if self._draft_model is not None:
-            self._draft_model.forget(scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids)
         if not scheduled:
-            return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
+            drafts = self._draft(scheduler_output, ())
+            return ModelRunnerOutput(
+                {}, failed=failed, num_tokens_ahead=drafts.num_tokens_ahead, copy_seconds=copy_seconds
+            )
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
         samplers = [share for share in scheduled if share.samples]
         embeddings: dict[str, bytes] = {}
@@ -146,6 +147,7 @@ class TorchModelRunner:
             embeddings,
             prompt_logprobs,
             draft_token_ids=drafts.token_ids,
+            num_tokens_ahead=drafts.num_tokens_ahead,
             draft_seconds=drafts.round_seconds,
             copy_seconds=copy_seconds,
             compute_seconds=compute_seconds,
@@ -153,11 +155,12 @@ class TorchModelRunner:
 
     def _draft(self, scheduler_output: SchedulerOutput, sampled: Sequence[RequestState]) -> Drafts:
         """Draft what follows the tokens that were sampled, for the requests that want drafts."""
-        wanted = scheduler_output.num_drafts_wanted
-        if self._draft_model is None or not wanted:
+        drafter, wanted = self._draft_model, scheduler_output.num_drafts_wanted
+        if drafter is None:
             return NO_DRAFTS
         try:
-            return self._draft_model.draft(
+            drafter.update(scheduler_output)
+            return drafter.draft(
                 [(state, wanted[state.request_id]) for state in sampled if state.request_id in wanted],
                 scheduler_output.num_spare_tokens,
             )

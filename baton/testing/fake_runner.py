@@ -149,6 +149,8 @@ class FakeRunner:
         cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks, block_size)
         self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
         self._known: dict[str, _RequestState] = {}
+        self.ahead: dict[str, int] = {}
+        """How many tokens the draft model has left to compute of requests whose KV is on its way."""
         self.failures: dict[str, str] = {}
         """Requests that fail in their next step, with the reason, which is reported in `failed`."""
         self.raise_next: Exception | None = None
@@ -227,14 +229,16 @@ class FakeRunner:
                 if top is not None:
                     likeliest = [likeliest_tokens(slot, max(top, 1), self.model.vocab_size) for slot in slots]
                     logprobs[request_id] = [TokenLogprobs(*best[0], 1, best[:top]) for best in likeliest]
-        drafts = self._drafts(scheduler_output.num_drafts_wanted, sampled)
+        guesses = self._drafts(scheduler_output.num_drafts_wanted, sampled)
+        self._compute_ahead(scheduler_output)
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=logprobs,
             failed=failed,
             embeddings=embeddings,
-            draft_token_ids=drafts,
-            draft_seconds=self.seconds_per_round if drafts else 0.0,
+            draft_token_ids=guesses,
+            num_tokens_ahead=sum(self.ahead.values()),
+            draft_seconds=self.seconds_per_round if guesses else 0.0,
             copy_seconds=self.seconds_per_copy * num_copied,
             compute_seconds=self.seconds_per_step
             + self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
@@ -336,6 +340,21 @@ class FakeRunner:
             for request_id, count in wanted.items()
             if request_id in sampled
         }
+
+    def _compute_ahead(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in (
+            *scheduler_output.finished_req_ids,
+            *(new.request_id for new in scheduler_output.scheduled_new_reqs),
+        ):
+            self.ahead.pop(request_id, None)
+        if self.draft is None:
+            return
+        for loading in scheduler_output.loading_reqs:
+            self.ahead[loading.request_id] = len(loading.prompt_token_ids)
+        spare = scheduler_output.num_spare_tokens
+        for request_id, left in self.ahead.items():
+            self.ahead[request_id] -= min(left, spare)
+            spare -= min(left, spare)
 
     def _sees_its_history(self, known: _RequestState, position: int) -> bool:
         """Whether all slots that a query at `position` sees, in all groups, are right."""

@@ -170,7 +170,7 @@ def test_a_broken_draft_model_costs_no_request(tmp_path: Path, caplog: pytest.Lo
     def broken(*_: object) -> object:
         raise RuntimeError("no memory")
 
-    runner._draft_model._transformer.compute = broken  # type: ignore[union-attr,method-assign,assignment]
+    runner._draft_model._transformer.compute = broken  # type: ignore[union-attr,method-assign]
     driver = RunnerDriver(runner)
     request = driver.add("greedy", prompt_of("greedy"), PARAMS["greedy"])
     driver.step({"greedy": len(request.prompt)}, wanted=3)

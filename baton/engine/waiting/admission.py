@@ -438,6 +438,7 @@ class Admission:
         except Exception as exc:
             return self._fail(request, exc, outputs)
         self._waiting.remote[request.request_id] = request
+        self._state.begun_loads.append(request)
         return _AdmissionResult.ADMITTED
 
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:

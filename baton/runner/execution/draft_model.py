@@ -13,7 +13,7 @@ temperature.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import FlatBatch, RequestState, Rows, flatten_rows
@@ -49,9 +50,11 @@ class Drafts(NamedTuple):
     token_ids: Mapping[str, Sequence[int]]
     round_seconds: float
     """The mean duration of a round, which drafts one token of each request; 0 without rounds."""
+    num_tokens_ahead: int
+    """How many tokens of expected requests are left to compute."""
 
 
-NO_DRAFTS = Drafts({}, 0.0)
+NO_DRAFTS = Drafts({}, 0.0, 0)
 
 
 @dataclass(slots=True)
@@ -114,17 +117,26 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._followed: dict[str, _Followed] = {}
+        self._expected: dict[str, RequestState] = {}
+        """Requests whose KV is on its way, and of which tokens are left to compute, in the order of their coming."""
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that ended or lost their blocks."""
-        for request_id in request_ids:
+    def update(self, output: SchedulerOutput) -> None:
+        """Take in a step: requests that ended, lost their blocks or got others are forgotten, others expected.
+
+        What full blocks hold stays known, whoever gets them next.
+        """
+        new = (data.request_id for data in output.scheduled_new_reqs)
+        for request_id in (*output.finished_req_ids, *output.preempted_req_ids, *new):
             self._followed.pop(request_id, None)
+            self._expected.pop(request_id, None)
+        for data in output.loading_reqs:
+            self._expected[data.request_id] = RequestState(data)
 
     def draft(self, wanted: Sequence[tuple[RequestState, int]], num_spare_tokens: int) -> Drafts:
         """Draft up to so many tokens behind those of each request, whose last one the model has not computed yet.
 
-        `num_spare_tokens`: how many tokens of requests that are far behind may be computed before; such requests get no
-        drafts until they have caught up.
+        `num_spare_tokens`: how many tokens may be computed of requests that are far behind, which get no drafts until
+        they have caught up, and then of expected ones.
         """
         drafting = []
         for state, most in wanted:
@@ -138,13 +150,28 @@ class DraftModel:
                 self._compute_known(one, count)
             if state.num_tokens - one.start <= MAX_ROWS_BEHIND:
                 drafting.append(one)
-        if not drafting:
-            return NO_DRAFTS
         started = time.perf_counter()
         num_rounds = self._run_rounds(self._with_scratch(drafting))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started if num_rounds else 0.0
         token_ids = {one.state.request_id: one.drafts for one in drafting if one.drafts}
-        return Drafts(token_ids, seconds / max(1, num_rounds))
+        return Drafts(token_ids, seconds / max(1, num_rounds), self._compute_ahead(num_spare_tokens))
+
+    def _compute_ahead(self, num_tokens: int) -> int:
+        """Compute up to so many tokens of the expected requests, the first ones first; returns how many are left."""
+        num_left = 0
+        for request_id, state in tuple(self._expected.items()):
+            one = self._begin(state, 1)
+            left = state.num_tokens - 1 - one.start if one is not None else 0
+            if one is not None:
+                count = min(left, num_tokens)
+                self._compute_known(one, count)
+                num_tokens -= count
+                left -= count
+            if left:
+                num_left += left
+            else:
+                del self._expected[request_id]
+        return num_left
 
     def _begin(self, state: RequestState, most: int) -> _Drafting | None:
         """Find out what is computed of a request; None if its tokens can't be drafted."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.batch import ModelRunnerOutput
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import RequestStatus
+from baton.messages.node import Leg
 from baton.messages.speculation import SpeculationConfig
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import Ahead, executor_for
@@ -74,7 +75,12 @@ def test_a_slow_draft_model_is_asked_seldom_and_tried_again(ahead: Ahead) -> Non
 
 def test_requests_that_want_no_drafts_get_none(ahead: Ahead) -> None:
     asked: list[Sequence[int]] = []
-    rig = make_rig(ahead, lambda right: asked.append(right) or right)
+
+    def draft(right: Sequence[int]) -> Sequence[int]:
+        asked.append(right)
+        return right
+
+    rig = make_rig(ahead, draft)
     rig.add("plain", 6, max_tokens=20, speculation=False)
     rig.add("beams", 5, max_tokens=6, beam_width=2, logprobs=0)
     count_steps(rig)
@@ -87,9 +93,9 @@ def test_no_drafts_are_wanted_behind_the_end_of_an_output(ahead: Ahead) -> None:
     wanted: list[int] = []
     execute = rig.runner.execute_model
 
-    def watched(output: Any) -> ModelRunnerOutput:
-        wanted.extend(output.num_drafts_wanted.values())
-        return execute(output)
+    def watched(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        wanted.extend(scheduler_output.num_drafts_wanted.values())
+        return execute(scheduler_output)
 
     rig.runner.execute_model = watched  # type: ignore[method-assign]
     for length in (1, 2, 3, 4, 5):
@@ -138,3 +144,31 @@ def test_whatever_is_drafted_tokens_stay(ahead: Ahead, seed: int) -> None:
         assert name in aborted or len(tokens) == request.sampling_params.max_tokens
     stats = rig.core.make_stats()
     assert stats.free_blocks == stats.total_blocks
+
+
+def test_the_draft_model_computes_a_prompt_while_its_kv_comes(ahead: Ahead) -> None:
+    rig = make_rig(ahead, max_num_batched_tokens=16)
+    rig.add("d", 40, leg=Leg.DECODE, max_tokens=20)
+    rig.add("plain", 12, leg=Leg.DECODE, max_tokens=20, speculation=False)
+    while not rig.runner.ahead:  # a step may be computed later than it is decided
+        rig.step()
+    assert list(rig.runner.ahead) == ["d"]
+    assert count_steps(rig) <= 5
+    assert rig.runner.ahead == {"d": 0}
+    assert not rig.core.has_work()  # both wait for their KV
+    for name in rig.requests:
+        rig.complete_transfer(name)
+    count_steps(rig)
+    assert not rig.runner.ahead
+    assert rig.core.make_stats().spec_decoding.num_accepted_tokens > 0
+    for name in rig.requests:
+        assert rig.tokens[name] == rig.expected(name, 20)
+
+
+def test_a_request_that_is_aborted_while_its_kv_comes_is_computed_no_further(ahead: Ahead) -> None:
+    rig = make_rig(ahead, max_num_batched_tokens=8)
+    rig.add("d", 40, leg=Leg.DECODE, max_tokens=20)
+    rig.step()
+    rig.abort("d", status=RequestStatus.ABORTED)
+    assert count_steps(rig) <= 3
+    assert not rig.runner.ahead

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import xor
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.engine.batch import NewRequestData
+from baton.engine.batch import NewRequestData, SchedulerOutput
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.draft_model import MAX_ROWS_BEHIND, DraftModel
@@ -76,7 +78,12 @@ class FakeTransformer:
         return np.array(logits, dtype=np.float32).reshape(-1, VOCABULARY)
 
     def _slot(self, table: npt.NDArray[np.int32], position: int) -> int:
-        return self.slots[table[position // BLOCK] * BLOCK + position % BLOCK]
+        slot: int = self.slots[table[position // BLOCK] * BLOCK + position % BLOCK]
+        return slot
+
+
+def step_with(**fields: Any) -> SchedulerOutput:
+    return replace(SchedulerOutput(0, (), (), {}, 0), **fields)
 
 
 class Rig:
@@ -97,8 +104,14 @@ class Rig:
 
     def request(self, name: str, token_ids: Sequence[int], blocks: Sequence[int]) -> RequestState:
         """A request with this prompt; each of its groups has blocks, and those of all but the first one are no use."""
+        return RequestState(self.data(name, token_ids, blocks))
+
+    def data(self, name: str, token_ids: Sequence[int], blocks: Sequence[int]) -> NewRequestData:
         table = [block for first in blocks for block in (first, *[0] * (self.num_groups - 1))]
-        return RequestState(NewRequestData(name, token_ids, (), SamplingParams(temperature=0.0), table, 0))
+        return NewRequestData(name, token_ids, (), SamplingParams(temperature=0.0), table, 0)
+
+    def forget(self, *names: str) -> None:
+        self.model.update(step_with(finished_req_ids=frozenset(names)))
 
     def draft(self, wanted: Sequence[tuple[RequestState, int]], spare: int = 1000) -> dict[str, list[int]]:
         self.transformer.num_rows = 0
@@ -179,11 +192,37 @@ def test_a_request_that_is_far_behind_catches_up_before_it_gets_drafts() -> None
     assert rig.draft([(state, 4)], spare=150 - 50 - MAX_ROWS_BEHIND) == {"r": guesses(tokens, 4)}
 
 
+def test_expected_requests_are_computed_before_they_run() -> None:
+    rig = Rig()
+    first, second = text(40), [*text(40)[:20], *text(9, seed=2)]
+    expected = [rig.data("first", first, range(1, 12)), rig.data("second", second, [1, 2, 3, 4, 5, 20, 21, 22])]
+    rig.model.update(step_with(loading_reqs=expected))
+    # The first five blocks of the second one are those of the first one.
+    assert rig.model.draft((), 30).num_tokens_ahead == 9 + 8
+    assert rig.model.draft((), 9).num_tokens_ahead == 8
+    assert rig.model.draft((), 100).num_tokens_ahead == 0
+    rig.model.update(step_with(scheduled_new_reqs=expected))
+    states = [RequestState(data) for data in expected]
+    drafts = rig.draft([(state, 3) for state in states], spare=0)
+    assert drafts == {"first": guesses(first, 3), "second": guesses(second, 3)}
+    # Of the blocks that are not full the tokens are computed again: 3 and the last one, none and the last one.
+    assert rig.transformer.num_rows == 4 + 1 + 2 * 2
+
+
+def test_an_expected_request_that_ends_is_forgotten() -> None:
+    rig = Rig()
+    rig.model.update(step_with(loading_reqs=[rig.data("r", text(40), range(1, 12))]))
+    assert rig.model.draft((), 0).num_tokens_ahead == 39
+    rig.forget("r")
+    assert rig.model.draft((), 100).num_tokens_ahead == 0
+    assert rig.transformer.num_rows == 0
+
+
 def test_a_request_that_lost_its_blocks_starts_again() -> None:
     rig = Rig()
     state = rig.request("r", text(6), [1, 2])
     rig.draft([(state, 2)])
-    rig.model.forget(["r"])
+    rig.forget("r")
     rig.draft([(rig.request("thief", text(6, seed=3), [4, 2]), 2)])
     state.set_blocks([1, 2])
     assert rig.draft([(state, 2)]) == {"r": guesses(text(6), 2)}
@@ -263,11 +302,11 @@ def test_whatever_happens_to_blocks_the_drafts_are_right(seed: int) -> None:
             fate = chance.random()
             table = state.block_table.tolist()
             if fate < 0.1 or state.num_tokens > 60 or len(blocks.free) < 8:
-                rig.model.forget([name])
+                rig.forget(name)
                 del states[name]
                 blocks.give_back(table)
             elif fate < 0.2:
-                rig.model.forget([name])
+                rig.forget(name)
                 blocks.give_back(table)
                 state.set_blocks(blocks.take(len(table)))
     assert num_drafts > 60

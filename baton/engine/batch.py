@@ -281,7 +281,7 @@ class ComputedStep:
     num_draft_tokens: int = 0
     """Tokens of these drafts; the step computed them beside one token of each sequence."""
     num_accepted_tokens: int = 0
-    """How many of them were right."""
+    """How many of them were right, those behind the end of an output included, which `DraftCounts` leaves out."""
 
 
 class StepTimes(NamedTuple):

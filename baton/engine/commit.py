@@ -13,6 +13,7 @@ from baton.engine.speculative_steps import Speculation
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop, max_output_tokens
 from baton.engine.waiting.admission import Admission
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
 
@@ -183,15 +184,16 @@ class Commit:
             request.num_unreported = 0
         if is_first and request.leg is not Leg.PREFILL:
             self._admission.fork(request)
-        for place, token_id in enumerate(token_ids, 1):
+        num_before = len(request.output_token_ids)
+        for token_id in token_ids:
             request.output_token_ids.append(token_id)
             stop = check_stop(request, state.max_num_tokens(request))
             if stop is not None:
-                if place < len(token_ids):
-                    # Right drafts behind the end are no part of the output.
-                    request.draft_counts = request.draft_counts.plus(0, place - len(token_ids))
                 break
         if len(token_ids) > 1:
+            # Right drafts behind the end are no part of the output; without an end, the last token was not drafted.
+            num_appended = len(request.output_token_ids) - num_before
+            request.draft_counts += DraftCounts(0, min(num_appended, len(token_ids) - 1))
             state.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if is_first:
             state.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)

@@ -27,6 +27,7 @@ from baton.engine.speculation.step_cost import FadingMean, StepCost
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.preemption import Preemption
+from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg
 from baton.messages.speculation import SpeculationConfig
 
@@ -193,7 +194,7 @@ class Speculation:
         request.num_computed_tokens -= len(drafts) - num_right
         if token_ids:
             self.counts.note(len(drafts), num_right)
-            request.draft_counts = request.draft_counts.plus(len(drafts), num_right)
+            request.draft_counts += DraftCounts(len(drafts))  # `Commit` adds those that are output
             request.has_new_draft_counts = True
             if request.drafts is not None:
                 request.drafts.verified(len(drafts), num_right, self._price(), self._model_price())

@@ -18,9 +18,8 @@ class DraftCounts:
         """Those that are not tokens of the output: they were wrong, or lie behind its end."""
         return self.num_drafted - self.num_accepted
 
-    def plus(self, num_drafted: int, num_accepted: int) -> DraftCounts:
-        """The counts with these added."""
-        return DraftCounts(self.num_drafted + num_drafted, self.num_accepted + num_accepted)
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.num_drafted + other.num_drafted, self.num_accepted + other.num_accepted)
 
 
 NO_DRAFTS = DraftCounts()

@@ -163,10 +163,7 @@ class Flight:
     @property
     def draft_counts(self) -> DraftCounts:
         """What became of the drafts of all sequences, in the attempts that this flight has followed."""
-        counts = NO_DRAFTS
-        for sequence in self._sequences:
-            counts = counts.plus(sequence.draft_counts.num_drafted, sequence.draft_counts.num_accepted)
-        return counts
+        return sum((sequence.draft_counts for sequence in self._sequences), NO_DRAFTS)
 
     @property
     def sequences(self) -> Sequence[FlightSequence]:

@@ -43,7 +43,7 @@ class FlightSequence:
     @property
     def draft_counts(self) -> DraftCounts:
         """What became of the drafts of all attempts that the output is made of."""
-        return self._drafts_before.plus(self._drafts.num_drafted, self._drafts.num_accepted)
+        return self._drafts_before + self._drafts
 
     @property
     def num_tokens(self) -> int:

@@ -94,7 +94,23 @@ def test_outputs_count_the_drafts_of_their_request() -> None:
     first, *between, last = reported["twin"]
     assert (first, between) == (DraftCounts(3, 3), [None, None])
     assert last is not None
-    assert (last.num_drafted, last.num_accepted) == (9, 3 + len(rig.tokens["twin"]) - num_twin - 1)
+    # The output ends on a drafted token.
+    assert last == DraftCounts(9, 3 + len(rig.tokens["twin"]) - num_twin)
+
+
+@pytest.mark.parametrize(("num_drafts", "accepted"), [(1, 1), (2, 2), (3, 3), (6, 3)])
+def test_drafts_up_to_a_stop_token_are_accepted(num_drafts: int, accepted: int) -> None:
+    rig = EngineRig()
+    rig.add("r", 6, max_tokens=20)
+    stop = rig.expected("r", 4)[3]
+    rig.add("twin", rig.requests["r"].prompt_token_ids, max_tokens=20, stop_token_ids=frozenset({stop}))
+    rig.step()
+    step_with(rig, {"twin": to_come(rig, "r", num_drafts)})
+    # Without an end among them, the token behind the drafts is the step's own.
+    assert rig.tokens["twin"] == rig.expected("r", 4)[: 2 + num_drafts]
+    rig.run()
+    assert rig.tokens["twin"] == rig.expected("r", 4)
+    assert rig.requests["twin"].draft_counts == DraftCounts(num_drafts, accepted)
 
 
 def test_an_output_ends_within_right_drafts() -> None:

@@ -116,7 +116,7 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
 #undef CASE
                 }
 #ifdef MIDDLE_PANELS
-        } else if (block <= MIDDLE_ROWS && panels % MIDDLE_PANELS == 0) {
+        } else if (block > WIDE_ROWS && block <= MIDDLE_ROWS && panels % MIDDLE_PANELS == 0) {
             for (; panel < panels; panel += MIDDLE_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \

@@ -31,13 +31,13 @@ from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg
 from baton.messages.speculation import SpeculationConfig
 
-_LEAST_PRICE = 0.05
+LEAST_PRICE = 0.05
 """The least price of a drafted token: it also takes the time of looking for it, and steps can't be decided ahead."""
 _ASSUMED_ROUND = 0.15
 """The assumed duration of a round of the draft model, as a share of that of a step, until both were measured."""
 _STEPS_OF_A_MEASUREMENT = 512
-"""After so many steps, times the share above if that is larger than 1, what a round took counts no more. Otherwise a
-draft model that was slow once would never be tried again."""
+"""The measured price of a round expires after so many steps, times the share above if that is larger than 1. Otherwise
+a draft model that was slow once would never be tried again."""
 
 
 class Speculation:
@@ -201,7 +201,7 @@ class Speculation:
         return len(drafts) - num_right
 
     def _price(self) -> float:
-        return max(_LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))
+        return max(LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))
 
     def _model_price(self) -> float:
         """The price of a token that the draft model drafts: a round of it, beside a row of the step."""

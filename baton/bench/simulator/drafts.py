@@ -18,16 +18,12 @@ import xxhash
 from baton.bench.simulator.prompt import TOKEN
 from baton.engine.request import Request, RequestStatus
 from baton.engine.speculation.draft_length import DraftLength
+from baton.engine.speculation.request_drafts import PAUSE_OF_MODEL, SHARE_OF_MODEL
 from baton.engine.speculation.step_cost import StepCost
+from baton.engine.speculative_steps import LEAST_PRICE
 from baton.errors import InvalidRequest
 from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
-_ASSUMED_SHARE = 0.6
-"""The share of right drafts that is assumed of a new request."""
-_LONGEST_PAUSE = 128
-"""The most tokens without a draft, after the last ones were not worth their price."""
-_LEAST_PRICE = 0.05
-"""The least price of a drafted token, as a share of what a sampled one is worth."""
 _OF_DRAFT, _OF_TEXT = 0, 1
 """What a random number decides: whether a drafted token is right, and whether there is something to draft."""
 
@@ -88,9 +84,11 @@ class SimulatedDrafts:
         self._speculation = speculation
         self._seed = seed
         self._cost = StepCost()
-        self._price = _LEAST_PRICE
+        self._price = LEAST_PRICE
         self._lengths: dict[str, DraftLength] = {}
         """By the ids that the scheduler knows."""
+        self._asked_at: dict[str, int] = {}
+        """How many output tokens a request had when a draft was last made, or not made, for it."""
         self.row_s = None if speculation.row_ms is None else speculation.row_ms / 1e3
         """Time that a drafted token adds to a step, in seconds; None: as much as one more sequence."""
         self.totals = DraftTotals()
@@ -100,14 +98,22 @@ class SimulatedDrafts:
         self._cost.add(num_rows, seconds)
 
     def propose(self, requests: Iterable[tuple[str, Request]]) -> dict[str, Sequence[int]]:
-        """Draft tokens before a step is decided. `requests`: the names of texts, and the requests that have them."""
+        """Draft tokens before a step is decided. `requests`: the names of texts, and the requests that have them.
+
+        Once for each step of a request: before a step that computes others alone it keeps its draft, or goes without.
+        """
         decoding = [(name, request) for name, request in requests if _decodes(request)]
-        self._price = max(_LEAST_PRICE, self._cost.price(max(1, len(decoding))))
-        return {
-            request.request_id: [TOKEN] * count
-            for name, request in decoding
-            if (count := self._length(name, request)) > 0
-        }
+        self._price = max(LEAST_PRICE, self._cost.price(max(1, len(decoding))))
+        proposed: dict[str, Sequence[int]] = {}
+        for name, request in decoding:
+            request_id, num_output_tokens = request.request_id, request.num_output_tokens
+            if self._asked_at.get(request_id) == num_output_tokens:
+                continue
+            self._asked_at[request_id] = num_output_tokens
+            count = self._length(name, request)
+            if count > 0:
+                proposed[request_id] = [TOKEN] * count
+        return proposed
 
     def verify(self, name: str, request: Request, num_drafted: int) -> int:
         """How many leading tokens of a draft are right. The request is as it was when they were drafted."""
@@ -127,6 +133,7 @@ class SimulatedDrafts:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._lengths.pop(request_id, None)
+        self._asked_at.pop(request_id, None)
 
     def _length(self, name: str, request: Request) -> int:
         """How many tokens to draft for a request now."""
@@ -139,7 +146,7 @@ class SimulatedDrafts:
             return most
         length = self._lengths.get(request.request_id)
         if length is None:
-            length = self._lengths[request.request_id] = DraftLength(most, _LONGEST_PAUSE, _ASSUMED_SHARE)
+            length = self._lengths[request.request_id] = DraftLength(most, PAUSE_OF_MODEL, SHARE_OF_MODEL)
         return length.next(self._price)
 
     def _chance(self, name: str, position: int, of: int) -> float:

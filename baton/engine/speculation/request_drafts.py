@@ -21,9 +21,9 @@ _PAUSE_OF_TEXT = 128
 _SHARES_OF_TEXT = ((8, 0.85), (5, 0.6), (0, 0.35))
 """The share of drafts from the text that are assumed to be right, by the least number of tokens that have occurred
 before: the more, the likelier does the same follow. Each kind is adapted by itself."""
-_PAUSE_OF_MODEL = 128
+PAUSE_OF_MODEL = 128
 """The most tokens without a draft from the draft model, after its last ones were not worth their price."""
-_SHARE_OF_MODEL = 0.6
+SHARE_OF_MODEL = 0.6
 """The share of the draft model's tokens that are assumed to be right."""
 
 
@@ -44,7 +44,7 @@ class RequestDrafts:
             self._text = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, request.stop_ids)
         self._model_length: DraftLength | None = None
         if config.method == "draft_model":
-            self._model_length = DraftLength(most, _PAUSE_OF_MODEL, _SHARE_OF_MODEL)
+            self._model_length = DraftLength(most, PAUSE_OF_MODEL, SHARE_OF_MODEL)
         self.num_wanted = 0
         """How many tokens the draft model is to draft behind the next step's."""
         self._most = most

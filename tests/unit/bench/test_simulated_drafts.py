@@ -199,6 +199,26 @@ def test_every_request_gets_its_tokens_and_seeds_reproduce(name: str) -> None:
     assert totals_of(one).num_accepted_tokens > 500
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_steps_without_a_request_neither_shorten_its_pauses_nor_change_its_drafts(share: float) -> None:
+    def drafted(times_asked: int) -> list[int]:
+        """The lengths of a text's drafts, if so many steps are decided before each of its own."""
+        drafts = SimulatedDrafts(SimulatedSpeculation(share, 6), 1)
+        request = Request("r", [1, 2, 3], SamplingParams(max_tokens=500))
+        request.status, request.num_computed_tokens, lengths = RequestStatus.RUNNING, 2, []
+        while request.num_output_tokens < 300:
+            proposed, *more = [drafts.propose([("text", request)]) for _ in range(times_asked)]
+            assert not any(more)
+            lengths.append(len(proposed.get("r", ())))
+            right = drafts.verify("text", request, lengths[-1]) if lengths[-1] else 0
+            request.output_token_ids += [0] * (1 + right)
+            request.num_computed_tokens += 1 + right
+        return lengths
+
+    assert 0 < sum(drafted(1)) != len(drafted(1))
+    assert drafted(3) == drafted(1)
+
+
 def test_cells_add_their_drafts() -> None:
     sizes = replace(BIG, speculation=SimulatedSpeculation(0.7, 6))
     config = SimulationConfig(Arrangement(2, 2), sizes, cells=2)

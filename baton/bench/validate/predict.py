@@ -1,12 +1,11 @@
 """Simulates each load with what was measured at the other loads.
 
 A prediction uses no measurement of its own load. Step times, and how much nodes of one machine slow each other down,
-are fitted to single requests and the other loads. So are drafts, where nodes draft tokens: how often, how long and how
-right they are on average; the latency of messages (the part of the time to first token
-that was neither queueing nor computing) and the time that a hand-off takes beyond moving its bytes. When a request is
-computed, in which batch, and how long it waits is decided by the simulated scheduler, placement and hand-offs. A second
-simulation uses step times that were fitted to the load itself: it shows errors of queueing apart from errors of the
-formula.
+are fitted to single requests and the other loads. So are the latency of messages (the part of the time to first token
+that was neither queueing nor computing), the time that a hand-off takes beyond moving its bytes and, where nodes draft
+tokens, how often they do, and how long and how right the drafts are on average. When a request is computed, in which
+batch, and how long it waits is decided by the simulated scheduler, placement and hand-offs. A second simulation uses
+step times that were fitted to the load itself: it shows errors of queueing apart from errors of the formula.
 """
 
 from __future__ import annotations

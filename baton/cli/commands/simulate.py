@@ -21,6 +21,7 @@ from baton.cli.bench.serve import Dataset, count_requests, slo_of, usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
 from baton.cli.steering import ProgressLine
 from baton.errors import BatonError, InvalidRequest
+from baton.messages.speculation import MAX_DRAFTS, SpeculationConfig
 
 if TYPE_CHECKING:
     from baton.bench.simulator.drafts import SimulatedSpeculation
@@ -126,7 +127,12 @@ def simulate(
     ] = None,
     draft_tokens: Annotated[
         int | None,
-        typer.Option(help="Largest number of drafted tokens of a request in a step. Default: 16.", min=1, max=64),
+        typer.Option(
+            help="Largest number of drafted tokens of a request in a step. "
+            f"Default: {SpeculationConfig().num_speculative_tokens}.",
+            min=1,
+            max=MAX_DRAFTS,
+        ),
     ] = None,
     draft_coverage: Annotated[
         float | None,

@@ -9,7 +9,8 @@ from baton.messages.node import StepFigures
 from baton.messages.node_report import TraceStep
 
 _STEP = Struct("<qdQQQIII?")
-"""One step: when it was committed, its figures, and whether there was more to compute."""
+"""One step: when it was committed (nanoseconds, CLOCK_MONOTONIC), the fields of `StepFigures` in their order, and
+whether there was more to compute."""
 
 
 class StepLog:

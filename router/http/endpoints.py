@@ -135,7 +135,8 @@ class Endpoint(Generic[P]):
         with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 arguments = found, scope["state"]["request_id"], timeout_s, self._model.card
-                parsed = await make_prompts(self._handler, content, found, self._parser(found), *arguments)
+                parse, more_bytes = self._parser(found)
+                parsed = await make_prompts(self._handler, content, found, parse, *arguments, more_bytes=more_bytes)
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -148,11 +149,12 @@ class Endpoint(Generic[P]):
                 else:
                     await self._whole(client, parsed)
 
-    def _parser(self, found: Mapping[str, Any]) -> Callable[..., P]:
-        """The function that parses this JSON, with the arguments of `_parse`. It is made on the event loop, where an
-        endpoint can look into its own state, and may then be called in a thread.
+    def _parser(self, found: Mapping[str, Any]) -> tuple[Callable[..., P], int]:
+        """The function that parses this JSON, with the arguments of `_parse`, and how many bytes it has to read beside
+        the body. It is made on the event loop, where an endpoint can look into its own state, and may then be called
+        in a thread.
         """
-        return self._parse
+        return self._parse, 0
 
     def _parse(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard) -> P:
         """Make the request from the parsed JSON; raises InvalidRequest. May be called in a thread."""
@@ -344,22 +346,29 @@ class ChatCompletions(_OpenAiEndpoint):
         return replace(parsed, parsing=plan.parsing)
 
 
-async def in_thread_if_large(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:
-    """The result of `work` on a body, in a thread if the body is so large that it may take long."""
-    return work(*args) if is_small(content) else await handler.in_thread(work, *args)
+async def in_thread_if_large(
+    handler: Handler, content: bytes, work: Callable[..., T], *args: object, more_bytes: int = 0
+) -> T:
+    """The result of `work` on a body, in a thread if body and `more_bytes` are so large that it may take long."""
+    return work(*args) if is_small(content, more_bytes) else await handler.in_thread(work, *args)
 
 
 async def make_prompts(
-    handler: Handler, content: bytes, found: Mapping[str, Any], work: Callable[..., T], *args: object
+    handler: Handler,
+    content: bytes,
+    found: Mapping[str, Any],
+    work: Callable[..., T],
+    *args: object,
+    more_bytes: int = 0,
 ) -> T:
     """The result of work that may render a chat, in a thread if it may take long.
 
-    `found`: the JSON in `content`. A template that came with it is rendered in a child process, for which a thread
-    waits.
+    `found`: the JSON in `content`. `more_bytes`: what the work reads beside it. A template that came with the body is
+    rendered in a child process, for which a thread waits.
     """
     if found.get(TEMPLATE_FIELD):
         return await handler.in_waiting_thread(work, *args)
-    return await in_thread_if_large(handler, content, work, *args)
+    return await in_thread_if_large(handler, content, work, *args, more_bytes=more_bytes)
 
 
 def request_id_of(scope: Scope, rng: Random) -> str:

@@ -81,9 +81,12 @@ def check_headers(scope: Scope) -> None:
         raise HttpError(Kind(431, "invalid_request_error", "headers_too_large"), message, [CLOSE])
 
 
-def is_small(body: bytes) -> bool:
-    """Whether a body is parsed, checked and tokenized within a few milliseconds, and so on the event loop."""
-    return len(body) <= _SMALL_BYTES and body.count(b"[") + body.count(b"{") <= _SMALL_CONTAINERS
+def is_small(body: bytes, more_bytes: int = 0) -> bool:
+    """Whether a body is parsed, checked and tokenized within a few milliseconds, and so on the event loop.
+
+    `more_bytes`: what the request has beside its body.
+    """
+    return len(body) + more_bytes <= _SMALL_BYTES and body.count(b"[") + body.count(b"{") <= _SMALL_CONTAINERS
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
-from baton.messages.request_limits import MAX_MESSAGES
+from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.callers import current_caller
 from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, logprob_lists
@@ -77,11 +77,12 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         self._rng = rng
         self._store = store
 
-    def _parser(self, found: Mapping[str, Any]) -> Callable[..., ResponsesRequest]:
+    def _parser(self, found: Mapping[str, Any]) -> tuple[Callable[..., ResponsesRequest], int]:
         previous_id = found.get("previous_response_id")
         is_name = isinstance(previous_id, str)
         previous = self._store.find(current_caller.get().tenant, previous_id) if is_name else None  # type: ignore[arg-type]
-        return partial(self._parse_after, previous, f"{self._rng.getrandbits(128):032x}")
+        parse = partial(self._parse_after, previous, f"{self._rng.getrandbits(128):032x}")
+        return parse, previous.num_bytes if previous is not None else 0
 
     def _parse_after(
         self,
@@ -101,10 +102,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         earlier = previous.items if previous is not None else ()
         added = [replace(item, id=f"{item.prefix}_{name}_{place}") for place, item in enumerate(body.input)]
         items = (*earlier, *added)
-        if len(items) > MAX_MESSAGES:
-            raise InvalidRequest(
-                "input", f"makes a conversation of {len(items)} items; at most {MAX_MESSAGES} are taken"
-            )
+        _check_size(items)
         messages = template_messages(body.instructions, items)
         text_with = partial(self._model.text_of, messages, variables=reasoning_variables(body.effort))
         plan = plan_offer(body.offer(), text_with, self._model, card)
@@ -166,6 +164,16 @@ def _check_combination(body: ResponsesBody, store: ResponseStore) -> None:
         raise InvalidRequest("stream_options", "needs stream")
     if body.store and not store.is_on:
         raise InvalidRequest("store", "is not possible here: this router keeps no responses (--stored-responses)")
+
+
+def _check_size(items: Sequence[Item]) -> None:
+    """Raises InvalidRequest for a conversation that is larger than one that comes in a single body may be."""
+    if len(items) > MAX_MESSAGES:
+        raise InvalidRequest("input", f"makes a conversation of {len(items)} items; at most {MAX_MESSAGES} are taken")
+    num_bytes = sum(item.num_text_bytes for item in items)
+    if num_bytes > MAX_REQUEST_BYTES:
+        reason = f"makes a conversation with {num_bytes} bytes of text; at most {MAX_REQUEST_BYTES} are taken"
+        raise InvalidRequest("input", reason)
 
 
 def _no_previous(response_id: str) -> HttpError:

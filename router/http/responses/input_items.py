@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES
@@ -38,13 +38,21 @@ class FunctionCall(Strict):
         return CallItem("", (self.arguments,), _given(self.call_id), self.name, self.status or "completed")
 
 
+def _text_or_parts(value: Any) -> str | list[Any]:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of text parts")
+    return value
+
+
 class FunctionCallOutput(Strict):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
     id: str | None = None
     call_id: CallId
-    output: str | list[Any]
+    output: Annotated[
+        str | list[Any], PlainValidator(_text_or_parts, json_schema_input_type=str | list[dict[str, str]])
+    ]
     status: _Status | None = None
     caller: NotServed = None
     name: NotServed = None

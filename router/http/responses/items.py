@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from baton.errors import InvalidRequest
+from baton.messages.request_limits import MAX_TOOLS
 from router.http.template_messages import arguments_of
 
 _ITEM_BYTES = 512
@@ -35,6 +36,11 @@ class Item:
     def num_bytes(self) -> int:
         """The memory that the item takes, at most, in bytes."""
         return _ITEM_BYTES + sum(sys.getsizeof(text) + _TEXT_BYTES for text in (*self.texts, *self._words()))
+
+    @property
+    def num_text_bytes(self) -> int:
+        """The length of its texts in UTF-8."""
+        return sum(len(text.encode(errors="surrogatepass")) for text in self.texts)
 
     def as_object(self) -> dict[str, Any]:
         """The item as OpenAI's object."""
@@ -142,7 +148,8 @@ class _Turn:
 
 
 def template_messages(instructions: str | None, items: Sequence[Item]) -> Sequence[Mapping[str, Any]]:
-    """The messages for the model's template; raises InvalidRequest for the output of a call that is not among `items`.
+    """The messages for the model's template; raises InvalidRequest for the output of a call that is not among `items`,
+    and for a message with too many calls.
 
     Reasoning, messages of the assistant and calls that follow each other are one message, as the model wrote them.
     """
@@ -160,6 +167,8 @@ def template_messages(instructions: str | None, items: Sequence[Item]) -> Sequen
                 turn.reasoning.append(item.text)
             case CallItem():
                 call_ids.add(item.call_id)
+                if len(turn.calls) == MAX_TOOLS:
+                    raise InvalidRequest("input", f"has more than {MAX_TOOLS} calls that follow each other")
                 function = {"name": item.name, "arguments": arguments_of(item.text)}
                 turn.calls.append({"id": item.call_id, "type": "function", "function": function})
             case CallOutputItem():

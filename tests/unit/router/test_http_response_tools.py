@@ -9,10 +9,10 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk
-from baton.messages.request_limits import MAX_TOOLS
+from baton.messages.request_limits import MAX_REQUEST_BYTES, MAX_TOOLS
 from baton.messages.sampling import TokenLogprobs
 from router.http.responses.items import CallItem, CallOutputItem, Item, MessageItem, ReasoningItem, template_messages
-from tests.support.http_rig import BOUNDS, HttpRig, chunk, finished
+from tests.support.http_rig import BOUNDS, CARD, HttpRig, chunk, finished
 from tests.support.router_parts import MODEL
 from tests.support.tool_formats import template, written
 
@@ -107,7 +107,9 @@ def prompt_of(request: Any) -> str:
             "item 1, output, part 0 is of the type 'input_im",
         ),
         ({"input": [ASKED, RETURNED | {"output": [1]}]}, "input", "item 1, output, part 0 has no type"),
-        ({"input": [ASKED, RETURNED | {"output": None}]}, "input", "item 1, output"),
+        ({"input": [ASKED, RETURNED | {"output": None}]}, "input", "item 1, output must be a string or a list of text"),
+        ({"input": [ASKED, RETURNED | {"output": {}}]}, "input", "item 1, output must be a string or a list of text"),
+        ({"input": [ASKED] * (MAX_TOOLS + 1)}, "input", f"has more than {MAX_TOOLS} calls that follow each other"),
         ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input", "item 0, content[0].type must be"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "encrypted_content is not served"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0 is of the type 'item_reference'"),
@@ -232,6 +234,38 @@ async def test_a_conversation_with_calls_is_bounded() -> None:
     assert len(made["output"]) == 4
     assert (await rig.get(f"{RESPONSES}/{made['id']}").end()).status == 404
     assert (rig.store.stats().num_responses, rig.store.stats().evicted) == (0, 1)
+
+
+async def test_a_small_request_that_continues_a_large_conversation_is_read_in_a_thread() -> None:
+    rig = rig_with_tools()
+    responses = []
+    for given in ("x" * 20_000, "x"):
+        exchange = rig.post(RESPONSES, HELLO | {"input": given})
+        (await rig.next_call()).tell(chunk(0, "x"), finished("stop"))
+        responses.append((await exchange.end()).json["id"])
+    assert rig.handler.num_in_threads == 2, "to parse the large body, and to read it"
+    for previous, num_in_threads in zip(responses, (3, 3), strict=True):
+        rig.post(RESPONSES, HELLO | {"previous_response_id": previous})
+        await rig.next_call()
+        assert rig.handler.num_in_threads == num_in_threads
+
+
+async def test_a_conversation_has_no_more_text_than_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_with_tools()
+    rig.card = replace(CARD, max_model_len=2 * MAX_REQUEST_BYTES)
+    exchange = rig.post(RESPONSES, HELLO | {"input": [ASKED | {"arguments": "x" * (MAX_REQUEST_BYTES // 2)}]})
+    (await rig.next_call()).tell(chunk(0, "x"), finished("stop"))
+    made = (await exchange.end()).json
+    parsed: list[str] = []
+    monkeypatch.setattr("router.http.responses.items.arguments_of", parsed.append)
+    more = HELLO | {"previous_response_id": made["id"], "input": "x" * (MAX_REQUEST_BYTES // 2)}
+    refused = await rig.post(RESPONSES, more).end()
+    assert (refused.status, refused.error["param"]) == (400, "input")
+    assert f"{MAX_REQUEST_BYTES + 1} bytes of text; at most {MAX_REQUEST_BYTES} are taken" in refused.error["message"]
+    assert not parsed
+    rig.post(RESPONSES, more | {"input": "x" * (MAX_REQUEST_BYTES // 2 - 1)})
+    assert (await rig.next_call()).request is not None
+    assert parsed
 
 
 @pytest.mark.parametrize("stream", [False, True])

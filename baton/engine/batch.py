@@ -95,7 +95,7 @@ class SchedulerOutput:
     blocks_to_swap_in: Sequence[BlockCopy] = ()
     blocks_to_swap_out: Sequence[BlockCopy] = ()
     finished_req_ids: frozenset[str] = frozenset()
-    """Requests that ended since the last step: the runner forgets them."""
+    """Requests that ended, or whose KV did not come, since the last step: the runner forgets them."""
     preempted_req_ids: frozenset[str] = frozenset()
     scheduled_forked_reqs: Sequence[ForkedRequestData] = ()
     num_prefill_tokens: int = 0
@@ -141,7 +141,8 @@ class ModelRunnerOutput:
     """Log-probabilities of whole prompts, by request id, for requests that ask for them. They come with the step that
     computes the end of the prompt."""
     draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """What the draft model guesses to follow the sampled tokens, by request id."""
+    """What the draft model guesses to follow the sampled tokens, by request id; nothing as long as it is computing a
+    request's known tokens. A request for which it can't draft is not there."""
     num_tokens_ahead: int = 0
     """How many tokens the draft model has left to compute of requests whose KV is on its way."""
     draft_seconds: float = 0.0

@@ -238,6 +238,8 @@ class SchedulerState:
         there, so that no request holds blocks while it waits for more. The other blocks are in no cache.
         """
         manager = self.kv_cache_manager
+        # The draft model may be computing its tokens in these blocks.
+        self._finished_req_ids.add(request.request_id)
         try:
             fate = self.connector.load_failed(request, manager.submitted_block_ids(request))
         except Exception:

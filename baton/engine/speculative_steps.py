@@ -5,10 +5,13 @@ decode_set.py). With a draft it leaves the decodes: the next step computes its l
 that step is committed nobody knows how many tokens it has, so no further step is decided (`may_run_ahead`). Without a
 new draft it joins the decodes again.
 
+Drafts from texts and grammars are made here between two steps. Those of a draft model come from the runner with the
+step that sampled the tokens before them: how many tokens are wanted of which requests goes with the step's decision.
+
 Three rules keep drafts out of everything but the step that verifies them:
 
-  - A draft is made only behind tokens that are all committed, and it is forgotten when its step is decided. So neither
-    the prefix cache, nor an offer, a swap or an output ever sees a token that was not verified.
+  - A draft is given to a request only when the tokens before it are all committed, and it is forgotten when its step is
+    decided. So neither the prefix cache, nor an offer, a swap or an output ever sees a token that was not verified.
   - A draft takes blocks only while some are free: no request is preempted for it, and it is dropped instead.
   - The slots of wrong drafts belong to the request, and its next tokens overwrite them.
 """
@@ -38,6 +41,9 @@ _ASSUMED_ROUND = 0.15
 _STEPS_OF_A_MEASUREMENT = 512
 """The measured price of a round expires after so many steps, times the share above if that is larger than 1. Otherwise
 a draft model that was slow once would never be tried again."""
+_MOST_BESIDE = 256
+"""The most tokens that the draft model computes of prompts in one step, beside its drafts: so long at most it delays
+the tokens of others, and requests whose KV has arrived."""
 
 
 class Speculation:
@@ -58,8 +64,9 @@ class Speculation:
         """How many tokens of requests the draft model is to draft in the next step."""
         self._has_ahead = False
         """Whether the draft model has tokens left to compute of requests whose KV is on its way."""
+        self._asked: Mapping[str, int] = {}
         self._modelled: Mapping[str, Sequence[int]] = {}
-        """The draft model's drafts behind the tokens of the step that is committed."""
+        """What the step that is committed asked of the draft model, and its drafts behind the step's tokens."""
         self._new_block_ids: dict[str, Sequence[int]] = {}
         """The new blocks of requests with drafts, while a step is decided."""
         self.counts = SpecDecodingCounts()
@@ -84,8 +91,10 @@ class Speculation:
             if config.method == "grammar" and not request.matchers:
                 return
             drafts = request.drafts = RequestDrafts(request, config)
-        modelled = self._modelled.get(request.request_id, ())
-        if drafts.follow(self._price(), self._model_price(), modelled):
+        modelled = self._modelled.get(request.request_id)
+        if modelled is None and request.request_id in self._asked:
+            drafts.model_missed()
+        if drafts.follow(self._price(), self._model_price(), modelled or ()):
             self._ready[request.request_id] = request
         else:
             self._ready.pop(request.request_id, None)
@@ -96,7 +105,7 @@ class Speculation:
 
     def note_step(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """Note what a step took, and the draft model's drafts behind its tokens. The step is about to be committed."""
-        self._modelled = runner_output.draft_token_ids
+        self._asked, self._modelled = scheduler_output.num_drafts_wanted, runner_output.draft_token_ids
         self._has_ahead = runner_output.num_tokens_ahead > 0
         if self._config is None or scheduler_output.is_empty:
             return
@@ -115,8 +124,12 @@ class Speculation:
         plan.num_drafts_wanted, self._num_wanted = self._num_wanted, {}
         plan.computes_ahead, self._has_ahead = self._has_ahead, False
         if self._config is not None and self._config.method == "draft_model":
-            for request in state.begun_loads:
-                if request.sampling_params.speculation and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            plan.num_spare_tokens = plan.cut_spare(_MOST_BESIDE)
+            pays = self._model_price() < 1.0
+            for request in state.begun_loads if pays else ():
+                # The first token comes with the KV, the second with the step that can ask for drafts.
+                may_draft = request.sampling_params.speculation and self._room(request) > 2
+                if may_draft and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                     plan.add_loading(request, state.kv_cache_manager.block_ids(request.request_id))
         state.begun_loads.clear()
 

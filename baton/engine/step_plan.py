@@ -37,6 +37,8 @@ class StepPlan:
         """The drafts that the step computes behind the last tokens of requests, by request id."""
         self.num_drafts_wanted: Mapping[str, int] = {}
         """How many tokens behind this step's the draft model is to draft, by request id."""
+        self.num_spare_tokens = 0
+        """How many tokens of prompts the draft model may compute."""
         self.computes_ahead = False
         """Whether the draft model has tokens left to compute of requests whose KV is on its way."""
         self._loading: list[NewRequestData] = []
@@ -63,6 +65,10 @@ class StepPlan:
             # At least one, so that no such request waits for all others.
             budget = min(budget, max(1, _MAX_PROMPT_LOGITS - self._num_prompt_logits))
         return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
+
+    def cut_spare(self, most: int) -> int:
+        """How many of at most `most` tokens of prompts the draft model may compute in what is left of the budget."""
+        return max(0, min(most, self.token_budget, self._chunk_limit or most))
 
     def add_decodes(self, decodes: DecodeGroup, num_context_tokens: int) -> None:
         """Compute one token of each of these requests, which the runner knows.
@@ -129,7 +135,7 @@ class StepPlan:
             total_num_scheduled_tokens=self._total,
             scheduled_spec_decode_tokens=self.drafts,
             num_drafts_wanted=self.num_drafts_wanted,
-            num_spare_tokens=max(0, self.token_budget),
+            num_spare_tokens=self.num_spare_tokens,
             loading_reqs=self._loading,
             computes_ahead=self.computes_ahead,
             blocks_to_copy=self.blocks_to_copy,

@@ -44,18 +44,23 @@ class LoadedDraftModel:
             raise ConfigError(f"the model in {spec.model_dir} can't draft: {error}") from error
         return cls(spec, loaded, transformer)
 
-    def start(self, drafted_for: Transformer) -> DraftModel:
+    @property
+    def num_scratch_blocks(self) -> int:
+        """The blocks for drafts that reach beyond the blocks of their requests."""
+        return _MAX_DRAFTING * -(-self.spec.num_tokens // self.transformer.layout.block_size)
+
+    def start(self, drafted_for: Transformer, vocab_size: int) -> DraftModel:
         """Allocate the cache, with a block for each of the other model's. Raises ConfigError."""
         layout = drafted_for.layout
-        num_scratch = _MAX_DRAFTING * -(-self.spec.num_tokens // layout.block_size)
-        self.transformer.allocate_cache(drafted_for.num_blocks + num_scratch)
+        self.transformer.allocate_cache(drafted_for.num_blocks + self.num_scratch_blocks)
         return DraftModel(
             self.transformer,
             num_blocks=drafted_for.num_blocks,
-            num_scratch_blocks=num_scratch,
+            num_scratch_blocks=self.num_scratch_blocks,
             num_groups=len(layout.groups),
             max_model_len=self.transformer.max_model_len,
             vocab_size=self.loaded.config.vocab_size,
+            drafted_vocab_size=vocab_size,
             eos_token_ids=self.loaded.checkpoint.eos_token_ids,
         )
 

@@ -42,6 +42,9 @@ from baton.runner.spec import DraftSpec
 
 _log = logging.getLogger(__name__)
 
+_LARGEST_EXPONENT = 12
+"""After faults one after the other a draft model rests for 2 to the power of at most this number of steps."""
+
 
 class TorchModelRunner:
     """One model with its KV cache on one device of this machine. Called from one thread."""
@@ -54,7 +57,11 @@ class TorchModelRunner:
         draft_model: DraftModel | None = None,
     ) -> None:
         self._model = model
-        self._draft_model = draft_model
+        self._drafter = draft_model
+        self._num_draft_faults = 0
+        """Faults of the draft model one after the other."""
+        self._num_steps_without_drafts = 0
+        """After a fault, how many steps go by before the draft model is asked again."""
         self._transformer = transformer
         cache = transformer.kv_cache
         self._memory = KVMemory(
@@ -97,6 +104,8 @@ class TorchModelRunner:
         copied = time.perf_counter()
         copy_seconds = copied - started if num_copied else 0.0
         scheduled, failed = self._requests.update(scheduler_output)
+        if self._drafter is not None:
+            self._drafter.update(scheduler_output)
         if scheduler_output.blocks_to_copy:
             self._transformer.copy_blocks(
                 [copy.source for copy in scheduler_output.blocks_to_copy],
@@ -155,20 +164,27 @@ class TorchModelRunner:
 
     def _draft(self, scheduler_output: SchedulerOutput, sampled: Sequence[RequestState]) -> Drafts:
         """Draft what follows the tokens that were sampled, for the requests that want drafts."""
-        drafter, wanted = self._draft_model, scheduler_output.num_drafts_wanted
+        drafter, wanted = self._drafter, scheduler_output.num_drafts_wanted
         if drafter is None:
             return NO_DRAFTS
+        if self._num_steps_without_drafts:
+            self._num_steps_without_drafts -= 1
+            return NO_DRAFTS
         try:
-            drafter.update(scheduler_output)
-            return drafter.draft(
+            drafts = drafter.draft(
                 [(state, wanted[state.request_id]) for state in sampled if state.request_id in wanted],
                 scheduler_output.num_spare_tokens,
             )
         except Exception:
             # The step's tokens are right without drafts, and its requests must not fail for them.
-            _log.exception("the draft model failed, and drafts nothing any more until this process starts again")
-            self._draft_model = None
+            drafter.forget_all()
+            self._num_draft_faults += 1
+            self._num_steps_without_drafts = 2 ** min(self._num_draft_faults, _LARGEST_EXPONENT)
+            _log.exception("the draft model failed, and drafts nothing for %d steps", self._num_steps_without_drafts)
             return NO_DRAFTS
+        if drafts.token_ids:
+            self._num_draft_faults = 0
+        return drafts
 
     def _sample(self, logits: npt.NDArray[np.float32], states: Sequence[RequestState]) -> list[Sampled]:
         masks, unmasked = self._masks.fill(states)
@@ -251,8 +267,10 @@ def load_runner(
     loaded = load_model(model_dir, dtype, where, quantization, dequantize=plain)
     drafting = LoadedDraftModel.load(draft, loaded, chosen, block_size, num_threads) if draft is not None else None
     try:
-        beside = drafting.transformer.layout.block_bytes if drafting is not None else 0
-        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype, beside)
+        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
+        if drafting is not None:
+            bytes_beside = drafting.transformer.layout.block_bytes
+            cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
         transformer = Transformer(loaded, chosen, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
     except UnusableWeight as error:
@@ -264,7 +282,7 @@ def load_runner(
     if drafting is None:
         return TorchModelRunner(info, transformer, host_cache_bytes)
     info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
-    return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer))
+    return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer, info.vocab_size))
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:

@@ -162,30 +162,39 @@ def test_the_same_model_drafts_the_right_tokens(tmp_path: Path) -> None:
     assert runner.model.compute_paths[-1].part == "drafts"
 
 
-def test_a_broken_draft_model_costs_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_draft_model_costs_no_request_and_is_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
     runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64, draft=DraftSpec(tmp_path, 5))
     expected = decode(runner, {"greedy": None})["greedy"][0]
+    transformer = runner._drafter._transformer  # type: ignore[union-attr]
+    works = transformer.compute
 
     def broken(*_: object) -> object:
         raise RuntimeError("no memory")
 
-    runner._draft_model._transformer.compute = broken  # type: ignore[union-attr,method-assign]
+    transformer.compute = broken  # type: ignore[method-assign]
     driver = RunnerDriver(runner)
     request = driver.add("greedy", prompt_of("greedy"), PARAMS["greedy"])
     driver.step({"greedy": len(request.prompt)}, wanted=3)
-    out = driver.step({"greedy": 1}, wanted=3)
-    assert not out.failed
-    assert not out.draft_token_ids
-    assert request.output == expected[:2]
     assert "the draft model failed" in caplog.text
+    transformer.compute = works  # type: ignore[method-assign]
+    drafted = []
+    for _ in range(4):
+        out = driver.step({"greedy": 1}, wanted=3)
+        assert not out.failed
+        drafted.append(list(out.draft_token_ids.get("greedy", ())))
+    assert request.output == expected[:5]
+    assert drafted == [[], [], expected[4:7], expected[5:8]]
 
 
 def test_a_draft_model_shares_the_memory_of_the_cache(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=1)
-    alone = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 20)
-    beside = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 20, draft=DraftSpec(tmp_path, 5))
-    assert beside.memory.num_blocks == alone.memory.num_blocks // 2
+    alone = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 22)
+    beside = load_runner(tmp_path, dtype="float32", block_size=4, cache_bytes=1 << 22, draft=DraftSpec(tmp_path, 5))
+    # Half of the bytes, less 2 scratch blocks for each of 64 requests.
+    assert beside.memory.num_blocks == (alone.memory.num_blocks - 128) // 2
 
 
 def test_a_request_fails_after_its_right_drafts(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ class RequestDrafts:
         self._latest: DraftLength | None = None
         """What the length of the latest draft came from; None: the draft was not made here."""
 
+    def model_missed(self) -> None:
+        """Ask the draft model less often, since it was asked and can't draft."""
+        if self._model_length is not None:
+            self._model_length.missed()
+
     def follow(self, price: float, model_price: float, modelled: Sequence[int] = ()) -> bool:
         """Note the request's new tokens. Returns whether there may be a draft, once no step is in flight.
 

@@ -25,12 +25,15 @@ from baton.engine.batch import SchedulerOutput
 from baton.engine.runner import KVLayout
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import FlatBatch, RequestState, Rows, flatten_rows
-from baton.runner.execution.sampler import SamplingState, sample
+from baton.runner.execution.sampler import SamplingState, has_penalties, sample
+from baton.runner.execution.token_counts import TokenCounts
 
 MAX_ROWS_BEHIND = 64
 """The most known tokens of a request that are computed together with its first draft. More are computed before, as far
 as the step has room."""
 
+_NEVER = np.float32(-1e30)
+"""The logit of a token that the draft model does not have; finite, as sampling demands."""
 _EMPTY = 0
 """The digest of a block whose tokens the draft model has not computed."""
 
@@ -48,6 +51,7 @@ class Drafts(NamedTuple):
     """The drafts of one step."""
 
     token_ids: Mapping[str, Sequence[int]]
+    """By request id; nothing as long as a request's known tokens are being computed."""
     round_seconds: float
     """The mean duration of a round, which drafts one token of each request; 0 without rounds."""
     num_tokens_ahead: int
@@ -67,6 +71,10 @@ class _Followed:
     """For each of its full blocks, the digest of all tokens up to its end."""
     num_computed: int = 0
     """How many tokens were computed, with those in a last block that is not full."""
+    counts: TokenCounts | None = None
+    """Of the known tokens, and while tokens are drafted also of these; None without penalties. The request's own counts
+    are not touched, since its tokens depend on them."""
+    num_counted: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +88,7 @@ class _Drafting:
     most: int
     start: int
     """The number of tokens that are computed."""
+    counts: TokenCounts | None
     drafts: list[int] = field(default_factory=list)
 
     @property
@@ -101,12 +110,14 @@ class DraftModel:
         num_groups: int,
         max_model_len: int,
         vocab_size: int,
+        drafted_vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
         """`transformer`: has `num_blocks` blocks, and scratch blocks behind them.
 
         `num_groups`: the groups of layers of the model for which tokens are drafted. The blocks are those of the first
-        one, which has no window if any has none.
+        one, which has no window if any has none. `vocab_size` and `drafted_vocab_size`: the widths of the logits of the
+        draft model and of that model; beyond the tokens that both have they may be padded differently.
         """
         self._transformer = transformer
         self._block_size = transformer.layout.block_size
@@ -115,6 +126,7 @@ class DraftModel:
         self._num_groups = num_groups
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._drafted_vocab_size = drafted_vocab_size
         self._eos_token_ids = eos_token_ids
         self._followed: dict[str, _Followed] = {}
         self._expected: dict[str, RequestState] = {}
@@ -126,11 +138,18 @@ class DraftModel:
         What full blocks hold stays known, whoever gets them next.
         """
         new = (data.request_id for data in output.scheduled_new_reqs)
-        for request_id in (*output.finished_req_ids, *output.preempted_req_ids, *new):
+        resumed = (data.request_id for data in output.scheduled_cached_reqs if data.resumed)
+        for request_id in (*output.finished_req_ids, *output.preempted_req_ids, *new, *resumed):
             self._followed.pop(request_id, None)
             self._expected.pop(request_id, None)
         for data in output.loading_reqs:
             self._expected[data.request_id] = RequestState(data)
+
+    def forget_all(self) -> None:
+        """Forget all requests and what blocks hold, after a fault."""
+        self._followed.clear()
+        self._expected.clear()
+        self._digests.fill(_EMPTY)
 
     def draft(self, wanted: Sequence[tuple[RequestState, int]], num_spare_tokens: int) -> Drafts:
         """Draft up to so many tokens behind those of each request, whose last one the model has not computed yet.
@@ -138,7 +157,7 @@ class DraftModel:
         `num_spare_tokens`: how many tokens may be computed of requests that are far behind, which get no drafts until
         they have caught up, and then of expected ones.
         """
-        drafting = []
+        drafting, behind = [], []
         for state, most in wanted:
             one = self._begin(state, most)
             if one is None:
@@ -150,10 +169,17 @@ class DraftModel:
                 self._compute_known(one, count)
             if state.num_tokens - one.start <= MAX_ROWS_BEHIND:
                 drafting.append(one)
+            else:
+                behind.append(state.request_id)
         started = time.perf_counter()
         num_rounds = self._run_rounds(self._with_scratch(drafting))
         seconds = time.perf_counter() - started if num_rounds else 0.0
-        token_ids = {one.state.request_id: one.drafts for one in drafting if one.drafts}
+        for one in drafting:
+            if one.counts is not None:
+                for token_id in one.drafts:
+                    one.counts.take_back(token_id)
+        token_ids: dict[str, Sequence[int]] = {one.state.request_id: one.drafts for one in drafting if one.drafts}
+        token_ids |= dict.fromkeys(behind, ())
         return Drafts(token_ids, seconds / max(1, num_rounds), self._compute_ahead(num_spare_tokens))
 
     def _compute_ahead(self, num_tokens: int) -> int:
@@ -187,7 +213,19 @@ class DraftModel:
             self._followed[state.request_id] = followed
         else:
             self._extend_digests(followed, state)
-        return _Drafting(state, followed.params, table, most, min(followed.num_computed, state.num_tokens - 1))
+        self._count(followed, state)
+        start = min(followed.num_computed, state.num_tokens - 1)
+        return _Drafting(state, followed.params, table, most, start, followed.counts)
+
+    def _count(self, followed: _Followed, state: RequestState) -> None:
+        if not has_penalties(followed.params):
+            return
+        if followed.counts is None:
+            followed.counts = TokenCounts(state.token_ids, state.num_prompt_tokens)
+        else:
+            for token_id in state.token_ids[followed.num_counted :].tolist():
+                followed.counts.add(token_id)
+        followed.num_counted = state.num_tokens
 
     def _extend_digests(self, followed: _Followed, state: RequestState) -> None:
         known, num_full = followed.digests.size, state.num_tokens // self._block_size
@@ -209,7 +247,7 @@ class DraftModel:
         return self._block_size * (same.size if same.all() else int(same.argmin()))
 
     def _compute_known(self, one: _Drafting, count: int) -> None:
-        """Compute `count` tokens of a request, which none of them samples."""
+        """Compute the keys and values of `count` tokens of a request, without logits."""
         if count:
             token_ids = one.state.rows(one.start, one.start + count)
             self._compute([Rows(token_ids, one.start, 0, one.block_table)])
@@ -254,11 +292,12 @@ class DraftModel:
                     one.state.num_prompt_tokens,
                     self._eos_token_ids,
                     rules=one.state.rules,
+                    counts=one.counts,
                 )
                 for one in drafting
             ]
             going_on = []
-            for one, result in zip(drafting, sample(logits, states), strict=True):
+            for one, result in zip(drafting, sample(self._of_drafted_width(logits), states), strict=True):
                 if not one.drafts:
                     self._note_computed(one, one.state.num_tokens)
                 if result.error is not None:
@@ -266,11 +305,22 @@ class DraftModel:
                 one.start = one.state.num_tokens + len(one.drafts)
                 one.drafts.append(result.token_id)
                 one.state.set_drafts(one.drafts)
-                # What follows the end of a text is of no use.
-                if len(one.drafts) < one.most and result.token_id not in self._eos_token_ids:
+                if one.counts is not None:
+                    one.counts.add(result.token_id)
+                # What follows the end of a text is of no use, and what follows a foreign token is not known.
+                is_last = result.token_id in self._eos_token_ids or result.token_id >= self._vocab_size
+                if len(one.drafts) < one.most and not is_last:
                     going_on.append(one)
             drafting = going_on
         return num_rounds
+
+    def _of_drafted_width(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The logits [rows, drafted_vocab_size], to which the parameters of requests can be applied."""
+        if self._vocab_size >= self._drafted_vocab_size:
+            return np.ascontiguousarray(logits[:, : self._drafted_vocab_size])
+        wide = np.full((logits.shape[0], self._drafted_vocab_size), _NEVER, dtype=np.float32)
+        wide[:, : self._vocab_size] = logits
+        return wide
 
     def _compute(self, rows: Sequence[Rows]) -> npt.NDArray[np.float32]:
         return self._transformer.compute(flatten_rows(rows, self._transformer.layout, self._transformer.row_quantum))

@@ -51,13 +51,16 @@ class CacheSpec:
     """auto: the model's dtype; int8 or fp8: 8 bits for each number."""
     block_bytes_beside: int = 0
     """Bytes of a block in the cache of a draft model, which are part of `cache_bytes`."""
+    num_blocks_beside: int = 0
+    """How many such blocks more the draft model has."""
 
     def blocks(self, block_bytes: int) -> int:
         """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
         if (self.num_blocks is None) == (self.cache_bytes is None):
             raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
         block_bytes += self.block_bytes_beside
-        blocks = self.num_blocks if self.num_blocks is not None else (self.cache_bytes or 0) // block_bytes
+        cache_bytes = (self.cache_bytes or 0) - self.num_blocks_beside * self.block_bytes_beside
+        blocks = self.num_blocks if self.num_blocks is not None else cache_bytes // block_bytes
         if blocks < 2:
             raise ConfigError(f"{blocks} KV blocks of {block_bytes} bytes are too few; make room for at least 2")
         return blocks

@@ -172,3 +172,49 @@ def test_a_request_that_is_aborted_while_its_kv_comes_is_computed_no_further(ahe
     rig.abort("d", status=RequestStatus.ABORTED)
     assert count_steps(rig) <= 3
     assert not rig.runner.ahead
+
+
+def test_a_load_that_fails_ends_what_is_computed_ahead(ahead: Ahead) -> None:
+    rig = make_rig(ahead, max_num_batched_tokens=8, on_transfer_failure="recompute")
+    rig.add("d", 60, leg=Leg.DECODE, max_tokens=12)
+    while not rig.runner.ahead:
+        rig.step()
+    rig.fail_transfer("d", 0)
+    while "d" not in rig.scheduler.decoding:
+        rig.step()
+        assert rig.runner.ahead.get("d", 0) <= 60
+    assert not rig.runner.ahead
+    count_steps(rig)
+    assert rig.tokens["d"] == rig.expected("d", 12)
+
+
+def test_nothing_is_computed_ahead_where_drafts_do_not_pay_or_can_not_come(ahead: Ahead) -> None:
+    rig = make_rig(ahead)
+    for name, length in (("one", 1), ("two", 2), ("three", 3)):
+        rig.add(name, 20, leg=Leg.DECODE, max_tokens=length)
+    count_steps(rig)
+    assert not rig.runner.ahead
+    rig.runner.seconds_per_round = 5.0
+    rig.add("measures", 6, max_tokens=30)
+    while "measures" in rig.scheduler.requests:
+        rig.step()
+    rig.add("d", 20, leg=Leg.DECODE, max_tokens=30)
+    count_steps(rig)
+    assert not rig.runner.ahead
+
+
+def test_a_draft_model_that_can_not_draft_is_asked_seldom(ahead: Ahead) -> None:
+    rig = make_rig(ahead, num_blocks=200)
+    rig.runner.draft = None
+    asked: list[int] = []
+    execute = rig.runner.execute_model
+
+    def watched(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        asked.append(len(scheduler_output.num_drafts_wanted))
+        return execute(scheduler_output)
+
+    rig.runner.execute_model = watched  # type: ignore[method-assign]
+    rig.add("r", 6, max_tokens=500)
+    count_steps(rig)
+    assert 0 < sum(asked) < 20
+    assert rig.tokens["r"] == rig.expected("r", 500)

@@ -22,6 +22,7 @@ from baton.runner.execution.input_batch import FlatBatch, RequestState
 BLOCK = 4
 VOCABULARY = 50
 EOS = 49
+GREEDY = SamplingParams(temperature=0.0)
 _START = 12345
 
 
@@ -89,7 +90,9 @@ def step_with(**fields: Any) -> SchedulerOutput:
 class Rig:
     """A draft model over a fake transformer."""
 
-    def __init__(self, num_blocks: int = 64, num_scratch: int = 16, num_groups: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int = 64, num_scratch: int = 16, num_groups: int = 1, drafted_vocab_size: int = VOCABULARY
+    ) -> None:
         self.transformer = FakeTransformer(num_blocks + num_scratch)
         self.num_groups = num_groups
         self.model = DraftModel(
@@ -99,16 +102,21 @@ class Rig:
             num_groups=num_groups,
             max_model_len=1000,
             vocab_size=VOCABULARY,
+            drafted_vocab_size=drafted_vocab_size,
             eos_token_ids=frozenset({EOS}),
         )
 
-    def request(self, name: str, token_ids: Sequence[int], blocks: Sequence[int]) -> RequestState:
+    def request(
+        self, name: str, token_ids: Sequence[int], blocks: Sequence[int], params: SamplingParams = GREEDY
+    ) -> RequestState:
         """A request with this prompt; each of its groups has blocks, and those of all but the first one are no use."""
-        return RequestState(self.data(name, token_ids, blocks))
+        return RequestState(self.data(name, token_ids, blocks, params))
 
-    def data(self, name: str, token_ids: Sequence[int], blocks: Sequence[int]) -> NewRequestData:
+    def data(
+        self, name: str, token_ids: Sequence[int], blocks: Sequence[int], params: SamplingParams = GREEDY
+    ) -> NewRequestData:
         table = [block for first in blocks for block in (first, *[0] * (self.num_groups - 1))]
-        return NewRequestData(name, token_ids, (), SamplingParams(temperature=0.0), table, 0)
+        return NewRequestData(name, token_ids, (), params, table, 0)
 
     def forget(self, *names: str) -> None:
         self.model.update(step_with(finished_req_ids=frozenset(names)))
@@ -185,9 +193,9 @@ def test_a_request_that_is_far_behind_catches_up_before_it_gets_drafts() -> None
     rig = Rig()
     tokens = text(150)
     state = rig.request("r", tokens, range(1, 40))
-    assert rig.draft([(state, 4)], spare=50) == {}
+    assert rig.draft([(state, 4)], spare=50) == {"r": []}
     assert rig.transformer.num_rows == 50
-    assert rig.draft([(state, 4)], spare=0) == {}
+    assert rig.draft([(state, 4)], spare=0) == {"r": []}
     assert rig.transformer.num_rows == 0
     assert rig.draft([(state, 4)], spare=150 - 50 - MAX_ROWS_BEHIND) == {"r": guesses(tokens, 4)}
 
@@ -235,6 +243,40 @@ def test_what_it_does_not_know_is_not_drafted() -> None:
     longest = rig.request("longest", text(998), range(2, 270))
     none = rig.request("none", text(3), [290])
     assert rig.draft([(foreign, 3), (longest, 9), (none, 0)], spare=2000) == {"longest": guesses(text(998), 2)}
+
+
+@pytest.mark.parametrize("drafted_vocab_size", [VOCABULARY - 2, VOCABULARY + 14])
+def test_parameters_of_requests_fit_a_model_of_another_width(drafted_vocab_size: int) -> None:
+    """Padded vocabularies differ between models of one family. A token that the draft model lacks ends the draft."""
+    rig = Rig(drafted_vocab_size=drafted_vocab_size)
+    last = drafted_vocab_size - 1
+    of_all = SamplingParams(
+        temperature=0.0, allowed_token_ids=tuple(range(drafted_vocab_size)), logit_bias={last: -1.0}
+    )
+    always_last = SamplingParams(temperature=0.0, logit_bias={last: 2e30})
+    seed = next(seed for seed in range(1000) if max(guesses(text(6, seed), 5)) < VOCABULARY - 2)
+    states = [
+        rig.request("all", text(6, seed), [1, 2], of_all),
+        rig.request("last", text(6, seed), [3, 4], always_last),
+        rig.request("plain", text(6, seed), [5, 6]),
+    ]
+    drafts = rig.draft([(state, 5) for state in states])
+    assert drafts["all"] == drafts["plain"] == guesses(text(6, seed), 5)
+    assert drafts["last"] == ([last] * 5 if last < VOCABULARY else [last])
+
+
+def test_penalties_count_the_drafts_and_only_while_they_are_drafted() -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.4, repetition_penalty=3.0)
+    rig = Rig()
+    state = rig.request("r", text(9), range(1, 20), params)
+    for turn in range(12):
+        output = tuple(state.token_ids[9:].tolist())
+        fresh = RequestState(replace(rig.data("fresh", text(9), range(1, 20), params), output_token_ids=output))
+        expected = Rig().draft([(fresh, 6)])["fresh"]
+        assert rig.draft([(state, 6)])["r"] == expected
+        for token_id in expected[: turn % 4] or [turn]:
+            state.append_token(token_id)
+    assert state._counts is None
 
 
 def test_drafts_end_with_the_text() -> None:
@@ -292,7 +334,7 @@ def test_whatever_happens_to_blocks_the_drafts_are_right(seed: int) -> None:
         drafts = rig.draft(wanted, spare=chance.choice([0, 10, 100]))
         num_drafts += len(drafts)
         for state, most in wanted:
-            if state.request_id in drafts:
+            if drafts.get(state.request_id):
                 assert drafts[state.request_id] == guesses(known[state.request_id], most)
         for name, state in list(states.items()):
             for token_id in [*drafts.get(name, [])[: chance.randint(0, 4)], chance.randrange(VOCABULARY - 1)]:

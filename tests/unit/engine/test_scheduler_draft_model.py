@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import RequestStatus
+from baton.engine.sequences.sequence_group import sequence_id
 from baton.messages.node import Leg
 from baton.messages.speculation import SpeculationConfig
 from tests.support.engine_rig import EngineRig
@@ -106,42 +107,132 @@ def test_no_drafts_are_wanted_behind_the_end_of_an_output(ahead: Ahead) -> None:
         assert bool(wanted) == (length >= 4)
 
 
-def test_a_draft_does_not_outlive_its_step(ahead: Ahead) -> None:
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_a_draft_does_not_outlive_its_step(ahead: Ahead, preemption_mode: str) -> None:
     """A request that is preempted while its draft waits goes on without it."""
-    rig = make_rig(ahead, num_blocks=14, enable_prefix_caching=False)
-    for name in ("a", "b", "c"):
-        rig.add(name, 6, max_tokens=20)
+    rig = make_rig(
+        ahead, num_blocks=14, num_host_blocks=40, preemption_mode=preemption_mode, enable_prefix_caching=False
+    )
+    execute = rig.runner.execute_model
+    drafted: set[str] = set()
+    """Requests of which the step before had a draft."""
+    lost_draft: set[str] = set()
+    waiting: set[str] = set()
+    """Requests that were preempted and had no step since."""
+    outlived: set[str] = set()
+
+    def watched(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        nonlocal drafted
+        lost_draft.update(drafted & scheduler_output.preempted_req_ids)
+        waiting.update(scheduler_output.preempted_req_ids)
+        outlived.update(waiting & scheduler_output.scheduled_spec_decode_tokens.keys())
+        waiting.difference_update(scheduler_output.num_scheduled_tokens)
+        runner_output = execute(scheduler_output)
+        drafted = {name for name, token_ids in runner_output.draft_token_ids.items() if token_ids}
+        return runner_output
+
+    rig.runner.execute_model = watched  # type: ignore[method-assign]
+    for name in ("a", "b", "c", "d"):
+        rig.add(name, 6, max_tokens=24)
     count_steps(rig)
-    assert sum(rig.core.make_stats().num_preemptions_by_mode.values()) > 0
+    assert lost_draft
+    assert not outlived
+    assert rig.core.make_stats().num_preemptions_by_mode[preemption_mode] > 0
+    assert not waiting
     for name in rig.requests:
-        assert rig.tokens[name] == rig.expected(name, 20)
+        assert rig.tokens[name] == rig.expected(name, 24)
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_whatever_is_drafted_tokens_stay(ahead: Ahead, seed: int) -> None:
-    """Drafts that are right in part, too long, or no tokens at all, beside requests that end and are aborted."""
+def loading(rig: EngineRig) -> list[str]:
+    """The requests whose KV is on its way."""
+    requests = rig.scheduler.requests
+    return [name for name in rig.connector.loads if requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS]
+
+
+def release_quarantined(rig: EngineRig) -> None:
+    """Nothing writes to the blocks of lost loads any more."""
+    released = list(rig.connector.quarantined)
+    rig.connector.quarantined.clear()
+    rig.transfer(released=released)
+
+
+@pytest.mark.parametrize("on_transfer_failure", ["recompute", "reroute", "fail"])
+@pytest.mark.parametrize("seed", range(9))
+def test_whatever_is_drafted_tokens_stay(ahead: Ahead, on_transfer_failure: str, seed: int) -> None:
+    """Drafts that are right in part, too long, or no tokens at all, while all else happens, too.
+
+    Requests end and are aborted, have several sequences, are preempted and swapped, and their KV arrives or fails.
+    """
     chance = random.Random(seed)
 
     def draft(right: Sequence[int]) -> Sequence[int]:
         kept = list(right[: chance.randint(0, len(right))])
         return kept + chance.choice([[], [1001, -1], [chance.randrange(1000)] * 40])
 
-    rig = make_rig(ahead, draft, num_blocks=chance.choice([20, 40, 80]))
+    rig = make_rig(
+        ahead,
+        draft,
+        num_blocks=chance.choice([20, 40, 80]),
+        num_host_blocks=chance.choice([6, 30]),
+        preemption_mode=chance.choice(["recompute", "swap"]),
+        max_num_batched_tokens=chance.choice([8, 16, 64]),
+        on_transfer_failure=on_transfer_failure,
+    )
     aborted: set[str] = set()
-    for turn in range(200):
-        if turn < 120 and chance.random() < 0.2:
-            rig.add(f"r{turn}", chance.randint(1, 20), max_tokens=chance.randint(1, 40), seed=turn)
+    failed: set[str] = set()
+
+    def abort(name: str) -> None:
+        aborted.add(name)
+        rig.abort(name, status=RequestStatus.ABORTED)
+
+    def add(name: str, number: int) -> None:
+        leg = chance.choice([Leg.WHOLE, Leg.DECODE])
+        num_sequences, speculates = chance.choice([1, 1, 2, 3]), chance.random() < 0.9
+        length = chance.randint(1, 30)
+        rig.add(
+            name,
+            chance.randint(1, 20),
+            leg=leg,
+            max_tokens=length,
+            seed=number,
+            n=num_sequences,
+            speculation=speculates,
+        )
+
+    for turn in range(120):
+        if turn < 70 and chance.random() < 0.2:
+            add(f"r{turn}", turn)
+        for name in loading(rig):
+            luck = chance.random()
+            if luck < 0.2:
+                rig.complete_transfer(name)
+            elif luck < 0.3:
+                failed.add(name)
+                rig.fail_transfer(name, chance.randint(0, len(rig.connector.loads[name].block_ids)))
+            elif luck < 0.33:
+                abort(name)
+        if chance.random() < 0.1:
+            release_quarantined(rig)
         live = [name for name in rig.requests if name in rig.scheduler.requests]
         if live and chance.random() < 0.03:
-            aborted.add(chance.choice(live))
-            rig.abort(*(aborted & set(live)), status=RequestStatus.ABORTED)
+            abort(chance.choice(live))
         if rig.core.has_work():
             rig.step()
-    rig.run()
+    while rig.core.has_work() or loading(rig) or rig.connector.quarantined:
+        for name in loading(rig):
+            rig.complete_transfer(name)
+        release_quarantined(rig)
+        rig.run()
+    if on_transfer_failure == "recompute":
+        failed.clear()
     for name, request in rig.requests.items():
-        tokens = rig.tokens[name]
-        assert tokens == rig.expected(name, len(tokens))
-        assert name in aborted or len(tokens) == request.sampling_params.max_tokens
+        sequences = [sequence_id(name, index) for index in range(request.sampling_params.n)]
+        for sequence in sequences:
+            tokens = rig.tokens.get(sequence, [])
+            assert tokens == rig.expected(sequence, len(tokens))
+            assert name in aborted | failed or len(tokens) == request.sampling_params.max_tokens
+    assert not rig.scheduler.requests
+    assert not any(rig.runner.ahead.values())
     stats = rig.core.make_stats()
     assert stats.free_blocks == stats.total_blocks
 

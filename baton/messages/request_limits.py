@@ -18,6 +18,8 @@ MAX_INPUTS = 256
 """The most inputs of one call for embeddings."""
 MAX_MESSAGES = 4096
 """The most messages of one chat."""
+MAX_WORDS = 32
+"""The most entries of a list that chooses among a few known words."""
 MAX_TOOLS = 128
 """The most tools of one chat, and the most calls in one of its messages."""
 MAX_TOOLS_BYTES = 256 << 10

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from baton.errors import InvalidRequest
-from baton.messages.request_limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIABLES
-from router.http.bodies.fields import NotServed, bounded_messages
+from baton.messages.request_limits import MAX_MESSAGES, MAX_TEMPLATE_BYTES, MAX_TEMPLATE_VARIABLES, MAX_WORDS
+from router.http.bodies.fields import NotServed
 from router.http.bodies.generation import GenerationBody
-from router.http.bodies.strict import Strict
+from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import CallId, Calls, ToolChoice, Tools
 
 
@@ -71,7 +71,7 @@ class Message(Strict):
 class ChatPrompt(Strict):
     """Messages, and how the chat template makes a prompt of them."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(bounded_messages)]
+    messages: Annotated[list[Message], Field(min_length=1), Bounded(MAX_MESSAGES, "messages")]
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: Literal[False] | None = None
@@ -88,7 +88,7 @@ class ChatBody(ChatPrompt, GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Bounded(MAX_WORDS)] | None = None
     echo: Literal[False] | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: ToolChoice = None

@@ -13,10 +13,12 @@ from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_CHOICES
 from baton.text.structural_tags import lark_of_structural_tag
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Strict
+from router.http.bodies.strict import Bounded, Strict
 
 ANY_OBJECT = '{"type": "object"}'
 """The schema of the response format json_object."""
+_MAX_STRUCTURES = 4096
+"""More structures, or triggers of them, are longer than a structural tag may be."""
 Constrained = tuple[str, "str | Sequence[str] | None"]
 """A field of the core that says what an answer must be, and its value."""
 
@@ -74,8 +76,8 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = None
-    structures: list[Any] | None = None
-    triggers: list[Any] | None = None
+    structures: Annotated[list[Any], Bounded(_MAX_STRUCTURES)] | None = None
+    triggers: Annotated[list[Any], Bounded(_MAX_STRUCTURES)] | None = None
 
     def as_constraint(self) -> Constrained:
         """What the text must be, with None for any text; raises InvalidRequest if type and other fields do not fit."""

@@ -11,7 +11,6 @@ from baton.messages.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_MESSAGES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOKEN_IDS,
@@ -86,13 +85,6 @@ def _logit_bias(value: Any) -> Mapping[int, float]:
         return {int(key): float(bias) for key, bias in value.items()}
     except OverflowError:
         raise ValueError("has a bias that is too large") from None
-
-
-def bounded_messages(value: Any) -> Any:
-    """Messages whose number is checked, before each message is; raises ValueError."""
-    if isinstance(value, list) and len(value) > MAX_MESSAGES:
-        raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are taken")
-    return value
 
 
 def _truncation(value: Any) -> int | None:

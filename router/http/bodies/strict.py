@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from baton.errors import InvalidRequest
 
@@ -15,10 +18,55 @@ _MAX_NAME_CHARS = 80
 M = TypeVar("M", bound="Strict")
 
 
+class _UnknownField(ValueError):
+    """A field that a model does not have."""
+
+    def __init__(self, name: str, known: frozenset[str]) -> None:
+        super().__init__("is unknown")
+        self.name = name
+        self.known = known
+
+
 class Strict(BaseModel):
-    """A model that takes its own fields alone, each of its own type; the base of all bodies."""
+    """A model that takes its own fields alone, each of its own type; the base of all bodies.
+
+    Its lists are `Bounded`. With an error for each of 260,000 fields or entries a refusal would take a second.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    _names: ClassVar[frozenset[str]] = frozenset()
+    """Of all fields, as clients write them."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._names = frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_unknown_fields(cls, found: Any) -> Any:
+        if isinstance(found, dict) and not found.keys() <= cls._names:
+            raise _UnknownField(next(name for name in found if name not in cls._names), cls._names)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Marks a list of which only the first wrong entry is looked for, and only where there are not too many of them."""
+
+    most: int
+    what: str = "entries"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        if schema["type"] != "list":
+            raise TypeError(f"{source} is no list")
+        return no_info_before_validator_function(self._check, {**schema, "fail_fast": True, "max_length": self.most})
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > self.most:
+            raise ValueError(f"has {len(value)} {self.what}; at most {self.most} are taken")
+        return value
 
 
 def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
@@ -26,24 +74,28 @@ def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(found)
     except ValidationError as error:
-        raise _refusal(kind, error) from None
+        raise _refusal(error) from None
 
 
-def _refusal(kind: type[Strict], error: ValidationError) -> InvalidRequest:
+def _refusal(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     place = first["loc"]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     match first["type"]:
-        case "extra_forbidden":
-            is_name = len(place) == 1 and len(str(place[0])) <= _MAX_NAME_CHARS
-            close = get_close_matches(str(place[0]), kind.model_fields, n=1) if is_name else ()
-            return InvalidRequest(_shown(field), "is unknown" + (f" (did you mean {close[0]}?)" if close else ""))
         case "missing":
             return InvalidRequest(field, "is required")
         case "value_error":
-            return InvalidRequest(field, str(first["ctx"]["error"]))
+            cause = first["ctx"]["error"]
+            return _unknown(field, cause) if isinstance(cause, _UnknownField) else InvalidRequest(field, str(cause))
         case _:
             return InvalidRequest(field, first["msg"].replace("Input should be", "must be"))
+
+
+def _unknown(place: str, cause: _UnknownField) -> InvalidRequest:
+    """The refusal of an unknown field of the object at a place; empty: of the whole body."""
+    close = get_close_matches(cause.name, cause.known, n=1) if len(cause.name) <= _MAX_NAME_CHARS else ()
+    field = f"{place}.{cause.name}" if place else cause.name
+    return InvalidRequest(_shown(field), "is unknown" + (f" (did you mean {close[0]}?)" if close else ""))
 
 
 def _shown(field: str) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator
+from pydantic import AfterValidator, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from baton.text.schema_compiling import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
-from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.strict import Bounded, Strict, read_as
 
 _MAX_ID_CHARS = 256
 
@@ -28,13 +28,6 @@ def _call_id(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and 0 < len(value) <= _MAX_ID_CHARS):
         return value
     raise ValueError(f"must be a string of 1 to {_MAX_ID_CHARS} characters")
-
-
-def bounded(value: Any) -> Any:
-    """A list of tools or calls whose length is checked, before each of them is; raises ValueError."""
-    if isinstance(value, list) and len(value) > MAX_TOOLS:
-        raise ValueError(f"has {len(value)} entries; at most {MAX_TOOLS} are taken")
-    return value
 
 
 def check_distinct(names: Sequence[str]) -> None:
@@ -120,8 +113,8 @@ ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | None,
     PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
 ]
-Tools = Annotated[list[ToolBody] | None, BeforeValidator(bounded), AfterValidator(_distinct)]
-Calls = Annotated[list[CallBody] | None, BeforeValidator(bounded)]
+Tools = Annotated[Annotated[list[ToolBody], Bounded(MAX_TOOLS)] | None, AfterValidator(_distinct)]
+Calls = Annotated[list[CallBody], Bounded(MAX_TOOLS)] | None
 
 
 @dataclass(frozen=True, slots=True)

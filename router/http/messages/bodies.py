@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
-from router.http.bodies.fields import NotServed, Stop, bounded_messages
-from router.http.bodies.strict import Strict
+from baton.messages.request_limits import MAX_MESSAGES
+from router.http.bodies.fields import NotServed, Stop
+from router.http.bodies.strict import Bounded, Strict
 from router.http.chat_plan import ToolOffer
 from router.http.messages.blocks import Content, TextContent, check_role, text_of
 from router.http.messages.conversation import template_messages
@@ -64,7 +65,7 @@ class CountBody(Strict):
     """POST /v1/messages/count_tokens: the fields that make the prompt."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True), BeforeValidator(bounded_messages)]
+    messages: Annotated[list[Turn], Field(min_length=1), Bounded(MAX_MESSAGES, "messages")]
     system: TextContent = ()
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

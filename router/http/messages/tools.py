@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 
 from baton.errors import InvalidRequest
+from baton.messages.request_limits import MAX_TOOLS, MAX_WORDS
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Strict
+from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import (
     FunctionBody,
     NamedFunction,
@@ -17,7 +18,6 @@ from router.http.bodies.tools import (
     ToolBody,
     ToolFields,
     ToolName,
-    bounded,
     check_distinct,
 )
 from router.http.chat_plan import reasoning_variables
@@ -44,7 +44,7 @@ class CustomTool(Strict):
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Bounded(MAX_WORDS)] | None = None
     defer_loading: Literal[False] | None = None
     input_examples: NotServed = None
 
@@ -61,7 +61,7 @@ def _distinct(value: list[CustomTool] | None) -> list[CustomTool] | None:
     return value
 
 
-Tools = Annotated[list[CustomTool] | None, BeforeValidator(bounded), AfterValidator(_distinct)]
+Tools = Annotated[Annotated[list[CustomTool], Bounded(MAX_TOOLS)] | None, AfterValidator(_distinct)]
 
 
 class ToolChoice(Strict):

@@ -13,11 +13,12 @@ from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest
+from baton.messages.request_limits import MAX_WORDS
 from baton.messages.sampling import SamplingDefaults
 from router.http.bodies.chats import ReasoningEffort
 from router.http.bodies.constraints import ANY_OBJECT
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Strict
+from router.http.bodies.strict import Bounded, Strict
 from router.http.chat_plan import ToolOffer
 from router.http.responses.input_items import read_input
 from router.http.responses.items import Item
@@ -112,7 +113,7 @@ class ResponsesBody(Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable], Bounded(MAX_WORDS)] | None = None
     text: TextConfig | None = None
     tools: FunctionTools = None
     tool_choice: FunctionChoice = None

@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.strict import Bounded, Strict, read_as
 from router.http.bodies.tools import CallId, ToolName
 from router.http.responses.items import CallItem, CallOutputItem, Item, MessageItem, ReasoningItem
 
@@ -82,8 +82,8 @@ class ReasoningInput(Strict):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Sequence[SummaryText] = ()
-    content: Sequence[ReasoningText] | None = None
+    summary: Annotated[list[SummaryText], Bounded(MAX_MESSAGES)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], Bounded(MAX_MESSAGES)] | None = None
     status: _Status | None = None
     encrypted_content: NotServed = None
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, PlainValidator
 
 from baton.errors import InvalidRequest
+from baton.messages.request_limits import MAX_TOOLS
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.strict import Bounded, Strict, read_as
 from router.http.bodies.tools import (
     FunctionBody,
     NamedFunction,
@@ -17,7 +18,6 @@ from router.http.bodies.tools import (
     ToolBody,
     ToolFields,
     ToolName,
-    bounded,
     check_distinct,
 )
 
@@ -63,12 +63,12 @@ class AllowedTools(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], BeforeValidator(bounded)]
+    tools: Annotated[list[ChosenTool], Bounded(MAX_TOOLS)]
 
 
 def _tool_type(value: Any) -> Any:
     """A list of tools; raises ValueError for one that is no function, by its type."""
-    for place, tool in enumerate(bounded(value) if isinstance(value, list) else ()):
+    for place, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise ValueError(f"has, at {place}, a tool of the type {kind[:40]!r}; only functions are served")
@@ -92,7 +92,9 @@ def _choice(value: Any) -> Any:
         raise ValueError(f"{error.field} {error.reason}") from None
 
 
-FunctionTools = Annotated[list[FunctionTool] | None, BeforeValidator(_tool_type), AfterValidator(_distinct)]
+FunctionTools = Annotated[
+    Annotated[list[FunctionTool], Bounded(MAX_TOOLS)] | None, BeforeValidator(_tool_type), AfterValidator(_distinct)
+]
 FunctionChoice = Annotated[
     Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None,
     PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool | AllowedTools),

@@ -46,7 +46,7 @@ def prompt_of(request: Any) -> str:
         ({"tools": [{"type": "web_search"}]}, "tools", "at 0, a tool of the type 'web_search'; only functions are"),
         ({"tools": [F, {"type": "x" * 1000}]}, "tools", "at 1, a tool of the type 'xxxx"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name", "is required"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function", "is unknown"),
         ({"tools": [F | {"name": "no name"}]}, "tools[0].name", "must be 1 to 64 letters"),
         ({"tools": [F | {"name": "x" * 65}]}, "tools[0].name", "must be 1 to 64 letters"),
         ({"tools": [F | {"strict": "yes"}]}, "tools[0].strict", "must be"),

@@ -285,13 +285,17 @@ class Dispatcher:
         else:
             request = validate(*args)
         for field, schema in raw.schemas.items():
-            try:
-                await self._queued(self._bounded_work.check(Constraint(schema), raw.tenant))
-            except InvalidRequest as error:
-                raise InvalidRequest(field, error.reason) from None
+            await self._check(Constraint(schema), field, raw.tenant)
         if (constraint := request.sampling_params.constraint) is not None:
-            await self._queued(self._bounded_work.check(constraint, raw.tenant))
+            await self._check(constraint, raw.constraint_field or constraint.kind, raw.tenant)
         return request
+
+    async def _check(self, constraint: Constraint, field: str, tenant: str) -> None:
+        """Check that a constraint can be served; raises InvalidRequest that names the client's field."""
+        try:
+            await self._queued(self._bounded_work.check(constraint, tenant))
+        except InvalidRequest as error:
+            raise InvalidRequest(field, error.reason) from None
 
     async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
         """Do long work in a thread, beside the event loop; raises QueueFull if too much of it waits."""

@@ -339,13 +339,13 @@ def _with_constraint(
             raise InvalidRequest(other, f"does not go with {field}")
     match kind:
         case "json_schema":
-            return replace(sampling, json_schema=_schema(raw.json_schema or "", card))
+            return replace(sampling, json_schema=_schema(field, raw.json_schema or "", card))
         case "choice":
-            return replace(sampling, choice=_choice(raw.choice))
+            return replace(sampling, choice=_choice(field, raw.choice))
         case "regex":
-            return replace(sampling, regex=_checked_pattern(kind, raw.regex))
+            return replace(sampling, regex=_checked_pattern(field, raw.regex))
         case "grammar":
-            return replace(sampling, grammar=_checked_pattern(kind, raw.grammar))
+            return replace(sampling, grammar=_checked_pattern(field, raw.grammar))
 
 
 def _checked_pattern(field: str, text: str | None) -> str:
@@ -353,22 +353,22 @@ def _checked_pattern(field: str, text: str | None) -> str:
     return text or ""
 
 
-def _schema(json_schema: str, card: ModelCard) -> str:
-    _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
+def _schema(field: str, json_schema: str, card: ModelCard) -> str:
+    _check_name(field, json_schema, MAX_SCHEMA_BYTES)
     if card.permits_extra_keys:
         return json_schema
     json_schema = without_extra_keys(json_schema)
-    _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
+    _check_name(field, json_schema, MAX_SCHEMA_BYTES)
     return json_schema
 
 
-def _choice(texts: Sequence[str]) -> tuple[str, ...]:
+def _choice(field: str, texts: Sequence[str]) -> tuple[str, ...]:
     """The texts of a choice, without duplicates."""
     if len(texts) > MAX_CHOICES:
-        raise InvalidRequest("choice", f"has {len(texts)} texts; at most {MAX_CHOICES} are taken")
-    _check_name("choice", "".join(texts), MAX_SCHEMA_BYTES)
+        raise InvalidRequest(field, f"has {len(texts)} texts; at most {MAX_CHOICES} are taken")
+    _check_name(field, "".join(texts), MAX_SCHEMA_BYTES)
     if "" in texts:
-        raise InvalidRequest("choice", "contains an empty text")
+        raise InvalidRequest(field, "contains an empty text")
     return tuple(dict.fromkeys(texts))
 
 

@@ -7,8 +7,9 @@ The rules:
    it. Reasoning may come before it.
 3. An output that the request constrains otherwise has no reasoning, since the constraint holds from its first token on.
 4. Where no call is demanded and no other constraint is given, strict tools are a grammar of the output, too: of text in
-   which their calls have arguments that fit. Not so in formats without a `trigger`, and where a marker of calls or of
-   reasoning is a special token, which can't be generated under a grammar: there `strict` changes nothing.
+   which their calls have arguments that fit. Not so in formats without a `trigger`, where a marker of calls or of
+   reasoning is a special token, which can't be generated under a grammar, where the model has no token that ends its
+   text, and where the grammar of all tools would be larger than grammars may be: there `strict` changes nothing.
 5. Parameters of tools that may be called on demand, and of strict tools of such a grammar, are checked like the schemas
    of outputs, since they constrain one. Those of other tools may be any JSON schemas within the bounds of `tools_of`:
    only the model reads them.
@@ -27,6 +28,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from baton.messages.generation import GenerateRequest, ModelCard
 from baton.text.reasoning import BEGIN, END, opens_reasoning
+from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.formats import Tool
 from router.http.bodies.chats import ChatBody
@@ -144,15 +146,17 @@ def plan_offer(
         )
         text, grammar, grammar_field = text + demand.prompt_end, demand.grammar, "tool_choice"
         parsing = replace(parsing, prompt_end=demand.prompt_end)
-    elif (in_grammar := _held_to_schemas(offer, callable_tools, parsing, shown_tokens)) and tool_format is not None:
-        grammar_field = offer.fields.strict(tools.index(in_grammar[0]))
-        grammar = tool_format.strict_calls(
+    elif (strict := _held_to_schemas(offer, callable_tools, parsing, shown_tokens, card)) and tool_format is not None:
+        text_with_calls = tool_format.strict_calls(
             callable_tools,
             is_parallel=parsing.max_calls > 1,
             closes_objects=not card.permits_extra_keys,
             reasons=parsing.reasons,
             is_open=parsing.is_open,
         )
+        if len(text_with_calls.encode()) <= MAX_SCHEMA_BYTES:
+            grammar, grammar_field = text_with_calls, offer.fields.strict(tools.index(strict[0]))
+            in_grammar = strict
     return ChatPlan(
         model.rendered_ids(text),
         parsing,
@@ -164,10 +168,11 @@ def plan_offer(
 
 
 def _held_to_schemas(
-    offer: ToolOffer, tools: Sequence[Tool], parsing: TextParsing, shown_tokens: Sequence[int]
+    offer: ToolOffer, tools: Sequence[Tool], parsing: TextParsing, shown_tokens: Sequence[int], card: ModelCard
 ) -> Sequence[Tool]:
     """The strict tools of an offer that demands no call, if a grammar can hold their calls to the schemas (rule 4)."""
-    if offer.constraint_field is not None or parsing.tools is None or not parsing.tools.trigger or shown_tokens:
+    has_trigger = parsing.tools is not None and parsing.tools.trigger
+    if offer.constraint_field is not None or not has_trigger or shown_tokens or not card.has_end:
         return ()
     return [tool for tool in tools if tool.is_strict]
 

@@ -279,10 +279,6 @@ class Completions(_OpenAiEndpoint):
     names = {  # noqa: RUF012
         "request_id": ("request_id", "x-request-id"),
         "next_token_index": ("last-event-id",),
-        "json_schema": ("structured_outputs", "guided_json", "response_format"),
-        "regex": ("structured_outputs", "guided_regex"),
-        "choice": ("structured_outputs", "guided_choice"),
-        "grammar": ("structured_outputs", "guided_grammar", "response_format"),
         "beam_width": ("beam_width", "use_beam_search"),
         "prompt_logprobs": ("prompt_logprobs", "logprobs"),
     }
@@ -324,7 +320,6 @@ class ChatCompletions(_OpenAiEndpoint):
     names = {  # noqa: RUF012
         **Completions.names,
         "prompt": ("messages",),
-        "grammar": (*Completions.names["grammar"], "tool_choice", "tools"),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }

@@ -189,6 +189,7 @@ class MessagesBody(CountBody):
             max_tokens=max_tokens,
             stop=self.stop_sequences,
             json_schema=json.dumps(self.format.schema_) if self.format is not None else None,
+            constraint_field=_FORMAT if self.format is not None else "",
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
         )

@@ -37,8 +37,6 @@ _NAMES: Mapping[str, Sequence[str]] = {
     "request_id": ("request_id", "x-request-id"),
     "prompt": ("prompt", "messages"),
     "stop": ("stop", "stop_sequences"),
-    "json_schema": ("json_schema", "output_config"),
-    "grammar": ("grammar", "tool_choice"),
 }
 
 

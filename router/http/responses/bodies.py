@@ -24,6 +24,7 @@ from router.http.responses.input_items import read_input
 from router.http.responses.items import Item
 from router.http.responses.tools import TOOL_FIELDS, FunctionChoice, FunctionTools, choice_of
 
+_FORMAT = "text.format"
 _LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "message.output_text.logprobs",
@@ -170,7 +171,7 @@ class ResponsesBody(Strict):
             [tool.as_tool() for tool in tools],
             choice,
             self.parallel_tool_calls is not False,
-            "text.format" if self._schema is not None else None,
+            _FORMAT if self._schema is not None else None,
             TOOL_FIELDS,
             allowed,
         )
@@ -200,6 +201,7 @@ class ResponsesBody(Strict):
             max_tokens=max_tokens,
             logprobs=self.num_logprobs,
             json_schema=self._schema,
+            constraint_field=_FORMAT if self._schema is not None else "",
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
         )

@@ -66,8 +66,6 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         "messages": ("messages", "input"),
         "logprobs": ("logprobs", "top_logprobs"),
         "max_tokens": ("max_tokens", "max_output_tokens"),
-        "json_schema": ("json_schema", "text"),
-        "grammar": ("grammar", "tool_choice"),
     }
 
     def __init__(

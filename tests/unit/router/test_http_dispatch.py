@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,12 @@ PROMPT = {"prompt": "hello", "max_tokens": 4}
 
 
 @asynccontextmanager
-async def rigs(limits: DispatchLimits | None = None) -> AsyncIterator[tuple[RouterRig, AsgiClient]]:
+async def rigs(
+    limits: DispatchLimits | None = None, chat_template: str = DEFAULT_TEMPLATE
+) -> AsyncIterator[tuple[RouterRig, AsgiClient]]:
     async with router_rig(prefill("p1"), decode("d1"), limits=limits) as rig:
         handler = GenerationHandler(rig.dispatcher, FakeTokenizer(), lambda: CARD)
-        yield rig, AsgiClient(HttpRig().front(handler, 1000.0, DEFAULT_TEMPLATE))
+        yield rig, AsgiClient(HttpRig().front(handler, 1000.0, chat_template))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -182,4 +185,51 @@ async def test_a_constrained_stream_goes_on_under_its_constraint_after_its_node_
         assert "".join(event.text for event in events) == text
         assert events[-1].choice["finish_reason"] == "stop"
         assert done.is_done
+        rig.dispatcher.close()
+
+
+STRICT = {"name": "f", "strict": True}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+SHORT_PROMPT = "{# <tool_call> #}{{ messages[0].content }}"
+HELLO = [{"role": "user", "content": "hi"}]
+STRICT_CALLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": HELLO,
+        "tools": [{"type": "function", "function": STRICT | {"parameters": SCHEMA}}],
+    },
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", "parameters": SCHEMA} | STRICT]},
+    "/v1/messages": {"model": MODEL, "max_tokens": 9, "messages": HELLO, "tools": [STRICT | {"input_schema": SCHEMA}]},
+}
+STRICT_FIELDS = {"/v1/chat/completions": "tools[0].function.strict"}
+DEMANDS = {"/v1/messages": {"type": "any"}}
+FORMATS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": ({"guided_choice": ["x" * 200]}, "guided_choice"),
+    "/v1/responses": ({"text": {"format": {"type": "json_schema", "schema": {"title": "x" * 200}}}}, "text.format"),
+    "/v1/messages": (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"title": "x" * 200}}}},
+        "output_config.format",
+    ),
+}
+
+
+@pytest.mark.parametrize("asks_for", ["strict", "call", "format"])
+@pytest.mark.parametrize("checked_by", ["router.admission.validation", "baton.text.constraint_checker"])
+@pytest.mark.parametrize("path", STRICT_CALLS)
+async def test_a_refused_constraint_is_named_as_the_client_asked_for_it(
+    path: str, checked_by: str, asks_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{checked_by}.MAX_SCHEMA_BYTES", 100)
+    monkeypatch.setattr(f"{checked_by}.MAX_CHOICE_JSON_BYTES", 100, raising=False)
+    more, field = {
+        "strict": ({}, STRICT_FIELDS.get(path, "tools[0].strict")),
+        "call": ({"tool_choice": DEMANDS.get(path, "required")}, "tool_choice"),
+        "format": FORMATS[path],
+    }[asks_for]
+    async with rigs(chat_template=SHORT_PROMPT) as (rig, client):
+        refused = await client.post(path, STRICT_CALLS[path] | more).end()
+        assert refused.status == 400
+        error = refused.json["error"]
+        named, _, reason = error["message"].partition(": ")
+        assert (named, error.get("param", field)) == (field, field)
+        assert "at most 100 are taken" in reason
         rig.dispatcher.close()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk
 from baton.messages.request_limits import MAX_REQUEST_BYTES, MAX_TOOLS
 from baton.messages.sampling import TokenLogprobs
@@ -131,14 +130,6 @@ async def test_tools_of_a_model_that_calls_none_are_refused_unless_none_may_be_c
     request = (await rig.next_call()).request
     assert request is not None
     assert not request.is_parsed
-
-
-@pytest.mark.parametrize("field", ["tools[0].parameters", "grammar"])
-async def test_a_schema_that_the_core_refuses_is_named_as_the_client_named_it(field: str) -> None:
-    rig = rig_with_tools()
-    exchange = rig.post(RESPONSES, HELLO | {"tool_choice": "required"})
-    (await rig.next_call()).tell(InvalidRequest(field, "is bad"))
-    assert (await exchange.end()).error["param"] == ("tool_choice" if field == "grammar" else field)
 
 
 async def test_the_response_says_which_tools_there_were() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from baton.testing.fake_tokenizer import FakeTokenizer
 from baton.text.schema_compiling import check_constraint
 from tests.support.byte_matching import takes
 from tests.support.http_client import Event, Exchange
-from tests.support.http_rig import HttpRig, chunk, finished
+from tests.support.http_rig import CARD, HttpRig, chunk, finished
 from tests.support.tool_formats import MARKERS, template, written
 
 CHATS = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-F = {"type": "function", "function": {"name": "f", "description": "It fs.", "parameters": SCHEMA, "strict": True}}
+STRICT: dict[str, Any] = {"name": "f", "description": "It fs.", "parameters": SCHEMA, "strict": True}
+F = {"type": "function", "function": STRICT}
 G = {"type": "function", "function": {"name": "g"}}
 NAMED = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -98,6 +100,15 @@ async def test_strict_tools_are_no_grammar_where_it_would_forbid_their_markers(n
     assert (request.grammar, request.constraint_field, request.schemas) == (None, "", {})
     request, _ = await asked(HttpRig(template=template(name)), chat())
     assert (request.grammar is not None) == (name in ("hermes", "smollm2"))
+
+
+@pytest.mark.parametrize("obstacle", ["size", "no end"])
+async def test_strict_tools_are_no_grammar_that_the_core_would_refuse(obstacle: str) -> None:
+    large = SCHEMA | ({"description": "x" * 40_000} if obstacle == "size" else {})
+    tools = [{"type": "function", "function": STRICT | {"name": name, "parameters": large}} for name in "fh"]
+    rig = HttpRig(template=template("hermes"), card=replace(CARD, has_end=obstacle == "size", max_model_len=300_000))
+    request, _ = await asked(rig, chat(tools=tools))
+    assert (request.grammar, request.constraint_field, request.schemas) == (None, "", {})
 
 
 async def test_another_constraint_is_kept_beside_strict_tools_that_may_be_called() -> None:

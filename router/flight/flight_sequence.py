@@ -36,9 +36,9 @@ class FlightSequence:
         """How long the output is as far as the running attempt has sent it, the tokens that it was given included."""
         self._end: SequenceEnd | None = None
         self._drafts_before = NO_DRAFTS
-        """Of the earlier attempts whose tokens the running one was given."""
+        """The counts of the earlier attempts whose tokens the running one was given."""
         self._drafts = NO_DRAFTS
-        """Of the running attempt."""
+        """The counts of the running attempt."""
 
     @property
     def draft_counts(self) -> DraftCounts:

@@ -122,9 +122,9 @@ class ToolFields:
     """The names that fields of tools have in one API, for refusals."""
 
     parameters_name: str
-    """Of the parameters, within a tool."""
+    """The name of the parameters, within a tool."""
     chosen_name: str
-    """Of the name of the tool that is to be called."""
+    """The name of the field with the name of the tool that is to be called."""
 
     def parameters(self, place: int) -> str:
         """The parameters of one of the tools."""

@@ -30,14 +30,14 @@ class OutputItem:
     call_id: str = ""
     name: str = ""
     status: str = ""
-    """Empty until its end."""
+    """How the item ended; empty until then."""
     pieces: list[str] = field(default_factory=list)
     logprobs: list[str] = field(default_factory=list)
     """Log-probabilities as the entries of lists in JSON."""
 
     @property
     def text(self) -> str:
-        """Its text so far; of a call the arguments."""
+        """The text so far; the arguments, if the item is a call."""
         return "".join(self.pieces)
 
     @property

@@ -56,7 +56,7 @@ class Message(Strict):
     audio: NotServed = None
     function_call: NotServed = None
     tool_calls: Calls = None
-    tool_call_id: CallId = None
+    tool_call_id: CallId | None = None
     reasoning_content: str | None = None
 
     def check(self, place: int) -> None:

@@ -24,8 +24,8 @@ def _name(value: Any) -> str:
     return value
 
 
-def _call_id(value: Any) -> str | None:
-    if value is None or (isinstance(value, str) and 0 < len(value) <= _MAX_ID_CHARS):
+def _call_id(value: Any) -> str:
+    if isinstance(value, str) and 0 < len(value) <= _MAX_ID_CHARS:
         return value
     raise ValueError(f"must be a string of 1 to {_MAX_ID_CHARS} characters")
 
@@ -42,7 +42,7 @@ def _distinct(value: list[ToolBody] | None) -> list[ToolBody] | None:
 
 
 ToolName = Annotated[str, PlainValidator(_name, json_schema_input_type=str)]
-CallId = Annotated[str | None, PlainValidator(_call_id, json_schema_input_type=str)]
+CallId = Annotated[str, PlainValidator(_call_id, json_schema_input_type=str)]
 
 
 class FunctionBody(Strict):
@@ -76,7 +76,7 @@ class CalledFunction(Strict):
 class CallBody(Strict):
     """A call in a message of the assistant."""
 
-    id: CallId = None
+    id: CallId | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None

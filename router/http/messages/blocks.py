@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PlainValidator
+from pydantic import PlainValidator
 
 from baton.errors import InvalidRequest
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Strict, read_as
 from router.http.bodies.tools import CallId, ToolName
-
-
-def _given(value: str | None) -> str:
-    if value is None:
-        raise ValueError("must be a string")
-    return value
-
-
-UseId = Annotated[CallId, AfterValidator(_given)]
 
 
 class _CachedBlock(Strict):
@@ -46,7 +37,7 @@ class ToolUse(_CachedBlock):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
-    id: UseId
+    id: CallId
     name: ToolName
     input: dict[str, Any]
     caller: DirectCaller | None = None
@@ -81,7 +72,7 @@ class ToolResult(_CachedBlock):
     """The result of a call."""
 
     type: Literal["tool_result"]
-    tool_use_id: UseId
+    tool_use_id: CallId
     content: TextContent = ()
     is_error: bool | None = None
     toolset_name: NotServed = None

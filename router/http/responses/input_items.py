@@ -35,7 +35,7 @@ class FunctionCall(Strict):
 
     def as_item(self) -> CallItem:
         """The item, which has no id yet."""
-        return CallItem("", (self.arguments,), _given(self.call_id), self.name, self.status or "completed")
+        return CallItem("", (self.arguments,), self.call_id, self.name, self.status or "completed")
 
 
 def _text_or_parts(value: Any) -> str | list[Any]:
@@ -60,7 +60,7 @@ class FunctionCallOutput(Strict):
 
     def as_item(self) -> CallOutputItem:
         """The item, which has no id yet; raises ValueError for parts that are no text."""
-        return CallOutputItem("", _texts(self.output, "output"), _given(self.call_id))
+        return CallOutputItem("", _texts(self.output, "output"), self.call_id)
 
 
 class ReasoningText(Strict):
@@ -165,9 +165,3 @@ def _text(part: Any, name: str) -> str:
 def _check_fields(found: Mapping[str, Any], known: set[str], name: str) -> None:
     if unknown := next((field for field in found if field not in known), None):
         raise ValueError(f"{name} has the unknown field {unknown[:40]!r}")
-
-
-def _given(call_id: str | None) -> str:
-    if call_id is None:
-        raise ValueError("call_id must be a string")
-    return call_id

@@ -103,8 +103,8 @@ def tool(**fields: Any) -> dict[str, Any]:
     return {"tools": [F | fields]}
 
 
-def said(turn: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": [*HELLO, turn]}
+def said(*turns: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*HELLO, *turns]}
 
 
 FORMAT = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
@@ -150,7 +150,16 @@ for _ in range(20):
         (said(assistant(CALL | {"caller": {"type": "x"}})), "messages[1].content: block 0: caller.type: "),
         (said(assistant({"type": "server_tool_use"})), "messages[1].content: block 0 is of the type 'server_tool_use'"),
         (said(assistant(*[CALL] * (MAX_TOOLS + 1))), f"messages[1].content: has more than {MAX_TOOLS} calls"),
-        (said(user(*[RESULT] * MAX_MESSAGES)), "messages[1].content: has, with those before, more than 4096"),
+        (
+            said(assistant(CALL), user(*[RESULT] * MAX_MESSAGES)),
+            "messages[2].content: has, with those before, more than 4096",
+        ),
+        (said(user(RESULT)), "messages[1].content: has the result of the call 'c1', which is not before it"),
+        (said(user(RESULT), assistant(CALL)), "messages[1].content: has the result of the call 'c1', which is not"),
+        (
+            said(assistant(CALL), user(RESULT | {"tool_use_id": "x" * 256})),
+            f"messages[2].content: has the result of the call '{'x' * 80}', which is not before it",
+        ),
         (said(user(RESULT | {"content": [{"type": "image"}]})), "messages[1].content: block 0: content: block 0 is"),
         (said(user(RESULT | {"content": [RESULT]})), "messages[1].content: block 0: content: block 0 is"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: and the type enabled need each other"),

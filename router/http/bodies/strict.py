@@ -94,7 +94,9 @@ def _refusal(error: ValidationError) -> InvalidRequest:
 def _unknown(place: str, cause: _UnknownField) -> InvalidRequest:
     """The refusal of an unknown field of the object at a place; empty: of the whole body."""
     close = get_close_matches(cause.name, cause.known, n=1) if len(cause.name) <= _MAX_NAME_CHARS else ()
-    field = f"{place}.{cause.name}" if place else cause.name
+    # Pydantic takes no error whose text is not valid Unicode.
+    name = cause.name.encode(errors="backslashreplace").decode()
+    field = f"{place}.{name}" if place else name
     return InvalidRequest(_shown(field), "is unknown" + (f" (did you mean {close[0]}?)" if close else ""))
 
 

@@ -62,6 +62,8 @@ def test_bodies_have_lists() -> None:
         (ResponsesBody, {"input": "x", "include": [1] * 9}, "include[0]"),
         (ResponsesBody, {"input": "x", "include": [1] * 33}, "include"),
         (ResponsesBody, {"input": "x", "reasoning": {"efort": "x", "y": 1}}, "reasoning.efort"),
+        (ResponsesBody, {"input": [{"type": "reasoning", "\ud800": 1}]}, "input"),
+        (ResponsesBody, {"\ud800": 1}, r"\ud800"),
         (ResponsesBody, {f"x{place}": 1 for place in range(9)}, "x0"),
         (MessagesBody, MESSAGE | {"tools": [{f"x{place}": 1 for place in range(9)}] * 2}, "tools[0].x0"),
         (MessagesBody, MESSAGE | {"tools": [{"name": "f", "input_schema": {}, "allowed_callers": [1] * 9}]}, CALLER),

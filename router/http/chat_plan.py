@@ -30,7 +30,7 @@ from baton.messages.generation import GenerateRequest, ModelCard
 from baton.text.reasoning import BEGIN, END, opens_reasoning
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
-from baton.text.tool_calls.formats import Tool
+from baton.text.tool_calls.formats import Surroundings, Tool
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
 from router.http.model import ServedModel
@@ -131,29 +131,18 @@ def plan_offer(
     # Some models have the markers as special tokens, whose texts are left out otherwise.
     markers = [*(tool_format.markers if tool_format is not None else ()), *((BEGIN, END) if reasons else ())]
     shown_tokens = model.special_ids(markers) if markers else ()
+    strict = _held_to_schemas(offer, callable_tools, parsing, shown_tokens, card)
     grammar, grammar_field, in_grammar = None, "", wanted
     if wanted and tool_format is not None:
         if tool_format.prompt_end:
             if parsing.is_open:
                 raise InvalidRequest("tool_choice", _OPEN_REASONING)
             parsing = replace(parsing, reasons=False)
-        demand = tool_format.demand(
-            wanted,
-            is_parallel=parsing.max_calls > 1,
-            closes_objects=not card.permits_extra_keys,
-            reasons=parsing.reasons,
-            is_open=parsing.is_open,
-        )
+        demand = tool_format.demand(wanted, _surroundings(parsing, card))
         text, grammar, grammar_field = text + demand.prompt_end, demand.grammar, "tool_choice"
         parsing = replace(parsing, prompt_end=demand.prompt_end)
-    elif (strict := _held_to_schemas(offer, callable_tools, parsing, shown_tokens, card)) and tool_format is not None:
-        text_with_calls = tool_format.strict_calls(
-            callable_tools,
-            is_parallel=parsing.max_calls > 1,
-            closes_objects=not card.permits_extra_keys,
-            reasons=parsing.reasons,
-            is_open=parsing.is_open,
-        )
+    elif strict and tool_format is not None:
+        text_with_calls = tool_format.strict_calls(callable_tools, _surroundings(parsing, card))
         if len(text_with_calls.encode()) <= MAX_SCHEMA_BYTES:
             grammar, grammar_field = text_with_calls, offer.fields.strict(tools.index(strict[0]))
             in_grammar = strict
@@ -164,6 +153,16 @@ def plan_offer(
         grammar_field,
         shown_tokens,
         {offer.fields.parameters(place): tool.parameters for place, tool in enumerate(tools) if tool in in_grammar},
+    )
+
+
+def _surroundings(parsing: TextParsing, card: ModelCard) -> Surroundings:
+    """What the grammar of an answer's calls has to know."""
+    return Surroundings(
+        is_parallel=parsing.max_calls > 1,
+        closes_objects=not card.permits_extra_keys,
+        reasons=parsing.reasons,
+        is_open=parsing.is_open,
     )
 
 

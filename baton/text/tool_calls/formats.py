@@ -61,6 +61,20 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a grammar of calls has to know beside the tools."""
+
+    is_parallel: bool
+    """Whether several calls may follow each other."""
+    closes_objects: bool
+    """Whether objects have no extra keys; see `closed_objects`."""
+    reasons: bool
+    """Whether the calls may follow reasoning."""
+    is_open: bool
+    """Whether the prompt has opened the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """One format of calls."""
 
@@ -83,16 +97,13 @@ class ToolFormat:
     trigger: str = ""
     """The text with which all calls begin; empty: there is none, or it is a special token."""
 
-    def demand(
-        self, tools: Sequence[Tool], *, is_parallel: bool, closes_objects: bool, reasons: bool, is_open: bool
-    ) -> Demand:
+    def demand(self, tools: Sequence[Tool], surroundings: Surroundings) -> Demand:
         """The grammar of a call of one of these tools, or of several calls; raises InvalidRequest for a wrong schema.
 
-        `closes_objects`: see `closed_objects`. `reasons`: the calls may follow reasoning, which `is_open` if the prompt
-        has opened it; never with a `prompt_end`.
+        There is no reasoning with a `prompt_end`.
         """
-        rules = [f"start: {_prefix(reasons, is_open)}calls"]
-        more = f" ({_literal(self.between)} call)*" if is_parallel and self.between else ""
+        rules = [f"start: {_prefix(surroundings.reasons, surroundings.is_open)}calls"]
+        more = f" ({_literal(self.between)} call)*" if surroundings.is_parallel and self.between else ""
         rules.append(f"calls: {_literal(self.before)} call{more} {_literal(self.after)}")
         rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
         prompt_end, head = self.prompt_end, self.head
@@ -103,21 +114,19 @@ class ToolFormat:
             before = _literal(head.replace("NAME", tool.name))
             rules += [
                 f"call_{place}: {before} arguments_{place} {_literal(self.tail)}",
-                f"arguments_{place}: %json {_guided(tool.parameters, closes_objects=closes_objects)}",
+                f"arguments_{place}: %json {_guided(tool.parameters, closes_objects=surroundings.closes_objects)}",
             ]
-        if reasons:
+        if surroundings.reasons:
             rules.append(_REASONING)
         return Demand(prompt_end, "\n".join(rules))
 
-    def strict_calls(
-        self, tools: Sequence[Tool], *, is_parallel: bool, closes_objects: bool, reasons: bool, is_open: bool
-    ) -> str:
+    def strict_calls(self, tools: Sequence[Tool], surroundings: Surroundings) -> str:
         """The grammar of a text in which the arguments of strict tools' calls fit their schemas; for a `trigger`.
 
         Behind each trigger is a call of one of these tools, and the arguments of the others are any JSON objects. Not
-        so in reasoning, and, unless `is_parallel`, behind the first call: there the trigger is plain text. Otherwise as
-        `demand`.
+        so in reasoning, and, unless calls are parallel, behind the first call: there the trigger is plain text.
         """
+        is_parallel, closes_objects = surroundings.is_parallel, surroundings.closes_objects
         grammar, trigger = LarkGrammar(), literal(self.trigger)
         calls = []
         for tool in tools:
@@ -131,20 +140,20 @@ class ToolFormat:
             opening = literal(self.before.removeprefix(self.trigger))
             others = [grammar.repeated(grammar.sequence([literal(self.between), call]), 0, None)] if is_parallel else []
             call = grammar.shared(grammar.sequence([opening, call, *others, literal(self.after)]))
-        first = grammar.choice([grammar.shortest(one) for one in _texts_before(trigger, grammar, reasons, is_open)])
+        first = grammar.choice([grammar.shortest(one) for one in _texts_before(trigger, grammar, surroundings)])
         later = (
             grammar.repeated(grammar.sequence([grammar.text_until(trigger), call]), 0, None) if is_parallel else EMPTY
         )
         return grammar.text(grammar.choice([grammar.sequence([first, call, later, ANY_TEXT]), ANY_TEXT]))
 
 
-def _texts_before(trigger: Part, grammar: LarkGrammar, reasons: bool, is_open: bool) -> Sequence[Part]:
+def _texts_before(trigger: Part, grammar: LarkGrammar, surroundings: Surroundings) -> Sequence[Part]:
     """The texts that end with the first trigger, which is not in the reasoning."""
     ended = grammar.sequence([ANY_TEXT, literal(REASONING_END), ANY_TEXT, trigger])
-    if is_open:
+    if surroundings.is_open:
         return [ended]
     plain = grammar.sequence([ANY_TEXT, trigger])
-    if not reasons:
+    if not surroundings.reasons:
         return [plain]
     begin = grammar.sequence([pattern(rf"\s{{0,{MAX_SPACES}}}"), literal(REASONING_BEGIN)])
     return [

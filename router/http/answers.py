@@ -207,12 +207,18 @@ class Collected:
         return f"[{', '.join(parts)}]"
 
 
-async def _message(parsed: ParsedSequence, chunks: Sequence[Chunk]) -> Mapping[str, Any]:
-    """The message that a sequence's text is. It may take long to parse, so other requests get their turns."""
-    message = ParsedMessage()
+async def in_turns(chunks: Sequence[Chunk]) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a sequence. They may take long to parse, so other requests get their turns between them."""
     for place, chunk in enumerate(chunks):
         if place:
             await asyncio.sleep(0)
+        yield chunk
+
+
+async def _message(parsed: ParsedSequence, chunks: Sequence[Chunk]) -> Mapping[str, Any]:
+    """The message that a sequence's text is."""
+    message = ParsedMessage()
+    async for chunk in in_turns(chunks):
         parsed.count(chunk.token_ids)
         message.add(parsed.push(chunk.text))
     message.add(parsed.finish())

@@ -98,15 +98,24 @@ class NamedTool(Strict):
 _WORDS = ("none", "auto", "required")
 
 
-def _choice(value: Any) -> Any:
+def read_choice(value: Any, kind: type[Strict] | None, objects: str) -> Any:
+    """The choice among tools: a word, None, or an object that is read as this kind; raises ValueError.
+
+    `objects`: what objects there may be, for the refusal of a value that is none of them (`kind` None).
+    """
     if value is None or value in _WORDS:
         return value
-    if not isinstance(value, dict):
-        raise ValueError(f"must be {', '.join(_WORDS)} or {{'type': 'function', 'function': {{'name': ...}}}}")
+    if kind is None:
+        raise ValueError(f"must be {', '.join(_WORDS)}{objects}")
     try:
-        return read_as(NamedTool, value)
+        return read_as(kind, value)
     except InvalidRequest as error:
         raise ValueError(f"{error.field} {error.reason}") from None
+
+
+def _choice(value: Any) -> Any:
+    kind = NamedTool if isinstance(value, dict) else None
+    return read_choice(value, kind, " or {'type': 'function', 'function': {'name': ...}}")
 
 
 ToolChoice = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import InvalidRequest
 from baton.messages.generation import Accepted, ModelCard
 from router.admission.validation import check_model, longest_answer
-from router.http.answers import Collected
+from router.http.answers import Collected, in_turns
 from router.http.bodies.strict import read_as
 from router.http.bodies.tools import ToolBody
 from router.http.chat_plan import ChatPlan, plan_offer
@@ -80,9 +79,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
     async def _whole_answer(self, parsed: MessagesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
         sequence, content = parsed.parsing.sequence(parsed.request_id, 0), WholeContent()
-        for place, chunk in enumerate(answer.chunks[0]):
-            if place:
-                await asyncio.sleep(0)  # a long text takes long to parse
+        async for chunk in in_turns(answer.chunks[0]):
             content.add(sequence.parts(chunk.text))
         content.add(sequence.last_parts())
         finish_reason, stop_reason = answer.ends[0]

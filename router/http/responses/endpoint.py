@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from baton.messages.generation import Accepted, ModelCard
 from baton.messages.request_limits import MAX_MESSAGES, MAX_REQUEST_BYTES
 from baton.security.callers import current_caller
 from router.admission.validation import check_model, longest_answer
-from router.http.answers import Collected, logprob_lists
+from router.http.answers import Collected, in_turns, logprob_lists
 from router.http.bodies.strict import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
 from router.http.endpoints import Endpoint, EndpointRequest, Handler
@@ -130,9 +129,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         if parsed.draft.has_logprobs:
             lists = await logprob_lists(ChatLogprobs(self._model.spelling), answer.chunks[0])
             output.take((), lists["content"][1:-1])
-        for place, chunk in enumerate(answer.chunks[0]):
-            if place:
-                await asyncio.sleep(0)  # it may take long to parse
+        async for chunk in in_turns(answer.chunks[0]):
             sequence.count(chunk.token_ids)
             output.take(sequence.parts(chunk.text))
         finish_reason = answer.ends[0][0]

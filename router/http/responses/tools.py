@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, PlainValidator
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Bounded, Strict, read_as
+from router.http.bodies.strict import Bounded, Strict
 from router.http.bodies.tools import (
     FunctionBody,
     NamedFunction,
@@ -19,10 +19,10 @@ from router.http.bodies.tools import (
     ToolFields,
     ToolName,
     check_distinct,
+    read_choice,
 )
 
 TOOL_FIELDS = ToolFields("parameters", "tool_choice.name")
-_WORDS = ("none", "auto", "required")
 
 
 class FunctionTool(Strict):
@@ -66,6 +66,9 @@ class AllowedTools(Strict):
     tools: Annotated[list[ChosenTool], Bounded(MAX_TOOLS)]
 
 
+_CHOICES: Mapping[str, type[ChosenTool | AllowedTools]] = {"function": ChosenTool, "allowed_tools": AllowedTools}
+
+
 def _tool_type(value: Any) -> Any:
     """A list of tools; raises ValueError for one that is no function, by its type."""
     for place, tool in enumerate(value[:MAX_TOOLS] if isinstance(value, list) else ()):
@@ -81,15 +84,9 @@ def _distinct(value: list[FunctionTool] | None) -> list[FunctionTool] | None:
 
 
 def _choice(value: Any) -> Any:
-    if value is None or value in _WORDS:
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("function", "allowed_tools"):
-        raise ValueError(f"must be {', '.join(_WORDS)}, or an object of the type function or allowed_tools")
-    try:
-        return read_as(ChosenTool if kind == "function" else AllowedTools, value)
-    except InvalidRequest as error:
-        raise ValueError(f"{error.field} {error.reason}") from None
+    name = value.get("type") if isinstance(value, dict) else None
+    kind = _CHOICES.get(name) if isinstance(name, str) else None
+    return read_choice(value, kind, ", or an object of the type function or allowed_tools")
 
 
 FunctionTools = Annotated[

@@ -143,8 +143,8 @@ class ModelRunnerOutput:
     draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """What the draft model guesses to follow the sampled tokens, by request id; nothing as long as it is computing a
     request's known tokens. A request for which it can't draft is not there."""
-    num_tokens_ahead: int = 0
-    """How many tokens the draft model has left to compute of requests whose KV is on its way."""
+    computes_ahead: bool = False
+    """Whether the draft model has tokens left to compute of requests whose KV is on its way."""
     draft_seconds: float = 0.0
     """Duration of one round of the draft model, which drafts one token of each request; 0: not measured."""
     lost: bool = False

@@ -106,7 +106,7 @@ class Speculation:
     def note_step(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """Note what a step took, and the draft model's drafts behind its tokens. The step is about to be committed."""
         self._asked, self._modelled = scheduler_output.num_drafts_wanted, runner_output.draft_token_ids
-        self._has_ahead = runner_output.num_tokens_ahead > 0
+        self._has_ahead = runner_output.computes_ahead
         if self._config is None or scheduler_output.is_empty:
             return
         num_rows, seconds = scheduler_output.total_num_scheduled_tokens, runner_output.compute_seconds

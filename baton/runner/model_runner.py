@@ -113,9 +113,7 @@ class TorchModelRunner:
             )
         if not scheduled:
             drafts = self._draft(scheduler_output, ())
-            return ModelRunnerOutput(
-                {}, failed=failed, num_tokens_ahead=drafts.num_tokens_ahead, copy_seconds=copy_seconds
-            )
+            return ModelRunnerOutput({}, failed=failed, computes_ahead=drafts.computes_ahead, copy_seconds=copy_seconds)
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
         samplers = [share for share in scheduled if share.samples]
         embeddings: dict[str, bytes] = {}
@@ -156,7 +154,7 @@ class TorchModelRunner:
             embeddings,
             prompt_logprobs,
             draft_token_ids=drafts.token_ids,
-            num_tokens_ahead=drafts.num_tokens_ahead,
+            computes_ahead=drafts.computes_ahead,
             draft_seconds=drafts.round_seconds,
             copy_seconds=copy_seconds,
             compute_seconds=compute_seconds,

@@ -237,7 +237,7 @@ class FakeRunner:
             failed=failed,
             embeddings=embeddings,
             draft_token_ids=guesses,
-            num_tokens_ahead=sum(self.ahead.values()),
+            computes_ahead=any(self.ahead.values()),
             draft_seconds=self.seconds_per_round if guesses else 0.0,
             copy_seconds=self.seconds_per_copy * num_copied,
             compute_seconds=self.seconds_per_step

@@ -17,6 +17,7 @@ import pytest
 from baton.engine.request import Request
 from baton.messages.generation import GenerateRequest
 from baton.messages.sampling import SamplingParams
+from baton.messages.speculation import SpeculationConfig
 from baton.runner.model_runner import load_runner
 from tests.oracle.test_token_exact import make_engine, run_all
 from tests.support.caller import TokenCount
@@ -30,7 +31,6 @@ MAX_MODEL_LEN = 2048
 FLAGS = (
     *("--prefill", "1", "--decode", "2", "--threads", "1", "--kv-cache-memory", "16MiB", "--kv-cache-dtype", "int8"),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
-    *("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}'),
 )
 SIZES = {"decode-dies": (100, 1900), "prefill-dies": (1900, 60)}
 """Tokens of prompt and output, by the id of the request."""
@@ -56,10 +56,16 @@ def expected(model: Path) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path) -> Iterator[ProcessCluster]:
+@pytest.fixture(scope="module", params=["ngram", "draft_model"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, failpoints_dir: Path
+) -> Iterator[ProcessCluster]:
+    drafts = SpeculationConfig(prompt_lookup_min=1)
+    if request.param == "draft_model":
+        drafts = SpeculationConfig("draft_model", num_speculative_tokens=4, model=str(model))
     place, environment = tmp_path_factory.mktemp("cluster") / "run", {"BATON_FAILPOINTS": str(failpoints_dir)}
-    with process_cluster(place, model, *FLAGS, environment=environment) as running:
+    flags = (*FLAGS, "--speculative-config", drafts.to_json())
+    with process_cluster(place, model, *flags, environment=environment) as running:
         yield running
 
 

@@ -54,11 +54,11 @@ class Drafts(NamedTuple):
     """By request id; nothing as long as a request's known tokens are being computed."""
     round_seconds: float
     """The mean duration of a round, which drafts one token of each request; 0 without rounds."""
-    num_tokens_ahead: int
-    """How many tokens of expected requests are left to compute."""
+    computes_ahead: bool
+    """Whether tokens of expected requests are left to compute."""
 
 
-NO_DRAFTS = Drafts({}, 0.0, 0)
+NO_DRAFTS = Drafts({}, 0.0, False)
 
 
 @dataclass(slots=True)
@@ -182,22 +182,18 @@ class DraftModel:
         token_ids |= dict.fromkeys(behind, ())
         return Drafts(token_ids, seconds / max(1, num_rounds), self._compute_ahead(num_spare_tokens))
 
-    def _compute_ahead(self, num_tokens: int) -> int:
-        """Compute up to so many tokens of the expected requests, the first ones first; returns how many are left."""
-        num_left = 0
-        for request_id, state in tuple(self._expected.items()):
+    def _compute_ahead(self, num_tokens: int) -> bool:
+        """Compute up to so many tokens of the expected requests, the first ones first; returns whether any are left."""
+        while self._expected and num_tokens:
+            request_id, state = next(iter(self._expected.items()))
             one = self._begin(state, 1)
             left = state.num_tokens - 1 - one.start if one is not None else 0
             if one is not None:
-                count = min(left, num_tokens)
-                self._compute_known(one, count)
-                num_tokens -= count
-                left -= count
-            if left:
-                num_left += left
-            else:
+                self._compute_known(one, min(left, num_tokens))
+            if left <= num_tokens:
                 del self._expected[request_id]
-        return num_left
+            num_tokens -= min(left, num_tokens)
+        return bool(self._expected)
 
     def _begin(self, state: RequestState, most: int) -> _Drafting | None:
         """Find out what is computed of a request; None if its tokens can't be drafted."""

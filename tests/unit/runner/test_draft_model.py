@@ -205,10 +205,11 @@ def test_expected_requests_are_computed_before_they_run() -> None:
     first, second = text(40), [*text(40)[:20], *text(9, seed=2)]
     expected = [rig.data("first", first, range(1, 12)), rig.data("second", second, [1, 2, 3, 4, 5, 20, 21, 22])]
     rig.model.update(step_with(loading_reqs=expected))
-    # The first five blocks of the second one are those of the first one.
-    assert rig.model.draft((), 30).num_tokens_ahead == 9 + 8
-    assert rig.model.draft((), 9).num_tokens_ahead == 8
-    assert rig.model.draft((), 100).num_tokens_ahead == 0
+    assert rig.model.draft((), 30).computes_ahead
+    assert rig.model.draft((), 9).computes_ahead
+    assert rig.transformer.num_rows == 39
+    assert not rig.model.draft((), 100).computes_ahead
+    assert rig.transformer.num_rows == 39 + 8  # the second one's first five blocks are those of the first one
     rig.model.update(step_with(scheduled_new_reqs=expected))
     states = [RequestState(data) for data in expected]
     drafts = rig.draft([(state, 3) for state in states], spare=0)
@@ -220,9 +221,9 @@ def test_expected_requests_are_computed_before_they_run() -> None:
 def test_an_expected_request_that_ends_is_forgotten() -> None:
     rig = Rig()
     rig.model.update(step_with(loading_reqs=[rig.data("r", text(40), range(1, 12))]))
-    assert rig.model.draft((), 0).num_tokens_ahead == 39
+    assert rig.model.draft((), 0).computes_ahead
     rig.forget("r")
-    assert rig.model.draft((), 100).num_tokens_ahead == 0
+    assert not rig.model.draft((), 100).computes_ahead
     assert rig.transformer.num_rows == 0
 
 

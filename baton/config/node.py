@@ -87,8 +87,8 @@ class NodeSettings(ClusterSettings):
         "",
         description='Speculative decoding with unchanged tokens, as a JSON object. {"method": "ngram"}: tokens are '
         'drafted from what followed the same ones before, and from grammars; {"method": "grammar"}: from grammars '
-        'alone; {"model": "DIRECTORY"}: by a smaller model with the same tokens, which every node with this setting '
-        "loads, and whose KV is part of kv_cache_memory. "
+        'alone; {"model": "NAME"}: by a smaller model with the same tokens, named as in --model, which every node with '
+        "this setting loads, and whose KV is part of kv_cache_memory. "
         "Further keys: num_speculative_tokens (most drafts of a request in a step), prompt_lookup_min, "
         "prompt_lookup_max, quantization (of the smaller model: int8 or int4). Empty: no drafts.",
     )

@@ -203,10 +203,8 @@ class Request:
         self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that were submitted: the prompt, and what an earlier attempt generated. A prefill leg computes their
         KV, a decode leg reads it from the prefill node."""
-        self.stop_ids = sampling_params.stop_token_ids
+        self.stop_ids = sampling_params.stops(eos_token_ids)
         """Tokens at which the output may stop."""
-        if not sampling_params.ignore_eos:
-            self.stop_ids |= eos_token_ids
 
         # `transition` and `end` alone write the status; `SchedulerState.end` writes why it ended.
         self.status = RequestStatus.WAITING

@@ -39,11 +39,12 @@ LEAST_PRICE = 0.05
 _ASSUMED_ROUND = 0.15
 """The assumed duration of a round of the draft model, as a share of that of a step, until both were measured."""
 _STEPS_OF_A_MEASUREMENT = 512
-"""The measured price of a round expires after so many steps, times the share above if that is larger than 1. Otherwise
-a draft model that was slow once would never be tried again."""
-_MOST_BESIDE = 256
-"""The most tokens that the draft model computes of prompts in one step, beside its drafts: so long at most it delays
-the tokens of others, and requests whose KV has arrived."""
+"""A measured duration of a round is trusted for this many steps without another round, and for proportionally more if a
+round takes longer than a step. Then a round is assumed to be cheap again; otherwise a draft model that was slow once
+would never be tried again."""
+_MAX_PROMPT_TOKENS = 256
+"""The most prompt tokens that the draft model computes in one step. It bounds how much longer the step's tokens, and
+requests whose KV has arrived, have to wait."""
 
 
 class Speculation:
@@ -124,7 +125,7 @@ class Speculation:
         plan.num_drafts_wanted, self._num_wanted = self._num_wanted, {}
         plan.computes_ahead, self._has_ahead = self._has_ahead, False
         if self._config is not None and self._config.method == "draft_model":
-            plan.num_spare_tokens = plan.cut_spare(_MOST_BESIDE)
+            plan.num_spare_tokens = plan.cut_spare(_MAX_PROMPT_TOKENS)
             pays = self._model_price() < 1.0
             for request in state.begun_loads if pays else ():
                 # The first token comes with the KV, the second with the step that can ask for drafts.

@@ -100,6 +100,10 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def stops(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens at which an output may stop. `eos_token_ids`: those with which the model ends a text."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_token_ids
+
     @property
     def has_grammar(self) -> bool:
         """Whether the output is constrained by a grammar."""

@@ -47,7 +47,10 @@ class SpeculationConfig:
             if type(getattr(self, name)) is not int:
                 raise ConfigError(f"{name} must be a whole number, not {getattr(self, name)!r:.40}")
         if type(self.model) is not str or len(self.model) > MAX_MODEL_CHARS:
-            raise ConfigError(f"model must be the name of a model or a directory, not {self.model!r:.40}")
+            raise ConfigError(
+                f"model must be the name of a model or a directory, of at most {MAX_MODEL_CHARS} characters, not "
+                f"{self.model!r:.40}"
+            )
         if self.quantization not in ("off", "int8", "int4"):
             raise ConfigError(f"quantization must be one of off, int8, int4, not {self.quantization!r:.40}")
         if (self.method == "draft_model") != bool(self.model):

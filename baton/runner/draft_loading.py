@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
 from baton.runner.backends.cpu.kernels import KernelArgumentError
@@ -49,8 +50,11 @@ class LoadedDraftModel:
         """The blocks for drafts that reach beyond the blocks of their requests."""
         return _MAX_DRAFTING * -(-self.spec.num_tokens // self.transformer.layout.block_size)
 
-    def start(self, drafted_for: Transformer, vocab_size: int) -> DraftModel:
-        """Allocate the cache, with a block for each of the other model's. Raises ConfigError."""
+    def start(self, drafted_for: Transformer, model: ModelInfo) -> DraftModel:
+        """Allocate the cache, with a block for each of the other model's. Raises ConfigError.
+
+        `drafted_for` and `model`: the other model, whose requests end with its own tokens.
+        """
         layout = drafted_for.layout
         self.transformer.allocate_cache(drafted_for.num_blocks + self.num_scratch_blocks)
         return DraftModel(
@@ -60,8 +64,8 @@ class LoadedDraftModel:
             num_groups=len(layout.groups),
             max_model_len=self.transformer.max_model_len,
             vocab_size=self.loaded.config.vocab_size,
-            drafted_vocab_size=vocab_size,
-            eos_token_ids=self.loaded.checkpoint.eos_token_ids,
+            drafted_vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
         )
 
     def path(self, drafted_for: Transformer) -> ComputePath:

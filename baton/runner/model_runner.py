@@ -280,7 +280,7 @@ def load_runner(
     if drafting is None:
         return TorchModelRunner(info, transformer, host_cache_bytes)
     info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
-    return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer, info.vocab_size))
+    return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer, info))
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:

@@ -50,7 +50,7 @@ def expected_kv(token_ids: Sequence[int], layout: KVLayout) -> Bytes:
 def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: SimulatedSpec) -> list[int]:
     """What a request must generate: `max_tokens` tokens, or fewer when a stop id or the model's length ends it."""
     layout = layout_of(spec)
-    stops = params.stop_token_ids | (frozenset() if params.ignore_eos else spec.eos_token_ids)
+    stops = params.stops(spec.eos_token_ids)
     tokens, rows = list(prompt), _head_rows(layout)
     kv = expected_kv(tokens, layout)
     output: list[int] = []
@@ -141,7 +141,7 @@ def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSp
     if not params.is_greedy:
         digest ^= int(uniform(params.seed, index) * 2**53) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     token_id = digest % spec.vocab_size
-    stops = params.stop_token_ids | (frozenset() if params.ignore_eos else spec.eos_token_ids)
+    stops = params.stops(spec.eos_token_ids)
     while index < params.min_tokens and token_id in stops and len(stops) < spec.vocab_size:
         token_id = (token_id + 1) % spec.vocab_size
     return token_id

@@ -106,7 +106,7 @@ FIELDS: Mapping[str, str] = {
     "type": "Which of the kinds is meant.",
     "json_schema": "The schema that the output fits, in OpenAI's wrapping.",
     "schema": "The JSON schema.",
-    "description": _NO_EFFECT,
+    "description": "Of a tool: what it does, for the model. Of a format: accepted; changes no answer.",
     "strict": "Of a tool: whether the arguments of calls fit its schema, also with auto. Outputs always fit theirs.",
     "structured_outputs": "What the text of the output must be, in vLLM's words.",
     "json": "The JSON schema that the output fits, or its text.",

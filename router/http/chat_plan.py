@@ -30,7 +30,7 @@ from baton.messages.generation import GenerateRequest, ModelCard
 from baton.text.reasoning import BEGIN, END, opens_reasoning
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from baton.text.tool_calls.call_parser import MAX_CALLS
-from baton.text.tool_calls.formats import Surroundings, Tool
+from baton.text.tool_calls.formats import CallGrammarOptions, Tool
 from router.http.bodies.chats import ChatBody
 from router.http.bodies.tools import CHAT_TOOL_FIELDS, NamedTool, ToolBody, ToolFields, tools_of
 from router.http.model import ServedModel
@@ -156,9 +156,9 @@ def plan_offer(
     )
 
 
-def _surroundings(parsing: TextParsing, card: ModelCard) -> Surroundings:
+def _surroundings(parsing: TextParsing, card: ModelCard) -> CallGrammarOptions:
     """What the grammar of an answer's calls has to know."""
-    return Surroundings(
+    return CallGrammarOptions(
         is_parallel=parsing.max_calls > 1,
         closes_objects=not card.permits_extra_keys,
         reasons=parsing.reasons,

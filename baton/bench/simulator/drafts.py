@@ -131,7 +131,7 @@ class SimulatedDrafts:
         return num_right
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._lengths.pop(request_id, None)
         self._asked_at.pop(request_id, None)
 

@@ -12,7 +12,7 @@ from baton.values import value
 
 @value(frozen=True, slots=True)
 class SpecDecodingStats:
-    """Totals of all drafts that were computed, of what `ComputedStep` says of each step."""
+    """Totals over all steps of what `ComputedStep` says of one: the drafts that were verified."""
 
     num_drafts: Annotated[int, Metric("spec_decode_num_drafts_total", "Drafts that were verified.")] = 0
     num_draft_tokens: Annotated[int, Metric("spec_decode_num_draft_tokens_total", "Tokens of these drafts.")] = 0

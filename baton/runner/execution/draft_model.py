@@ -1,9 +1,10 @@
 """Drafts from a smaller model with the same tokens, whose keys and values lie in a cache beside the model's own.
 
 A block of the draft model's cache has the number of the model's block with the same tokens, so whatever allocates,
-shares, copies on write and frees the model's blocks does it for both. Only which blocks the draft model has computed is
-kept here: for each block a digest of all tokens up to its end. Blocks whose KV came from another node or the host tier,
-or was computed for a request without drafts, have another digest, and are computed when they are first needed.
+shares and frees the model's blocks does it for both; a copied block is computed again. Only which blocks the draft
+model has computed is kept here: for each block a digest of all tokens up to its end. Blocks whose KV came from another
+node or the host tier, or was computed for a request without drafts, have another digest, and are computed when they are
+first needed.
 
 A drafted token is drawn from the draft model's logits with the parameters and the random number of the token that it
 guesses. Random numbers belong to positions (philox.py), so where the two models agree so do the draws, at any
@@ -66,14 +67,14 @@ class _Followed:
     """What is kept of a request between its steps."""
 
     params: SamplingParams
-    """The request's, without what only its own sampled tokens need."""
+    """The request's sampling parameters without log-probabilities, which drafts don't need."""
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
     """For each of its full blocks, the digest of all tokens up to its end."""
     num_computed: int = 0
     """How many tokens were computed, with those in a last block that is not full."""
     counts: TokenCounts | None = None
-    """Of the known tokens, and while tokens are drafted also of these; None without penalties. The request's own counts
-    are not touched, since its tokens depend on them."""
+    """How often each token occurs in the known tokens and, during a draft, in the drafted ones; None without penalties.
+    A copy, since the request's own tokens depend on its own counts."""
     num_counted: int = 0
 
 
@@ -86,9 +87,12 @@ class _Drafting:
     block_table: npt.NDArray[np.int32]
     """The draft model's: the request's blocks, and behind them scratch blocks."""
     most: int
+    """The most tokens to draft."""
     start: int
     """The number of tokens that are computed."""
     counts: TokenCounts | None
+    stops: frozenset[int]
+    """The tokens at which the output may stop."""
     drafts: list[int] = field(default_factory=list)
 
     @property
@@ -211,7 +215,8 @@ class DraftModel:
             self._extend_digests(followed, state)
         self._count(followed, state)
         start = min(followed.num_computed, state.num_tokens - 1)
-        return _Drafting(state, followed.params, table, most, start, followed.counts)
+        stops = followed.params.stops(self._eos_token_ids)
+        return _Drafting(state, followed.params, table, most, start, followed.counts, stops)
 
     def _count(self, followed: _Followed, state: RequestState) -> None:
         if not has_penalties(followed.params):
@@ -256,9 +261,8 @@ class DraftModel:
         stop = min(stop, table.size * size)
         first, last = one.start // size, stop // size
         self._digests[table[first:last]] = followed.digests[first:last]
-        if last < table.size:
-            # Its slots are overwritten, also those behind `stop`, by drafts.
-            self._digests[table[last]] = _EMPTY
+        # Drafts overwrite the slots behind `stop`, also in further blocks of the request.
+        self._digests[table[last:]] = _EMPTY
         one.start = followed.num_computed = stop
 
     def _with_scratch(self, drafting: Sequence[_Drafting]) -> Sequence[_Drafting]:
@@ -303,8 +307,8 @@ class DraftModel:
                 one.state.set_drafts(one.drafts)
                 if one.counts is not None:
                     one.counts.add(result.token_id)
-                # What follows the end of a text is of no use, and what follows a foreign token is not known.
-                is_last = result.token_id in self._eos_token_ids or result.token_id >= self._vocab_size
+                # What follows the end of an output is of no use, and what follows a foreign token is not known.
+                is_last = result.token_id in one.stops or result.token_id >= self._vocab_size
                 if len(one.drafts) < one.most and not is_last:
                     going_on.append(one)
             drafting = going_on

@@ -174,7 +174,7 @@ def process(logits: Row, state: SamplingState) -> Row:
         row[seen] -= np.float32(params.presence_penalty)
     if state.num_output_tokens < params.min_tokens:
         # What excludes tokens is applied last, so that no infinite bias can override it.
-        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
+        stops = params.stops(state.eos_token_ids)
         row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
     if has_rules(params):
         (state.rules or TokenRules(params)).exclude(row, state.token_ids, state.num_prompt_tokens)

@@ -59,7 +59,7 @@ class CacheSpec:
         if (self.num_blocks is None) == (self.cache_bytes is None):
             raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
         block_bytes += self.block_bytes_beside
-        cache_bytes = (self.cache_bytes or 0) - self.num_blocks_beside * self.block_bytes_beside
+        cache_bytes = max(0, (self.cache_bytes or 0) - self.num_blocks_beside * self.block_bytes_beside)
         blocks = self.num_blocks if self.num_blocks is not None else cache_bytes // block_bytes
         if blocks < 2:
             raise ConfigError(f"{blocks} KV blocks of {block_bytes} bytes are too few; make room for at least 2")

@@ -61,7 +61,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallGrammarOptions:
     """What a grammar of calls has to know beside the tools."""
 
     is_parallel: bool
@@ -97,7 +97,7 @@ class ToolFormat:
     trigger: str = ""
     """The text with which all calls begin; empty: there is none, or it is a special token."""
 
-    def demand(self, tools: Sequence[Tool], surroundings: Surroundings) -> Demand:
+    def demand(self, tools: Sequence[Tool], surroundings: CallGrammarOptions) -> Demand:
         """The grammar of a call of one of these tools, or of several calls; raises InvalidRequest for a wrong schema.
 
         There is no reasoning with a `prompt_end`.
@@ -120,7 +120,7 @@ class ToolFormat:
             rules.append(_REASONING)
         return Demand(prompt_end, "\n".join(rules))
 
-    def strict_calls(self, tools: Sequence[Tool], surroundings: Surroundings) -> str:
+    def strict_calls(self, tools: Sequence[Tool], surroundings: CallGrammarOptions) -> str:
         """The grammar of a text in which the arguments of strict tools' calls fit their schemas; for a `trigger`.
 
         Behind each trigger is a call of one of these tools, and the arguments of the others are any JSON objects. Not
@@ -147,7 +147,7 @@ class ToolFormat:
         return grammar.text(grammar.choice([grammar.sequence([first, call, later, ANY_TEXT]), ANY_TEXT]))
 
 
-def _texts_before(trigger: Part, grammar: LarkGrammar, surroundings: Surroundings) -> Sequence[Part]:
+def _texts_before(trigger: Part, grammar: LarkGrammar, surroundings: CallGrammarOptions) -> Sequence[Part]:
     """The texts that end with the first trigger, which is not in the reasoning."""
     ended = grammar.sequence([ANY_TEXT, literal(REASONING_END), ANY_TEXT, trigger])
     if surroundings.is_open:

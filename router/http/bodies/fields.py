@@ -79,7 +79,8 @@ def _logit_bias(value: Any) -> Mapping[int, float]:
         raise ValueError(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are taken")
     if not isinstance(value, dict) or not all(type(bias) in (int, float) for bias in value.values()):
         raise ValueError("must be an object from token ids to numbers")
-    if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 16)), None):
+    bad = next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 16)), None)
+    if bad is not None:
         raise ValueError(f"has the key {bad[:32]!r}, which is no token id")
     try:
         return {int(key): float(bias) for key, bias in value.items()}

@@ -35,7 +35,7 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
     _names: ClassVar[frozenset[str]] = frozenset()
-    """Of all fields, as clients write them."""
+    """The names of all fields, as clients write them."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

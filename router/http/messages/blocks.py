@@ -108,7 +108,9 @@ def check_role(role: str, blocks: Sequence[Block]) -> None:
     kinds = _OF_ROLES[role]
     for place, block in enumerate(blocks):
         if block.type not in kinds:
-            raise ValueError(f"block {place} is of the type {block.type!r}, which messages of the role {role} have not")
+            raise ValueError(
+                f"block {place} is of the type {block.type!r}, which no message of the role {role} may have"
+            )
 
 
 def text_of(blocks: Sequence[Block]) -> str:

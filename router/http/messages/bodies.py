@@ -31,7 +31,7 @@ from router.http.messages.tools import (
 _FORMAT = "output_config.format"
 _NO_REASONING = (
     "can't be enabled: this model's chat template describes no reasoning "
-    "(an operator may set --reasoning-parser think); type adaptive leaves it to the model"
+    "(an operator may set --reasoning-parser think); type adaptive is taken"
 )
 
 

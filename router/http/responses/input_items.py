@@ -163,5 +163,5 @@ def _text(part: Any, name: str) -> str:
 
 
 def _check_fields(found: Mapping[str, Any], known: set[str], name: str) -> None:
-    if unknown := next((field for field in found if field not in known), None):
+    if (unknown := next((field for field in found if field not in known), None)) is not None:
         raise ValueError(f"{name} has the unknown field {unknown[:40]!r}")

@@ -60,11 +60,12 @@ class MessageItem(Item):
 
     prefix = "msg"
     role: str
+    status: str = "completed"
 
     def as_object(self) -> dict[str, Any]:
         is_answer = self.role == "assistant"
         content = self._parts("output_text", annotations=[]) if is_answer else self._parts("input_text")
-        return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": content}
+        return {"id": self.id, "type": "message", "role": self.role, "status": self.status, "content": content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,11 @@ class ReasoningItem(Item):
     """The reasoning before an answer."""
 
     prefix = "rs"
+    status: str = "completed"
 
     def as_object(self) -> dict[str, Any]:
         content = self._parts("reasoning_text")
-        return {"id": self.id, "type": "reasoning", "status": "completed", "summary": [], "content": content}
+        return {"id": self.id, "type": "reasoning", "status": self.status, "summary": [], "content": content}
 
 
 @dataclass(frozen=True, slots=True)

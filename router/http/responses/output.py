@@ -73,11 +73,11 @@ class OutputItem:
         texts = (self.text,)
         match self.kind:
             case "reasoning":
-                return ReasoningItem(self.id, texts)
+                return ReasoningItem(self.id, texts, self.status)
             case "function_call":
                 return CallItem(self.id, texts, self.call_id, self.name, self.status)
             case _:
-                return MessageItem(self.id, texts, "assistant")
+                return MessageItem(self.id, texts, "assistant", self.status)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ def test_fields_without_effect_are_ignored(name: str) -> None:
         ("seed", 1.0),
         ("logit_bias", [1]),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"": 1}),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"²": 1}),
         ("logit_bias", {"1": "1"}),

@@ -265,6 +265,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0 needs a role"),
         ({"input": [{"role": "user"}]}, "input", "item 0 needs a content"),
         ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input", "item 0 has the unknown field 'y'"),
+        ({"input": [{"role": "user", "content": "x", "": 1}]}, "input", "item 0 has the unknown field ''"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input", "has 4097 items; at most 4096"),
         ({"input": "\ud800"}, "input", "is not valid UTF-8"),
         ({"background": True}, "background", "must be"),

@@ -63,3 +63,4 @@ def test_an_item_that_was_not_ended_by_the_text_ends_with_it() -> None:
         output.take(sequence.parts(text))
         output.finish(sequence.last_parts(), reason)
         assert told(output.items) == [("message", "msg_r_1", "", text, status)]
+        assert [item.as_item().as_object()["status"] for item in output.items] == [status]  # what is listed later

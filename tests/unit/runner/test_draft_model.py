@@ -189,6 +189,13 @@ def test_a_block_that_was_overwritten_in_part_is_computed_again() -> None:
     assert rig.draft([(rig.request("c", text(9), [1, 2, 5]), 2)]) == {"c": guesses(text(9), 2)}
 
 
+def test_drafts_that_reach_into_further_blocks_overwrite_them() -> None:
+    rig = Rig()
+    rig.draft([(rig.request("a", text(13), [1, 2, 3, 4]), 1)])
+    rig.draft([(rig.request("b", text(6, seed=1), [8, 9, 3]), 7)])  # its third block has no known token yet
+    assert rig.draft([(rig.request("c", text(13), [1, 2, 3, 5]), 2)]) == {"c": guesses(text(13), 2)}
+
+
 def test_a_request_that_is_far_behind_catches_up_before_it_gets_drafts() -> None:
     rig = Rig()
     tokens = text(150)
@@ -278,6 +285,24 @@ def test_penalties_count_the_drafts_and_only_while_they_are_drafted() -> None:
         for token_id in expected[: turn % 4] or [turn]:
             state.append_token(token_id)
     assert state._counts is None
+
+
+def test_drafts_end_where_the_output_may_stop() -> None:
+    """At the request's own stop tokens, and at the end of a text unless the request ignores it."""
+    seed = next(seed for seed in range(1000) if EOS in guesses(text(5, seed), 6)[1:3])
+    expected = guesses(text(5, seed), 6)
+    rig = Rig()
+    stops = SamplingParams(temperature=0.0, stop_token_ids=frozenset({expected[0]}))
+    ignores = SamplingParams(temperature=0.0, ignore_eos=True)
+    drafts = rig.draft(
+        [
+            (rig.request("stops", text(5, seed), [1, 2], stops), 6),
+            (rig.request("ignores", text(5, seed), [3, 4, 5], ignores), 6),
+        ]
+    )
+    assert drafts["stops"] == expected[:1]
+    assert drafts["ignores"][: len(expected)] == expected
+    assert len(drafts["ignores"]) == 6
 
 
 def test_drafts_end_with_the_text() -> None:

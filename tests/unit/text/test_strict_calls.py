@@ -18,7 +18,7 @@ from baton.text.schema_compiling import check_constraint
 from baton.text.tokenizer import Tokenizer
 from baton.text.tool_calls.call_parser import MAX_CALLS
 from baton.text.tool_calls.events import Arguments, CallBegun, CallEnded
-from baton.text.tool_calls.formats import FORMATS, Surroundings, Tool
+from baton.text.tool_calls.formats import FORMATS, CallGrammarOptions, Tool
 from tests.support.byte_matching import takes
 from tests.support.tool_formats import written
 
@@ -32,7 +32,7 @@ REASONING = [(False, False), (True, False), (True, True)]
 
 @cache
 def grammar(name: str, is_parallel: bool, reasons: bool, is_open: bool) -> str:
-    return FORMATS[name].strict_calls(TOOLS, Surroundings(is_parallel, True, reasons, is_open))
+    return FORMATS[name].strict_calls(TOOLS, CallGrammarOptions(is_parallel, True, reasons, is_open))
 
 
 def calls_in(name: str, text: str, *, is_parallel: bool, reasons: bool, is_open: bool) -> list[tuple[str, str, bool]]:

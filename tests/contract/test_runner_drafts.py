@@ -158,7 +158,9 @@ def test_the_same_model_drafts_the_right_tokens(tmp_path: Path) -> None:
             num_known = len(request.output)
             assert request.output == expected[request.request_id][0][:num_known]
             to_come = expected[request.request_id][0][num_known : num_known + 3]
-            assert list(drafts[request.request_id])[: len(to_come)] == to_come
+            found = list(drafts[request.request_id])[: len(to_come)]
+            assert found == to_come[: len(found)]
+            assert len(found) == len(to_come) or found[-1] in request.params.stop_token_ids
     assert runner.model.compute_paths[-1].part == "drafts"
 
 

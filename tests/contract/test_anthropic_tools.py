@@ -17,8 +17,9 @@ from anthropic.types import Message
 from baton.messages.generation import Chunk
 from tests.support.http_rig import CARD, chunk, finished
 from tests.support.router_parts import MODEL
-from tests.support.served_http import Served, served
+from tests.support.served_http import served
 from tests.support.tool_formats import MARKERS, template, written
+from tests.support.tool_loop import DONE, SCRIPT, tell
 
 ADD: dict[str, Any] = {
     "name": "add",
@@ -30,12 +31,6 @@ ADD: dict[str, Any] = {
     },
 }
 NOW: dict[str, Any] = {"type": "custom", "name": "now", "input_schema": {"type": "object"}}
-SCRIPT = [
-    ("I look.\n", [("add", {"a": 1, "b": 2}), ("now", {})]),
-    ("", [("add", {"a": 3, "b": 4})]),
-]
-"""What the model writes before its answer: a text, and calls."""
-DONE = "It is 7; I don't know the time."
 ASK: dict[str, Any] = {
     "model": MODEL,
     "max_tokens": 2000,
@@ -44,16 +39,6 @@ ASK: dict[str, Any] = {
 }
 THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>{% endif %}"
 ENABLED: Any = {"type": "enabled", "budget_tokens": 1024}
-
-
-async def tell(one: Served, text: str, reason: str = "stop") -> str:
-    """Let the model write this text, token by token; returns its prompt."""
-    call = await one.rig.next_call()
-    assert call.request is not None
-    assert call.request.is_parsed
-    assert call.request.prompt is not None
-    call.tell(*(chunk(place, letter) for place, letter in enumerate(text)), finished(reason, len(text)))
-    return "".join(map(chr, call.request.prompt))  # type: ignore[arg-type]
 
 
 async def whole(client: anthropic.AsyncAnthropic, **fields: Any) -> Message:

@@ -19,6 +19,7 @@ from tests.support.http_rig import chunk, finished
 from tests.support.router_parts import MODEL
 from tests.support.served_http import Served, served
 from tests.support.tool_formats import MARKERS, template, written
+from tests.support.tool_loop import DONE, RUN, SCRIPT, tell
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 TOOLS: Any = [
@@ -31,23 +32,6 @@ CALL = written("hermes", [("add", {"a": 1, "b": 2})])
 CUT = '<tool_call>{"name": "add", "arguments": {"a": 1'
 
 
-def add(a: int, b: int) -> str:
-    return str(a + b)
-
-
-def now() -> str:
-    raise OSError("the clock is broken")
-
-
-RUN: dict[str, Callable[..., str]] = {"add": add, "now": now}
-SCRIPT = [
-    ("I look.\n", [("add", {"a": 1, "b": 2}), ("now", {})]),
-    ("", [("add", {"a": 3, "b": 4})]),
-]
-"""What the model writes before its answer: a text, and calls."""
-DONE = "It is 7; I don't know the time."
-
-
 @asynccontextmanager
 async def clients(name: str = "hermes", more: str = "") -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
     """A served front, and a client that refuses answers and events which its models do not describe."""
@@ -55,15 +39,6 @@ async def clients(name: str = "hermes", more: str = "") -> AsyncIterator[tuple[S
         url = f"http://127.0.0.1:{one.port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="any", _strict_response_validation=True) as client:
             yield one, client
-
-
-async def tell(one: Served, text: str, reason: str = "stop") -> str:
-    """Let the model write this text, token by token; returns its prompt."""
-    call = await one.rig.next_call()
-    assert call.request is not None
-    assert call.request.prompt is not None
-    call.tell(*(chunk(place, letter) for place, letter in enumerate(text)), finished(reason, len(text)))
-    return "".join(map(chr, call.request.prompt))  # type: ignore[arg-type]
 
 
 async def whole(client: openai.AsyncOpenAI, **fields: Any) -> Response:
@@ -244,7 +219,7 @@ async def test_no_text_of_a_malformed_or_cut_off_answer_is_lost(
         response = await answer
         assert told(response) == items
         assert response.status == ("incomplete" if reason == "length" else "completed")
-        # It is stored with all items, and goes on.
+        # The response is stored with all items, and the conversation goes on.
         assert told(await client.responses.retrieve(response.id)) == items
         more = asyncio.create_task(whole(client, input="more", previous_response_id=response.id))
         prompt = await tell(one, "so")

@@ -14,10 +14,11 @@ from openai.lib.streaming.chat import ContentDeltaEvent, FunctionToolCallArgumen
 from openai.types.chat import ChatCompletionMessage
 
 from baton.messages.generation import Chunk
-from tests.support.http_rig import chunk, finished
+from tests.support.http_rig import finished
 from tests.support.router_parts import MODEL
-from tests.support.served_http import Served, served
+from tests.support.served_http import served
 from tests.support.tool_formats import MARKERS, template, written
+from tests.support.tool_loop import DONE, RUN, SCRIPT, tell
 
 TOOLS: Any = [
     {
@@ -34,33 +35,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-
-
-def add(a: int, b: int) -> str:
-    return str(a + b)
-
-
-def now() -> str:
-    raise OSError("the clock is broken")
-
-
-RUN: dict[str, Callable[..., str]] = {"add": add, "now": now}
-SCRIPT = [
-    ("I look.\n", [("add", {"a": 1, "b": 2}), ("now", {})]),
-    ("", [("add", {"a": 3, "b": 4})]),
-]
-"""What the model writes before its answer: a text, and calls."""
-DONE = "It is 7; I don't know the time."
-
-
-async def tell(one: Served, text: str, reason: str = "stop") -> str:
-    """Let the model write this text, token by token; returns its prompt."""
-    call = await one.rig.next_call()
-    assert call.request is not None
-    assert call.request.is_parsed
-    assert call.request.prompt is not None
-    call.tell(*(chunk(place, letter) for place, letter in enumerate(text)), finished(reason, len(text)))
-    return "".join(map(chr, call.request.prompt))  # type: ignore[arg-type]
 
 
 async def whole(client: openai.AsyncOpenAI, messages: list[Any]) -> ChatCompletionMessage:

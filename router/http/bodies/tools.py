@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import AfterValidator, PlainValidator
 
@@ -30,17 +30,20 @@ def _call_id(value: Any) -> str:
     raise ValueError(f"must be a string of 1 to {_MAX_ID_CHARS} characters")
 
 
-def check_distinct(names: Sequence[str]) -> None:
-    """Raises ValueError if two tools have the same name."""
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def _distinct(value: list[_Named] | None) -> list[_Named] | None:
+    names = [tool.name for tool in value or ()]
     if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
         raise ValueError(f"has {twice} twice")
-
-
-def _distinct(value: list[ToolBody] | None) -> list[ToolBody] | None:
-    check_distinct([tool.function.name for tool in value or ()])
     return value
 
 
+Distinct = AfterValidator(_distinct)
+"""Refuses a list of tools of which two have the same name."""
 ToolName = Annotated[str, PlainValidator(_name, json_schema_input_type=str)]
 CallId = Annotated[str, PlainValidator(_call_id, json_schema_input_type=str)]
 
@@ -59,6 +62,17 @@ class ToolBody(Strict):
 
     type: Literal["function"]
     function: FunctionBody
+
+    @classmethod
+    def of(cls, name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None) -> Self:
+        """The tool with this function."""
+        function = FunctionBody(name=name, description=description, parameters=parameters, strict=strict)
+        return cls(type="function", function=function)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.function.name
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates get it."""
@@ -122,7 +136,7 @@ ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedTool | None,
     PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
 ]
-Tools = Annotated[Annotated[list[ToolBody], Bounded(MAX_TOOLS)] | None, AfterValidator(_distinct)]
+Tools = Annotated[Annotated[list[ToolBody], Bounded(MAX_TOOLS)] | None, Distinct]
 Calls = Annotated[list[CallBody], Bounded(MAX_TOOLS)] | None
 
 
@@ -156,7 +170,7 @@ def tools_of(bodies: Sequence[ToolBody], fields: ToolFields) -> list[Tool]:
     tools, num_bytes = [], 0
     for place, body in enumerate(bodies):
         try:
-            tool = Tool.of(body.function.name, body.function.parameters, is_strict=body.function.strict is True)
+            tool = Tool.of(body.name, body.function.parameters, is_strict=body.function.strict is True)
             parse_schema(tool.parameters)
             tools.append(tool)
             num_bytes += len(tool.parameters.encode())

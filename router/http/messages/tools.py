@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import Field, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS, MAX_WORDS
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Bounded, Strict
-from router.http.bodies.tools import (
-    FunctionBody,
-    NamedFunction,
-    NamedTool,
-    ToolBody,
-    ToolFields,
-    ToolName,
-    check_distinct,
-)
+from router.http.bodies.tools import Distinct, NamedFunction, NamedTool, ToolBody, ToolFields, ToolName
 from router.http.chat_plan import reasoning_variables
 
 TOOL_FIELDS = ToolFields("input_schema", "tool_choice.name")
@@ -48,20 +40,12 @@ class CustomTool(Strict):
     defer_loading: Literal[False] | None = None
     input_examples: NotServed = None
 
-    def as_function(self) -> ToolBody:
+    def as_tool(self) -> ToolBody:
         """The tool as chats have it."""
-        function = FunctionBody(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return ToolBody(type="function", function=function)
+        return ToolBody.of(self.name, self.description, self.input_schema, self.strict)
 
 
-def _distinct(value: list[CustomTool] | None) -> list[CustomTool] | None:
-    check_distinct([tool.name for tool in value or ()])
-    return value
-
-
-Tools = Annotated[Annotated[list[CustomTool], Bounded(MAX_TOOLS)] | None, AfterValidator(_distinct)]
+Tools = Annotated[Annotated[list[CustomTool], Bounded(MAX_TOOLS)] | None, Distinct]
 
 
 class ToolChoice(Strict):
@@ -102,7 +86,7 @@ class ThinkingConfig(Strict):
 
 def functions(tools: Sequence[CustomTool] | None) -> Sequence[ToolBody]:
     """The tools as chats have them."""
-    return [tool.as_function() for tool in tools or ()]
+    return [tool.as_tool() for tool in tools or ()]
 
 
 def template_variables(thinking: ThinkingConfig | None, effort: str | None) -> Mapping[str, Any]:

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, PlainValidator
+from pydantic import BeforeValidator, PlainValidator
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS
 from router.http.bodies.fields import NotServed
 from router.http.bodies.strict import Bounded, Strict
-from router.http.bodies.tools import (
-    FunctionBody,
-    NamedFunction,
-    NamedTool,
-    ToolBody,
-    ToolFields,
-    ToolName,
-    check_distinct,
-    read_choice,
-)
+from router.http.bodies.tools import Distinct, NamedFunction, NamedTool, ToolBody, ToolFields, ToolName, read_choice
 
 TOOL_FIELDS = ToolFields("parameters", "tool_choice.name")
 
@@ -41,10 +32,7 @@ class FunctionTool(Strict):
 
     def as_tool(self) -> ToolBody:
         """The tool as chats have it."""
-        given = FunctionBody(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
-        return ToolBody(type="function", function=given)
+        return ToolBody.of(self.name, self.description, self.parameters, self.strict)
 
     def as_object(self) -> dict[str, Any]:
         """The tool as a response shows it."""
@@ -78,11 +66,6 @@ def _tool_type(value: Any) -> Any:
     return value
 
 
-def _distinct(value: list[FunctionTool] | None) -> list[FunctionTool] | None:
-    check_distinct([tool.name for tool in value or ()])
-    return value
-
-
 def _choice(value: Any) -> Any:
     name = value.get("type") if isinstance(value, dict) else None
     kind = _CHOICES.get(name) if isinstance(name, str) else None
@@ -90,7 +73,7 @@ def _choice(value: Any) -> Any:
 
 
 FunctionTools = Annotated[
-    Annotated[list[FunctionTool], Bounded(MAX_TOOLS)] | None, BeforeValidator(_tool_type), AfterValidator(_distinct)
+    Annotated[list[FunctionTool], Bounded(MAX_TOOLS)] | None, BeforeValidator(_tool_type), Distinct
 ]
 FunctionChoice = Annotated[
     Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None,

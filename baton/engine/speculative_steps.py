@@ -26,7 +26,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_state import SchedulerState
 from baton.engine.speculation.request_drafts import RequestDrafts
 from baton.engine.speculation.stats import SpecDecodingCounts
-from baton.engine.speculation.step_cost import FadingMean, StepCost
+from baton.engine.speculation.step_cost import FadingMean, Prices, StepCost
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import max_output_tokens
 from baton.engine.waiting.preemption import Preemption
@@ -95,7 +95,7 @@ class Speculation:
         modelled = self._modelled.get(request.request_id)
         if modelled is None and request.request_id in self._asked:
             drafts.model_missed()
-        if drafts.follow(self._price(), self._model_price(), modelled or ()):
+        if drafts.follow(self._prices(), modelled or ()):
             self._ready[request.request_id] = request
         else:
             self._ready.pop(request.request_id, None)
@@ -126,7 +126,7 @@ class Speculation:
         plan.computes_ahead, self._has_ahead = self._has_ahead, False
         if self._config is not None and self._config.method == "draft_model":
             plan.num_spare_tokens = plan.cut_spare(_MAX_PROMPT_TOKENS)
-            pays = self._model_price() < 1.0
+            pays = self._prices().model < 1.0
             for request in state.begun_loads if pays else ():
                 # The first token comes with the KV, the second with the step that can ask for drafts.
                 may_draft = request.sampling_params.speculation and self._room(request) > 2
@@ -211,16 +211,13 @@ class Speculation:
             request.draft_counts += DraftCounts(len(drafts))  # `Commit` adds those that are output
             request.has_new_draft_counts = True
             if request.drafts is not None:
-                request.drafts.verified(len(drafts), num_right, self._price(), self._model_price())
+                request.drafts.verified(len(drafts), num_right, self._prices())
         return len(drafts) - num_right
 
-    def _price(self) -> float:
-        return max(LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))
-
-    def _model_price(self) -> float:
-        """The price of a token that the draft model drafts: a round of it, beside a row of the step."""
+    def _prices(self) -> Prices:
+        row = max(LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))
         step, one_round = self._cost.mean_seconds, self._round_seconds.mean
         share = one_round / step if step and one_round else _ASSUMED_ROUND
         if self._num_steps_without_round > _STEPS_OF_A_MEASUREMENT * max(1.0, share):
             share = _ASSUMED_ROUND
-        return self._price() + share
+        return Prices(row, row + share)

@@ -11,11 +11,11 @@ class DraftCounts:
 
     num_drafted: int = 0
     num_accepted: int = 0
-    """Those that are tokens of the output."""
+    """The drafted tokens that are tokens of the output."""
 
     @property
     def num_rejected(self) -> int:
-        """Those that are not tokens of the output: they were wrong, or lie behind its end."""
+        """The drafted tokens that are not tokens of the output: they were wrong, or lie behind its end."""
         return self.num_drafted - self.num_accepted
 
     def __add__(self, other: DraftCounts) -> DraftCounts:

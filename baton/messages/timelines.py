@@ -49,7 +49,7 @@ class Timeline:
     draft_tokens: int = 0
     """Tokens that were drafted and verified; see `Finished.draft_counts`."""
     accepted_draft_tokens: int = 0
-    """Those that are output tokens."""
+    """The drafted tokens that are tokens of the output."""
 
     @property
     def starts_ns(self) -> Sequence[int]:

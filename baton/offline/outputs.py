@@ -53,7 +53,7 @@ class RequestOutput:
     num_draft_tokens: int = 0
     """Tokens that were drafted and verified, of all sequences; 0 without speculation."""
     num_accepted_tokens: int = 0
-    """Those that were right and are tokens of an output."""
+    """The drafted tokens that are tokens of an output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from baton.runner.execution.draft_model import DraftModel
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import Transformer
-from baton.runner.model.weights import LoadedModel, load_model
+from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.spec import DraftSpec
 
 _MAX_DRAFTING = 64
@@ -34,11 +34,7 @@ class LoadedDraftModel:
         cls, spec: DraftSpec, beside: LoadedModel, operations: Operations, block_size: int, num_threads: int
     ) -> Self:
         """Load a model to draft for another one, on its device and with its dtype. Raises ConfigError."""
-        quantization = spec.quantization
-        if quantization is not None and not operations.packs_quantized:
-            raise ConfigError(f"{quantization} weights can't be computed by {operations.numerics()}; leave them plain")
-        plain = not operations.packs_quantized
-        loaded = load_model(spec.model_dir, beside.dtype, beside.device, quantization, dequantize=plain)
+        loaded = load_model_for(operations, spec.model_dir, beside.dtype, beside.device, spec.quantization)
         try:
             transformer = Transformer(loaded, operations, block_size, None, num_threads)
         except (UnusableWeight, UnsupportedAttention, KernelArgumentError) as error:

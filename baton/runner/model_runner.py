@@ -36,7 +36,7 @@ from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
-from baton.runner.model.weights import LoadedModel, load_model
+from baton.runner.model.weights import LoadedModel, load_model_for
 from baton.runner.self_check import why_not_bit_exact
 from baton.runner.spec import DraftSpec
 
@@ -259,10 +259,7 @@ def load_runner(
     layers.register()
     where = resolve_device(device)
     chosen = choose_operations(num_threads, where) if operations is None else operations
-    if quantization is not None and not chosen.packs_quantized:
-        raise ConfigError(f"{quantization} weights can't be computed by {chosen.numerics()}; leave quantization out")
-    plain = dequantize or not chosen.packs_quantized
-    loaded = load_model(model_dir, dtype, where, quantization, dequantize=plain)
+    loaded = load_model_for(chosen, model_dir, dtype, where, quantization, dequantize=dequantize)
     drafting = LoadedDraftModel.load(draft, loaded, chosen, block_size, num_threads) if draft is not None else None
     try:
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)

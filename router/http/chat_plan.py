@@ -80,7 +80,7 @@ class ToolOffer:
 
     tools: Sequence[ToolBody] = ()
     choice: str | NamedTool | None = None
-    """As in OpenAI's chats: none, auto, required, or the tool to call; None: auto."""
+    """The choice has the words of OpenAI's chats: none, auto, required, or the tool to call; None: auto."""
     is_parallel: bool = True
     """Whether an answer may have several calls."""
     constraint_field: str | None = None

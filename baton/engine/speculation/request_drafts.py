@@ -9,6 +9,7 @@ from baton.engine.speculation.draft_length import DraftLength
 from baton.engine.speculation.drafter import Drafter
 from baton.engine.speculation.forced_drafter import ForcedDrafter
 from baton.engine.speculation.ngram_drafter import NgramDrafter
+from baton.engine.speculation.step_cost import Prices
 from baton.messages.speculation import SpeculationConfig
 
 _PAUSE_OF_GRAMMAR = 4
@@ -67,15 +68,14 @@ class RequestDrafts:
         if self._model_length is not None:
             self._model_length.missed()
 
-    def follow(self, price: float, model_price: float, modelled: Sequence[int] = ()) -> bool:
+    def follow(self, prices: Prices, modelled: Sequence[int] = ()) -> bool:
         """Note the request's new tokens. Returns whether there may be a draft, once no step is in flight.
 
-        `price`: see `DraftLength.next`; `model_price`: the same for a token of the draft model. `modelled`: what the
-        draft model guesses to follow the new tokens.
+        `modelled`: what the draft model guesses to follow the new tokens.
         """
         request, self._latest, self._modelled = self._request, None, modelled
         if self._model_length is not None:
-            self.num_wanted = self._model_length.next(model_price)
+            self.num_wanted = self._model_length.next(prices.model)
         if self._text is not None:
             self._text.extend(request.token_ids(self._num_followed, request.num_tokens))
             self._num_followed = request.num_tokens
@@ -83,8 +83,8 @@ class RequestDrafts:
             if self._repeated:
                 kind = next(kind for kind, (least, _) in enumerate(_SHARES_OF_TEXT) if self._text.num_matched >= least)
                 self._text_length = self._text_lengths[kind]
-                self._repeated = self._repeated[: self._text_length.next(price)]
-        self._num_forced = self._grammar_length.next(price) if self._grammar is not None else 0
+                self._repeated = self._repeated[: self._text_length.next(prices.row)]
+        self._num_forced = self._grammar_length.next(prices.row) if self._grammar is not None else 0
         return bool(self._num_forced or self._repeated or self._modelled)
 
     def draft(self) -> Sequence[int]:
@@ -101,7 +101,8 @@ class RequestDrafts:
         self._latest = self._text_length
         return self._repeated
 
-    def verified(self, num_drafted: int, num_right: int, price: float, model_price: float) -> None:
+    def verified(self, num_drafted: int, num_right: int, prices: Prices) -> None:
         """Note the fate of the latest draft."""
         if self._latest is not None:
-            self._latest.verified(num_drafted, num_right, model_price if self._latest is self._model_length else price)
+            price = prices.model if self._latest is self._model_length else prices.row
+            self._latest.verified(num_drafted, num_right, price)

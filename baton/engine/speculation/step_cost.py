@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _MEMORY = 0.98
 """The weight of a step against that of the next one."""
 _ASSUMED_SHARE = 0.03
 """What a row adds to a step of one row, as a share of its duration, until steps of different sizes have been seen."""
 _LEAST_SPREAD = 0.5
 """The least variance of the numbers of rows from which the cost of a row is derived."""
+
+
+class Prices(NamedTuple):
+    """What a drafted token costs, as a share of what a sampled token is worth; from 1 on it does not pay."""
+
+    row: float
+    """The price of a row of the step that verifies it."""
+    model: float
+    """The price of a token of the draft model: that of a row, and a share of a round."""
 
 
 class FadingMean:

@@ -266,7 +266,7 @@ class DraftModel:
         one.start = followed.num_computed = stop
 
     def _with_scratch(self, drafting: Sequence[_Drafting]) -> Sequence[_Drafting]:
-        """Those requests that have blocks for their drafts, with scratch blocks behind the blocks that they own."""
+        """Give requests scratch blocks behind their own; returns the requests for which there are enough."""
         placed, num_taken = [], 0
         for one in drafting:
             num_blocks = -(-(one.state.num_tokens + one.most - 1) // self._block_size)

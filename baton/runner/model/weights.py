@@ -16,6 +16,7 @@ from torch import nn
 
 from baton.errors import ConfigError
 from baton.runner.backends.device import CPU
+from baton.runner.backends.operations import Operations
 from baton.runner.model.attention import ATTENTION_NAME
 from baton.runner.model.checkpoint import Checkpoint, open_checkpoint
 from baton.runner.model.checkpoint_names import CheckpointNames
@@ -97,6 +98,26 @@ def _cpu_flags() -> frozenset[str]:
         return frozenset()
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return frozenset(flags.partition(":")[2].split())
+
+
+def load_model_for(
+    operations: Operations,
+    directory: Path,
+    dtype: str,
+    device: torch.device,
+    quantization: Quantization | None,
+    *,
+    dequantize: bool = False,
+) -> LoadedModel:
+    """Load a model directory as `load_model` does, with quantised weights made plain if operations don't pack them.
+
+    Raises ConfigError also for a quantization that these operations can't compute.
+    """
+    if quantization is not None and not operations.packs_quantized:
+        raise ConfigError(
+            f"{quantization} weights can't be computed by {operations.numerics()}; leave quantization out"
+        )
+    return load_model(directory, dtype, device, quantization, dequantize=dequantize or not operations.packs_quantized)
 
 
 def load_model(

@@ -221,7 +221,8 @@ def test_expected_requests_are_computed_before_they_run() -> None:
     states = [RequestState(data) for data in expected]
     drafts = rig.draft([(state, 3) for state in states], spare=0)
     assert drafts == {"first": guesses(first, 3), "second": guesses(second, 3)}
-    # Of the blocks that are not full the tokens are computed again: 3 and the last one, none and the last one.
+    # Tokens in blocks that are not full are computed again: 3 of the first request, none of the second; and each one's
+    # last token is computed for its logits.
     assert rig.transformer.num_rows == 4 + 1 + 2 * 2
 
 

@@ -99,6 +99,13 @@ INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t 
         for (int u = 0; u < NU; u++) v_store(c + (size_t)m * ldc + (size_t)u * LANES, acc[m][u]);
 }
 
+/* The case of a switch over the rows of a block, in product_bfloat16. */
+#define TILE(MM, PANELS)                                                                                                 \
+    case MM:                                                                                                             \
+        tile_bfloat16(MM, PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,                    \
+                      ahead + panel * pairs * LINE_BYTES, c + panel * LANES, ldc, accumulate);                           \
+        break;
+
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
                                     size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc, int accumulate) {
     /* Weights come from memory in order, whatever the order in which the tiles read them. */
@@ -107,33 +114,21 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
         size_t block = block_rows(rows, PAIR_TILE_ROWS), panel = 0;
         if (block <= WIDE_ROWS && panels % WIDE_PANELS == 0) {
             for (; panel < panels; panel += WIDE_PANELS) switch (block) {
-#define CASE(MM)                                                                                                         \
-    case MM:                                                                                                             \
-        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,               \
-                      ahead + panel * pairs * LINE_BYTES, c + panel * LANES, ldc, accumulate);                           \
-        break;
+#define CASE(MM) TILE(MM, WIDE_PANELS)
                     WIDE_CASES(CASE)
 #undef CASE
                 }
 #ifdef MIDDLE_PANELS
         } else if (block > WIDE_ROWS && block <= MIDDLE_ROWS && panels % MIDDLE_PANELS == 0) {
             for (; panel < panels; panel += MIDDLE_PANELS) switch (block) {
-#define CASE(MM)                                                                                                         \
-    case MM:                                                                                                             \
-        tile_bfloat16(MM, MIDDLE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,             \
-                      ahead + panel * pairs * LINE_BYTES, c + panel * LANES, ldc, accumulate);                           \
-        break;
+#define CASE(MM) TILE(MM, MIDDLE_PANELS)
                     MIDDLE_CASES(CASE)
 #undef CASE
                 }
 #endif
         } else {
             for (; panel < panels; panel += TALL_PANELS) switch (block) {
-#define CASE(MM)                                                                                                         \
-    case MM:                                                                                                             \
-        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,               \
-                      ahead + panel * pairs * LINE_BYTES, c + panel * LANES, ldc, accumulate);                           \
-        break;
+#define CASE(MM) TILE(MM, TALL_PANELS)
                     TALL_CASES(CASE)
 #undef CASE
                 }
@@ -143,6 +138,7 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
         c += block * ldc;
     }
 }
+#undef TILE
 
 /* Stores 16 probabilities of attention from a key on, rounded to bfloat16, in a row of KEY_TILE floats or bfloat16. */
 INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.text.tool_calls.events import CallEnded, Content
 from router.http.answer_format import quote
-from router.http.parsed_text import AnswerPart, CallArguments, NamedCall, Reasoning
+from router.http.answer_items import AnswerItems, Ended, Grown, ItemChange, ItemKind
+from router.http.parsed_text import AnswerPart, NamedCall
 
 SIGNATURE = "unsigned"
 """The signature of thinking, which clients send back: it proves nothing, and nothing is checked."""
@@ -33,40 +33,55 @@ def call_block(call: NamedCall, arguments: str) -> str:
 
 
 @dataclass(slots=True)
-class _Block:
-    kind: type[AnswerPart]
-    call: NamedCall | None = None
+class ContentBlock:
+    """One block of a message."""
+
+    kind: ItemKind
+    index: int
+    """Its place in the content."""
+    call: NamedCall | None
+    """The call that the block is; None: it is no call."""
     texts: list[str] = field(default_factory=list)
-    is_whole: bool = False
-    """Whether the arguments of the call are an object of JSON."""
+    is_complete: bool = False
+    """Whether the block was not cut off; the arguments of a call are an object of JSON then."""
+
+    def begun(self) -> str:
+        """The block before its text."""
+        if self.call is not None:
+            return call_block(self.call, "{}")
+        return text_block("") if self.kind == "text" else thinking_block("", "")
 
     def as_json(self, *, shows_thinking: bool) -> str:
+        """The block with the text that was kept in it."""
         text = "".join(self.texts)
         if self.call is not None:
-            return call_block(self.call, text if self.is_whole else f'{{"{INVALID_INPUT}":{quote(text)}}}')
-        return text_block(text) if self.kind is Content else thinking_block(text if shows_thinking else "", SIGNATURE)
+            return call_block(self.call, text if self.is_complete else f'{{"{INVALID_INPUT}":{quote(text)}}}')
+        return text_block(text) if self.kind == "text" else thinking_block(text if shows_thinking else "", SIGNATURE)
 
 
 class WholeContent:
     """The content of a whole message, made of the parts of its text."""
 
     def __init__(self) -> None:
-        self._blocks: list[_Block] = []
+        self._blocks = AnswerItems(ContentBlock)
 
     def add(self, parts: Iterable[AnswerPart]) -> None:
-        for part in parts:
-            match part:
-                case Reasoning(text) | Content(text):
-                    if not self._blocks or self._blocks[-1].kind is not type(part):
-                        self._blocks.append(_Block(type(part)))
-                    self._blocks[-1].texts.append(text)
-                case NamedCall():
-                    self._blocks.append(_Block(NamedCall, part))
-                case CallArguments(_, text):
-                    self._blocks[-1].texts.append(text)
-                case CallEnded(is_complete):
-                    self._blocks[-1].is_whole = is_complete
+        """Add the next parts."""
+        self._keep(self._blocks.take(parts))
+
+    def finish(self, parts: Iterable[AnswerPart]) -> None:
+        """Add the last parts."""
+        self.add(parts)
+        self._keep(self._blocks.finish(is_complete=True))
+
+    def _keep(self, changes: Iterable[ItemChange[ContentBlock]]) -> None:
+        for change in changes:
+            match change:
+                case Grown(block, text):
+                    block.texts.append(text)
+                case Ended(block, is_complete):
+                    block.is_complete = is_complete
 
     def blocks(self, *, shows_thinking: bool) -> Sequence[str]:
-        """The blocks as JSON; a message without any text has one block of text."""
-        return [block.as_json(shows_thinking=shows_thinking) for block in self._blocks] or [text_block("")]
+        """The blocks as JSON."""
+        return [block.as_json(shows_thinking=shows_thinking) for block in self._blocks.items]

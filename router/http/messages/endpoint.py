@@ -81,7 +81,7 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         sequence, content = parsed.parsing.sequence(parsed.request_id, 0), WholeContent()
         async for chunk in in_turns(answer.chunks[0]):
             content.add(sequence.parts(chunk.text))
-        content.add(sequence.last_parts())
+        content.finish(sequence.last_parts())
         finish_reason, stop_reason = answer.ends[0]
         stop = parsed.label.stop(sequence.finish_reason(finish_reason), stop_reason)
         blocks = content.blocks(shows_thinking=parsed.shows_thinking)

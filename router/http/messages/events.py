@@ -1,23 +1,19 @@
-"""Answers in the format of Anthropic's API: the message object, and the server-sent events of a stream.
-
-The parts of an answer are blocks of its content, in the order in which the model wrote them. An answer without any text
-has one block of text, which is empty.
-"""
+"""Answers in the format of Anthropic's API: the message object, and the server-sent events of a stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
-from baton.text.tool_calls.events import CallEnded, Content
 from router.http.answer_format import quote
-from router.http.messages.content import SIGNATURE, call_block, text_block, thinking_block
+from router.http.answer_items import AnswerItems, Begun, Ended, Grown, ItemChange
+from router.http.messages.content import SIGNATURE, ContentBlock
 from router.http.messages.errors import error_object
-from router.http.parsed_text import AnswerPart, CallArguments, NamedCall, ParsedSequence, Reasoning
+from router.http.parsed_text import ParsedSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +73,7 @@ class MessageWriter:
         self._sequence = sequence
         self._shows_thinking = shows_thinking
         self._stop = _NO_STOP
-        self._num_blocks = 0
-        self._open = ""
-        """The type of the block that is open; empty: none is."""
+        self._blocks = AnswerItems(ContentBlock)
 
     def opening(self) -> bytes:
         """The events before all text. It is not known yet how much of the prompt is in a cache."""
@@ -94,15 +88,13 @@ class MessageWriter:
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The events for the text of tokens; none while a character, or what may become a call, is incomplete."""
-        return b"".join(map(self._part, self._sequence.parts(chunk.text)))
+        return self._changes(self._blocks.take(self._sequence.parts(chunk.text)))
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The events for what was held, and for the end of the last block."""
-        last = b"".join(map(self._part, self._sequence.last_parts()))
+        changes = [*self._blocks.take(self._sequence.last_parts()), *self._blocks.finish(is_complete=True)]
         self._stop = self._label.stop(self._sequence.finish_reason(finish_reason), stop_reason)
-        if not self._num_blocks:
-            last += self._opened("text")
-        return last + self._closed()
+        return self._changes(changes)
 
     def finish(self, finished: Finished) -> bytes:
         """The last events of a request that ended well: why it ended, and its usage."""
@@ -113,40 +105,30 @@ class MessageWriter:
         """The last event of a request that failed."""
         return b"event: error\ndata: " + error_object(error, self._label.request_id) + b"\n\n"
 
-    def _part(self, part: AnswerPart) -> bytes:
-        match part:
-            case Reasoning(text):
-                opened = self._opened("thinking")
-                return opened + self._delta("thinking_delta", "thinking", text) if self._shows_thinking else opened
-            case Content(text):
-                return self._opened("text") + self._delta("text_delta", "text", text)
-            case NamedCall():
-                return self._begun("tool_use", call_block(part, "{}"))
-            case CallArguments(_, text):
-                return self._delta("input_json_delta", "partial_json", text) if text else b""
-            case CallEnded():
-                return self._closed()
+    def _changes(self, changes: Iterable[ItemChange[ContentBlock]]) -> bytes:
+        return b"".join(map(self._change, changes))
 
-    def _opened(self, kind: str) -> bytes:
-        """The events that begin a block of text or thinking, unless it is open."""
-        if self._open == kind:
-            return b""
-        return self._begun(kind, thinking_block("", "") if kind == "thinking" else text_block(""))
+    def _change(self, change: ItemChange[ContentBlock]) -> bytes:
+        match change:
+            case Begun(block):
+                return event("content_block_start", f'"index":{block.index},"content_block":{block.begun()}')
+            case Grown(block, text):
+                return self._grown(block, text)
+            case Ended(block):
+                is_thinking = block.kind == "reasoning"
+                signature = _delta(block, "signature_delta", "signature", SIGNATURE) if is_thinking else b""
+                return signature + event("content_block_stop", f'"index":{block.index}')
 
-    def _begun(self, kind: str, block: str) -> bytes:
-        before = self._closed()
-        self._open = kind
-        self._num_blocks += 1
-        return before + event("content_block_start", f'"index":{self._num_blocks - 1},"content_block":{block}')
+    def _grown(self, block: ContentBlock, text: str) -> bytes:
+        match block.kind:
+            case "reasoning":
+                return _delta(block, "thinking_delta", "thinking", text) if self._shows_thinking else b""
+            case "text":
+                return _delta(block, "text_delta", "text", text)
+            case "call":
+                return _delta(block, "input_json_delta", "partial_json", text) if text else b""
 
-    def _closed(self) -> bytes:
-        """The events that end the open block."""
-        kind, self._open = self._open, ""
-        if not kind:
-            return b""
-        signature = self._delta("signature_delta", "signature", SIGNATURE) if kind == "thinking" else b""
-        return signature + event("content_block_stop", f'"index":{self._num_blocks - 1}')
 
-    def _delta(self, kind: str, field: str, text: str) -> bytes:
-        delta = f'"delta":{{"type":"{kind}","{field}":{quote(text)}}}'
-        return event("content_block_delta", f'"index":{self._num_blocks - 1},{delta}')
+def _delta(block: ContentBlock, kind: str, field: str, text: str) -> bytes:
+    delta = f'"delta":{{"type":"{kind}","{field}":{quote(text)}}}'
+    return event("content_block_delta", f'"index":{block.index},{delta}')

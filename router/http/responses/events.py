@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
 from router.http.answer_format import quote
+from router.http.answer_items import Begun
 from router.http.errors import error_of
 from router.http.logprobs import ChatLogprobs, Spelling
 from router.http.parsed_text import ParsedSequence
 from router.http.responses.objects import ResponseDraft, as_text, status_of
-from router.http.responses.output import Begun, Change, Ended, Grown, Kind, Output, OutputItem
+from router.http.responses.output import Change, Ended, Grown, Kind, Output, OutputItem
 
 _TEXT_EVENTS: Mapping[Kind, str] = {
     "message": "response.output_text",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from baton.text.tool_calls.events import CallEnded, Content
-from router.http.parsed_text import AnswerPart, CallArguments, NamedCall, Reasoning
+from router.http import answer_items
+from router.http.answer_items import AnswerItems, Begun, ItemChange, ItemKind
+from router.http.parsed_text import AnswerPart, NamedCall
 from router.http.responses.items import CallItem, Item, MessageItem, ReasoningItem
 from router.http.responses.objects import as_text, status_of
 
 Kind = Literal["message", "reasoning", "function_call"]
+_KINDS: Mapping[ItemKind, Kind] = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 _PREFIXES: Mapping[Kind, str] = {
     "message": MessageItem.prefix,
     "reasoning": ReasoningItem.prefix,
@@ -81,13 +83,6 @@ class OutputItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An item has begun."""
-
-    item: OutputItem
-
-
-@dataclass(frozen=True, slots=True)
 class Grown:
     """An item has got more text, or log-probabilities."""
 
@@ -99,86 +94,71 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An item is complete, or was cut off."""
+    """An item is complete, or was cut off: its status says which."""
 
     item: OutputItem
 
 
-Change = Begun | Grown | Ended
+Change = Begun[OutputItem] | Grown | Ended
 
 
 class Output:
     """The items of one response.
 
-    One begins when the one before it has ended. An answer without any text is an empty message. Log-probabilities are
-    those of all tokens, in messages alone: the tokens before a message, which are of reasoning or markers, come with
-    its first text.
+    Log-probabilities are those of all tokens, in messages alone: the tokens before a message, which are of reasoning or
+    markers, come with its first text.
     """
 
     def __init__(self, name: str, first_number: int) -> None:
         """`name` is in the ids of all items, and so is their number, from `first_number` on."""
         self._name = name
         self._first_number = first_number
-        self._items: list[OutputItem] = []
-        self._open: OutputItem | None = None
+        self._items = AnswerItems(self._new)
         self._logprobs: list[str] = []
         """Log-probabilities that no item has yet."""
 
     @property
-    def items(self) -> list[OutputItem]:
+    def items(self) -> Sequence[OutputItem]:
         """All items so far."""
-        return self._items
+        return self._items.items
 
     def take(self, parts: Iterable[AnswerPart], logprobs: str = "") -> list[Change]:
         """Take what the next tokens add. `logprobs`: theirs, as the entries of a list in JSON."""
         if logprobs:
             self._logprobs.append(logprobs)
-        changes: list[Change] = []
-        for part in parts:
-            match part:
-                case Reasoning(text):
-                    changes += self._grow("reasoning", text)
-                case Content(text):
-                    changes += self._grow("message", text)
-                case NamedCall(_, call_id, name):
-                    changes += self._begin("function_call", call_id, name)
-                case CallArguments(_, text):
-                    changes += self._grow("function_call", text)
-                case CallEnded(is_complete):
-                    changes += self._end("completed" if is_complete else "incomplete")
-        return changes
+        return list(map(self._changed, self._items.take(parts)))
 
     def finish(self, parts: Iterable[AnswerPart], finish_reason: str) -> list[Change]:
-        """Take what the end of the text adds, and end the last item."""
+        """Take what the end of the text adds, and end the last item, which gets the last log-probabilities."""
         changes = self.take(parts)
-        if not self._items:
-            changes += self._begin("message")
-        if self._open is not None and self._open.kind == "message" and self._logprobs:
-            changes += self._grow("message", "")
-        return changes + self._end(status_of(finish_reason))
+        for change in self._items.finish(is_complete=status_of(finish_reason) == "completed"):
+            if isinstance(change, answer_items.Ended) and change.item.kind == "message" and self._logprobs:
+                changes.append(self._grown(change.item, ""))
+            changes.append(self._changed(change))
+        return changes
 
-    def _grow(self, kind: Kind, text: str) -> list[Change]:
-        changes = self._begin(kind) if self._open is None or self._open.kind != kind else []
-        item = self._items[-1]
+    def _new(self, kind: ItemKind, place: int, call: NamedCall | None) -> OutputItem:
+        own = _KINDS[kind]
+        item = OutputItem(own, f"{_PREFIXES[own]}_{self._name}_{self._first_number + place}", place)
+        if call is not None:
+            item.call_id, item.name = call.id, call.name
+        return item
+
+    def _changed(self, change: ItemChange[OutputItem]) -> Change:
+        """Change the item as it was said; returns what that is for clients."""
+        match change:
+            case answer_items.Grown(item, text):
+                return self._grown(item, text)
+            case answer_items.Ended(item, is_complete):
+                item.status = "completed" if is_complete else "incomplete"
+                return Ended(item)
+            case Begun():
+                return change
+
+    def _grown(self, item: OutputItem, text: str) -> Grown:
         item.pieces.append(text)
-        logprobs = ""
-        if kind == "message":
-            logprobs = ", ".join(self._logprobs)
-            item.logprobs += self._logprobs
-            self._logprobs = []
-        return [*changes, Grown(item, text, logprobs)]
-
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> list[Change]:
-        ended = self._end("completed")
-        place = len(self._items)
-        item_id = f"{_PREFIXES[kind]}_{self._name}_{self._first_number + place}"
-        self._open = OutputItem(kind, item_id, place, call_id, name)
-        self._items.append(self._open)
-        return [*ended, Begun(self._open)]
-
-    def _end(self, status: str) -> list[Change]:
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        item.status = status
-        return [Ended(item)]
+        if item.kind != "message":
+            return Grown(item, text, "")
+        logprobs, self._logprobs = self._logprobs, []
+        item.logprobs += logprobs
+        return Grown(item, text, ", ".join(logprobs))

@@ -238,7 +238,8 @@ def test_a_stream_has_the_blocks_of_the_whole_message(pieces: list[str], data: s
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
     parsing = TextParsing(FORMATS["hermes"], ["f"], reasons=True)
     whole, sequence = WholeContent(), parsing.sequence("r", 0)
-    whole.add([*sequence.parts(text), *sequence.last_parts()])
+    whole.add(sequence.parts(text))
+    whole.finish(sequence.last_parts())
     writer = MessageWriter(MessageLabel("r", MODEL, False), 1, parsing.sequence("r", 0), shows_thinking=True)
     parts = [text[first:last] for first, last in pairwise([0, *cuts, len(text)])]
     stream = b"".join(writer.chunk(Chunk(0, (1,), part)) for part in parts) + writer.end(0, "stop", None)

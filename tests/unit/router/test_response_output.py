@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from baton.text.tool_calls.formats import FORMATS
+from router.http.answer_items import Begun
 from router.http.parsed_text import TextParsing
-from router.http.responses.output import Begun, Change, Ended, Grown, Output, OutputItem
+from router.http.responses.output import Change, Ended, Grown, Output, OutputItem
 from tests.support.tool_formats import written
 
 CALL = written("hermes", [("f", {"q": 1})])
@@ -64,3 +65,12 @@ def test_an_item_that_was_not_ended_by_the_text_ends_with_it() -> None:
         output.finish(sequence.last_parts(), reason)
         assert told(output.items) == [("message", "msg_r_1", "", text, status)]
         assert [item.as_item().as_object()["status"] for item in output.items] == [status]  # what is listed later
+
+
+def test_log_probabilities_without_text_come_with_the_next_text_or_the_end() -> None:
+    output, sequence = Output("r", 1), TextParsing().sequence("r", 0)
+    told = [output.take((), "1"), output.take(sequence.parts("q"), "2"), output.take((), "3")]
+    told.append(output.finish(sequence.last_parts(), "stop"))
+    (item,) = output.items
+    assert told == [[], [Begun(item), Grown(item, "q", "1, 2")], [], [Grown(item, "", "3"), Ended(item)]]
+    assert item.all_logprobs == "[1, 2, 3]"

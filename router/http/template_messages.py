@@ -1,8 +1,9 @@
-"""Messages of a chat as a chat template gets them."""
+"""Messages as a chat template gets them, in all APIs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -10,26 +11,40 @@ from router.http.bodies.chats import Message
 from router.http.json_body import parse_json
 
 
-def template_message(message: Message, place: int) -> Mapping[str, Any]:
-    """A message with the fields that it has; raises InvalidRequest. `place`: of the message in the chat.
+@dataclass(slots=True)
+class TemplateMessage:
+    """A message for the template, which may be made of several parts of a conversation."""
 
-    As in transformers, the arguments of a call are an object and not its JSON, so that templates write them as JSON.
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Mapping[str, Any]] = field(default_factory=list)
+    call_id: str | None = None
+    """The call whose result the message is."""
+    name: str | None = None
+    """The name of its author."""
+
+    def as_message(self) -> dict[str, Any]:
+        """The message, with the fields that it has. Parts are joined by newlines, as are those of a chat's message."""
+        message: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts)}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        if self.reasoning:
+            message["reasoning_content"] = "\n".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+def template_call(call_id: str | None, name: str, arguments: Any) -> Mapping[str, Any]:
+    """A call in a message.
+
+    As in transformers, the arguments are an object and not its JSON, so that templates write them as JSON.
     """
-    message.check(place)
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
-    for field in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, field)) is not None:
-            found[field] = value
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                **({} if call.id is None else {"id": call.id}),
-                "type": call.type,
-                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
+    named = {} if call_id is None else {"id": call_id}
+    return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_of(text: str) -> Any:
@@ -40,3 +55,15 @@ def arguments_of(text: str) -> Any:
         return parse_json(text.encode())
     except (InvalidRequest, UnicodeEncodeError):
         return text
+
+
+def template_message(message: Message, place: int) -> Mapping[str, Any]:
+    """A message of a chat; raises InvalidRequest. `place`: of the message in the chat."""
+    message.check(place)
+    calls = [
+        template_call(call.id, call.function.name, arguments_of(call.function.arguments))
+        for call in message.tool_calls or ()
+    ]
+    reasoning = [] if message.reasoning_content is None else [message.reasoning_content]
+    made = TemplateMessage(message.role, [message.content], reasoning, calls, message.tool_call_id, message.name)
+    return made.as_message()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES, MAX_TOOLS
 from router.http.messages.blocks import Block, Thinking, ToolResult, ToolUse, text_of
+from router.http.template_messages import TemplateMessage, template_call
 
 
 class Turn(Protocol):
@@ -21,38 +21,6 @@ class Turn(Protocol):
     def content(self) -> Sequence[Block]: ...
 
 
-@dataclass(slots=True)
-class _Message:
-    """A message for the template, which may be of several turns."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolUse] = field(default_factory=list)
-    call_id: str | None = None
-    """The call whose result the message is."""
-
-    def add(self, later: _Message) -> None:
-        """Add a message of the same role that follows."""
-        self.texts += later.texts
-        self.reasoning += later.reasoning
-        self.calls += later.calls
-
-    def as_message(self) -> dict[str, Any]:
-        """The message, with the fields that it has."""
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(filter(None, self.texts))}
-        if reasoning := "\n".join(filter(None, self.reasoning)):
-            message["reasoning_content"] = reasoning
-        if self.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
-                for call in self.calls
-            ]
-        if self.call_id is not None:
-            message["tool_call_id"] = self.call_id
-        return message
-
-
 def template_messages(system: str, turns: Sequence[Turn]) -> Sequence[dict[str, Any]]:
     """The messages for the model's template; raises InvalidRequest for more than a chat may have, and for the result of
     a call that is not before it.
@@ -60,7 +28,7 @@ def template_messages(system: str, turns: Sequence[Turn]) -> Sequence[dict[str, 
     Messages of the same role that follow each other are one, as in Anthropic's API: many templates want the roles to
     alternate. Each result of a call is a message of its own, of the role `tool`.
     """
-    found = [_Message("system", [system])] if system else []
+    found = [TemplateMessage("system", [system])] if system else []
     call_ids: set[str] = set()
     for place, turn in enumerate(turns):
         name = f"messages[{place}].content"
@@ -68,9 +36,11 @@ def template_messages(system: str, turns: Sequence[Turn]) -> Sequence[dict[str, 
             if message.call_id is not None and message.call_id not in call_ids:
                 reason = f"has the result of the call {message.call_id[:80]!r}, which is not before it"
                 raise InvalidRequest(name, reason)
-            call_ids.update(call.id for call in message.calls)
+            call_ids.update(call["id"] for call in message.calls)
             if found and found[-1].role == message.role != "tool":
-                found[-1].add(message)
+                found[-1].texts += message.texts
+                found[-1].reasoning += message.reasoning
+                found[-1].calls += message.calls
             else:
                 found.append(message)
         if len(found) > MAX_MESSAGES:
@@ -80,22 +50,23 @@ def template_messages(system: str, turns: Sequence[Turn]) -> Sequence[dict[str, 
     return [message.as_message() for message in found]
 
 
-def _of_assistant(blocks: Sequence[Block]) -> Iterator[_Message]:
-    reasoning = [block.thinking for block in blocks if isinstance(block, Thinking)]
-    calls = [block for block in blocks if isinstance(block, ToolUse)]
-    yield _Message("assistant", [text_of(blocks)], reasoning, calls)
+def _of_assistant(blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
+    reasoning = [block.thinking for block in blocks if isinstance(block, Thinking) and block.thinking]
+    calls = [template_call(block.id, block.name, block.input) for block in blocks if isinstance(block, ToolUse)]
+    yield TemplateMessage("assistant", list(filter(None, [text_of(blocks)])), reasoning, calls)
 
 
-def _of_user(role: str, blocks: Sequence[Block]) -> Iterator[_Message]:
+def _of_user(role: str, blocks: Sequence[Block]) -> Iterator[TemplateMessage]:
     """Results of calls and the texts between them, in their order."""
     begin, has_results = 0, False
     for place, block in enumerate(blocks):
         if not isinstance(block, ToolResult):
             continue
         if text := text_of(blocks[begin:place]):
-            yield _Message(role, [text])
-        yield _Message("tool", [block.text], call_id=block.tool_use_id)
+            yield TemplateMessage(role, [text])
+        yield TemplateMessage("tool", [block.text], call_id=block.tool_use_id)
         begin, has_results = place + 1, True
-    text = text_of(blocks[begin:])
-    if text or not has_results:
-        yield _Message(role, [text])
+    if text := text_of(blocks[begin:]):
+        yield TemplateMessage(role, [text])
+    elif not has_results:
+        yield TemplateMessage(role)

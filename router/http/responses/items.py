@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_TOOLS
-from router.http.template_messages import arguments_of
+from router.http.template_messages import TemplateMessage, arguments_of, template_call
 
 _ITEM_BYTES = 512
 """What an item takes in memory beside its texts, at most."""
@@ -112,71 +112,49 @@ class CallOutputItem(Item):
         return (self.call_id,)
 
 
-@dataclass(slots=True)
-class _Turn:
-    """A message for the template, made of one item or of several that follow each other."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[Mapping[str, Any]] = field(default_factory=list)
-    call_id: str | None = None
-
-    def takes(self, item: Item) -> bool:
-        """Whether the item belongs to this message: one of the assistant, whose parts come in the model's order.
-
-        A message behind calls is of the same message, since calls of an earlier one would have outputs before it.
-        """
-        if self.role != "assistant":
-            return False
-        match item:
-            case ReasoningItem():
-                return not (self.texts or self.calls)
-            case MessageItem():
-                return item.role == "assistant" and bool(self.calls or not self.texts)
-            case _:
-                return isinstance(item, CallItem)
-
-    def as_message(self) -> Mapping[str, Any]:
-        """The message, with the fields that it has."""
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts)}
-        if self.call_id is not None:
-            message["tool_call_id"] = self.call_id
-        if self.reasoning:
-            message["reasoning_content"] = "\n".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
-
-
 def template_messages(instructions: str | None, items: Sequence[Item]) -> Sequence[Mapping[str, Any]]:
     """The messages for the model's template; raises InvalidRequest for the output of a call that is not among `items`,
     and for a message with too many calls.
 
     Reasoning, messages of the assistant and calls that follow each other are one message, as the model wrote them.
     """
-    turns = [_Turn("system", [instructions])] if instructions else []
+    messages = [TemplateMessage("system", [instructions])] if instructions else []
     call_ids: set[str] = set()
     for item in items:
-        if not turns or not turns[-1].takes(item):
-            turns.append(_Turn("assistant"))
-        turn = turns[-1]
+        if not messages or not _belongs(item, messages[-1]):
+            messages.append(TemplateMessage("assistant"))
+        message = messages[-1]
         match item:
             case MessageItem():
-                turn.role = item.role
-                turn.texts.append(item.text)
+                message.role = item.role
+                message.texts.append(item.text)
             case ReasoningItem():
-                turn.reasoning.append(item.text)
+                message.reasoning.append(item.text)
             case CallItem():
                 call_ids.add(item.call_id)
-                if len(turn.calls) == MAX_TOOLS:
+                if len(message.calls) == MAX_TOOLS:
                     raise InvalidRequest("input", f"has more than {MAX_TOOLS} calls that follow each other")
-                function = {"name": item.name, "arguments": arguments_of(item.text)}
-                turn.calls.append({"id": item.call_id, "type": "function", "function": function})
+                message.calls.append(template_call(item.call_id, item.name, arguments_of(item.text)))
             case CallOutputItem():
                 if item.call_id not in call_ids:
                     reason = f"has the output of the call {item.call_id[:80]!r}, which is not in the conversation"
                     raise InvalidRequest("input", reason)
-                turn.role, turn.call_id = "tool", item.call_id
-                turn.texts.append(item.text)
-    return [turn.as_message() for turn in turns]
+                message.role, message.call_id = "tool", item.call_id
+                message.texts.append(item.text)
+    return [message.as_message() for message in messages]
+
+
+def _belongs(item: Item, message: TemplateMessage) -> bool:
+    """Whether the item is a part of the message before it: of the assistant, with parts in the order of the model.
+
+    A message behind calls is of the same message, since calls of an earlier one would have outputs before it.
+    """
+    if message.role != "assistant":
+        return False
+    match item:
+        case ReasoningItem():
+            return not (message.texts or message.calls)
+        case MessageItem():
+            return item.role == "assistant" and bool(message.calls or not message.texts)
+        case _:
+            return isinstance(item, CallItem)

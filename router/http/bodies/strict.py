@@ -77,6 +77,17 @@ def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
         raise _refusal(error) from None
 
 
+def read_part(kind: type[M], found: Mapping[str, Any], name: str = "") -> M:
+    """A part of a body as this model, for a validator of the body; raises ValueError that names the first wrong field.
+
+    `name`: what the part is called in the refusal; empty: the body's field is the part.
+    """
+    try:
+        return read_as(kind, found)
+    except InvalidRequest as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
+
+
 def _refusal(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     place = first["loc"]

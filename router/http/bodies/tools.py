@@ -13,7 +13,7 @@ from baton.messages.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from baton.text.schema_compiling import parse_schema
 from baton.text.tool_calls.call_parser import TOOL_NAME
 from baton.text.tool_calls.formats import Tool
-from router.http.bodies.strict import Bounded, Strict, read_as
+from router.http.bodies.strict import Bounded, Strict, read_part
 
 _MAX_ID_CHARS = 256
 
@@ -121,10 +121,7 @@ def read_choice(value: Any, kind: type[Strict] | None, objects: str) -> Any:
         return value
     if kind is None:
         raise ValueError(f"must be {', '.join(_WORDS)}{objects}")
-    try:
-        return read_as(kind, value)
-    except InvalidRequest as error:
-        raise ValueError(f"{error.field} {error.reason}") from None
+    return read_part(kind, value)
 
 
 def _choice(value: Any) -> Any:

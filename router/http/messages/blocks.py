@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from baton.errors import InvalidRequest
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Strict, read_as
+from router.http.bodies.strict import Strict, read_part
 from router.http.bodies.tools import CallId, ToolName
 
 
@@ -134,7 +133,4 @@ def _block(block: Any, place: int, kinds: Mapping[str, type[Any]]) -> Any:
         raise ValueError(f"block {place} has no type")
     if kind not in kinds:
         raise ValueError(f"block {place} is of the type {kind[:40]!r}; only {', '.join(kinds)} are served")
-    try:
-        return read_as(kinds[kind], block)
-    except InvalidRequest as error:
-        raise ValueError(f"block {place}: {error}") from None
+    return read_part(kinds[kind], block, f"block {place}")

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
-from baton.errors import InvalidRequest
 from baton.messages.request_limits import MAX_MESSAGES
 from router.http.bodies.fields import NotServed
-from router.http.bodies.strict import Bounded, Strict, read_as
+from router.http.bodies.strict import Bounded, Strict, read_part
 from router.http.bodies.tools import CallId, ToolName
 from router.http.responses.items import CallItem, CallOutputItem, Item, MessageItem, ReasoningItem
 
@@ -38,10 +37,10 @@ class FunctionCall(Strict):
         return CallItem("", (self.arguments,), self.call_id, self.name, self.status or "completed")
 
 
-def _text_or_parts(value: Any) -> str | list[Any]:
+def _output(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str | list):
         raise ValueError("must be a string or a list of text parts")
-    return value
+    return _texts(value)
 
 
 class FunctionCallOutput(Strict):
@@ -50,17 +49,15 @@ class FunctionCallOutput(Strict):
     type: Literal["function_call_output"]
     id: str | None = None
     call_id: CallId
-    output: Annotated[
-        str | list[Any], PlainValidator(_text_or_parts, json_schema_input_type=str | list[dict[str, str]])
-    ]
+    output: Annotated[tuple[str, ...], PlainValidator(_output, json_schema_input_type=str | list[dict[str, str]])]
     status: _Status | None = None
     caller: NotServed = None
     name: NotServed = None
     namespace: NotServed = None
 
     def as_item(self) -> CallOutputItem:
-        """The item, which has no id yet; raises ValueError for parts that are no text."""
-        return CallOutputItem("", _texts(self.output, "output"), self.call_id)
+        """The item, which has no id yet."""
+        return CallOutputItem("", self.output, self.call_id)
 
 
 class ReasoningText(Strict):
@@ -121,12 +118,7 @@ def _item(found: Any, name: str) -> Item:
     if kind not in _KINDS:
         served = ", ".join(("message", *_KINDS))
         raise ValueError(f"{name} is of the type {kind[:40]!r}; only items of these types are served: {served}")
-    try:
-        return read_as(_KINDS[kind], found).as_item()
-    except InvalidRequest as error:
-        raise ValueError(f"{name}, {error.field} {error.reason}") from None
-    except ValueError as error:
-        raise ValueError(f"{name}, {error}") from None
+    return read_part(_KINDS[kind], found, name).as_item()
 
 
 def _message(item: Mapping[str, Any], name: str) -> MessageItem:
@@ -138,14 +130,14 @@ def _message(item: Mapping[str, Any], name: str) -> MessageItem:
     content = item.get("content")
     if not isinstance(content, str | list):
         raise ValueError(f"{name} needs a content, a string or a list of text parts")
-    return MessageItem("", _texts(content, name), item["role"])
+    return MessageItem("", _texts(content, f"{name}, "), item["role"])
 
 
-def _texts(content: str | list[Any], name: str) -> tuple[str, ...]:
-    """The texts of parts; raises ValueError."""
+def _texts(content: str | list[Any], before: str = "") -> tuple[str, ...]:
+    """The texts of parts; raises ValueError that names the part, with `before` before it."""
     if isinstance(content, str):
         return (content,)
-    return tuple(_text(part, f"{name}, part {place}") for place, part in enumerate(content))
+    return tuple(_text(part, f"{before}part {place}") for place, part in enumerate(content))
 
 
 def _text(part: Any, name: str) -> str:

@@ -239,7 +239,7 @@ async def test_reasoning_may_come_before_a_demanded_call() -> None:
         ),
         ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": "always"}, "tool_choice", "must be"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "function is required"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice: function: is required"),
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name", "none of"),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},

@@ -37,7 +37,8 @@ def _origins(value: str) -> str:
     return value
 
 
-def _speculative_config(value: str) -> str:
+def checked_speculation(value: str) -> str:
+    """A valid `SpeculationConfig` in JSON, or nothing; raises ValueError."""
     if value:
         try:
             SpeculationConfig.from_json(value)
@@ -48,7 +49,7 @@ def _speculative_config(value: str) -> str:
 
 Name = Annotated[str, AfterValidator(_name)]
 Origins = Annotated[str, AfterValidator(_origins)]
-SpeculativeConfig = Annotated[str, AfterValidator(_speculative_config)]
+SpeculativeConfig = Annotated[str, AfterValidator(checked_speculation)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1)]

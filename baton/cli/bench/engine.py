@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from baton.cli.bench.load_options import DtypeOption, ShapeOption
+from baton.cli.bench.load_options import DtypeOption, ShapeOption, speculation_callback
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 from baton.config.kinds import KVCacheDtype
-from baton.errors import ConfigError
-from baton.messages.speculation import SpeculationConfig
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def engine(
         typer.Option(
             help='Measure instead what drafts save, such as \'{"method": "ngram"}\' (--speculative-config of nodes).',
             metavar="JSON",
-            callback=_checked_speculation,
+            callback=speculation_callback,
         ),
     ] = "",
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
@@ -81,15 +79,6 @@ def engine(
         print_yaml(asdict(report))
     else:
         _print(report)
-
-
-def _checked_speculation(config: str) -> str:
-    if config:
-        try:
-            SpeculationConfig.from_json(config)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from None
-    return config
 
 
 def _measure_speculation(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter
 
-from baton.config.kinds import Dtype
+from baton.config.kinds import Dtype, checked_speculation
 
 
 def _checked_size(size: str) -> str:
@@ -19,6 +19,14 @@ def _checked_size(size: str) -> str:
     if not is_size:
         raise typer.BadParameter(f"{size!r} is not a number of bytes such as 256MiB")
     return size
+
+
+def speculation_callback(config: str) -> str:
+    """Checks what nodes take for --speculative-config."""
+    try:
+        return checked_speculation(config)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the model.")]

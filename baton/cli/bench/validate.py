@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench.files import ReportOption, ResultFileOption, check_files, exit_interrupted, write_files
-from baton.cli.bench.load_options import CacheMemoryOption, DtypeOption, RangeRatioOption
+from baton.cli.bench.load_options import CacheMemoryOption, DtypeOption, RangeRatioOption, speculation_callback
 from baton.cli.bench.model import chosen_model, named_model
 from baton.cli.bench.serve import usage_errors
 from baton.cli.output import Format, OutputOption, print_json, print_note, print_table, print_text, print_yaml
-from baton.errors import BatonError, Cancelled, ConfigError, InvalidRequest
+from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.models.resolve import FoundModel
 
 BUNDLED = "bundled"
@@ -47,7 +47,11 @@ def validate(
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: CacheMemoryOption = "256MiB",
     speculative_config: Annotated[
-        str, typer.Option(help="How nodes draft tokens: see `baton up --speculative-config`. Empty: they do not.")
+        str,
+        typer.Option(
+            help="How nodes draft tokens: see `baton up --speculative-config`. Empty: they do not.",
+            callback=speculation_callback,
+        ),
     ] = "",
     seed: Annotated[int, typer.Option(help="Seed of the load.", min=0)] = 0,
     result_filename: ResultFileOption = None,
@@ -74,7 +78,6 @@ def validate(
         for share in loads:
             if not share > 0:
                 raise InvalidRequest("--load", f"{share:g} is not above 0")
-        _check_speculation(speculative_config)
     workload = WorkloadSpec(
         random_input_len=random_input_len,
         random_output_len=random_output_len,
@@ -126,16 +129,6 @@ def validate(
         if isinstance(failure, Cancelled):
             exit_interrupted(result_filename, report)
         raise failure
-
-
-def _check_speculation(text: str) -> None:
-    from baton.messages.speculation import SpeculationConfig
-
-    try:
-        if text:
-            SpeculationConfig.from_json(text)
-    except ConfigError as error:
-        raise InvalidRequest("--speculative-config", str(error)) from None
 
 
 @contextmanager

@@ -368,6 +368,9 @@ def test_nodes_that_draft_nothing_are_simulated_without_drafts() -> None:
     assert (found.share, found.coverage) == (pytest.approx(1.0), 1.0)
 
 
-def test_the_command_refuses_a_wrong_configuration_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "validate", "--speculative-config", '{"method": "oracle"}']) == 2
-    assert "--speculative-config: method must be one of" in capsys.readouterr().err
+@pytest.mark.parametrize(("command", "option"), [("validate", "--speculative-config"), ("engine", "--speculative")])
+def test_a_wrong_configuration_of_drafts_is_refused(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", command, option, '{"method": "oracle"}']) == 2
+    assert f"Invalid value for '{option}': method must be one of" in capsys.readouterr().err

@@ -21,12 +21,13 @@ from router.http.endpoints import Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
 from router.http.logprobs import ChatLogprobs
 from router.http.model import ServedModel
-from router.http.parsed_text import ParsedSequence, TextParsing
+from router.http.parsed_text import TextParsing
 from router.http.responses.bodies import ResponsesBody
 from router.http.responses.events import ResponseWriter
+from router.http.responses.in_progress import EndedResponse, ResponseInProgress
 from router.http.responses.items import Item, template_messages
 from router.http.responses.objects import ResponseDraft
-from router.http.responses.output import Output, OutputItem
+from router.http.responses.output import Output
 from router.http.responses.store import ResponseStore, StoredResponse
 
 
@@ -45,15 +46,9 @@ class ResponsesRequest(EndpointRequest):
     """How the text of the answer is parsed."""
     is_stored: bool
 
-    @property
-    def sequence(self) -> ParsedSequence:
-        """A parser of the answer's text."""
-        return self.parsing.sequence(self.name, 0)
-
-    @property
-    def output(self) -> Output:
-        """The answer's items, of which there are none yet."""
-        return Output(self.name, self.num_added)
+    def begun(self) -> ResponseInProgress:
+        """The response, which has no items yet."""
+        return ResponseInProgress(self.draft, self.parsing.sequence(self.name, 0), Output(self.name, self.num_added))
 
 
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
@@ -119,31 +114,24 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         return ResponsesRequest(*head, draft, name, items, len(added), plan.parsing, is_stored)
 
     def _writer(self, parsed: ResponsesRequest, accepted: Accepted, positions: Sequence[int]) -> ResponseWriter:
-        keep = partial(self._keep, parsed)
-        spelling, now = self._model.spelling, self._clock.wall
-        return ResponseWriter(parsed.draft, parsed.sequence, parsed.output, spelling, now, keep)
+        return ResponseWriter(parsed.begun(), self._model.spelling, self._clock.wall, partial(self._keep, parsed))
 
     async def _whole_answer(self, parsed: ResponsesRequest, answers: Sequence[Collected]) -> bytes:
         (answer,) = answers
-        sequence, output = parsed.sequence, parsed.output
+        response = parsed.begun()
         if parsed.draft.has_logprobs:
             lists = await logprob_lists(ChatLogprobs(self._model.spelling), answer.chunks[0])
-            output.take((), lists["content"][1:-1])
+            response.take_logprobs(lists["content"][1:-1])
         async for chunk in in_turns(answer.chunks[0]):
-            sequence.count(chunk.token_ids)
-            output.take(sequence.parts(chunk.text))
-        finish_reason = answer.ends[0][0]
-        output.finish(sequence.last_parts(), finish_reason)
-        written = ",".join(item.ended() for item in output.items)
-        num_reasoning_tokens, now = sequence.num_reasoning_tokens, self._clock.wall()
-        response = parsed.draft.ended(written, finish_reason, answer.finished, num_reasoning_tokens, now)
-        return self._keep(parsed, response, output.items)
+            response.take(chunk)
+        response.finish(answer.ends[0][0])
+        return self._keep(parsed, response.ended(answer.finished, self._clock.wall()))
 
-    def _keep(self, parsed: ResponsesRequest, response: str, output: Sequence[OutputItem]) -> bytes:
+    def _keep(self, parsed: ResponsesRequest, ended: EndedResponse) -> bytes:
         """The response in JSON as bytes, which are stored if the client wants that."""
-        content = encoded(response)
+        content = encoded(ended.json)
         if parsed.is_stored:
-            own = [item.as_item() for item in output]
+            own = [item.as_item() for item in ended.items]
             stored = StoredResponse.of(parsed.draft.id, content, parsed.items, own)
             self._store.put(current_caller.get().tenant, stored)
         return content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, Finished
@@ -11,9 +11,9 @@ from router.http.answer_format import quote
 from router.http.answer_items import Begun
 from router.http.errors import error_of
 from router.http.logprobs import ChatLogprobs, Spelling
-from router.http.parsed_text import ParsedSequence
-from router.http.responses.objects import ResponseDraft, as_text, status_of
-from router.http.responses.output import Change, Ended, Grown, Kind, Output, OutputItem
+from router.http.responses.in_progress import EndedResponse, ResponseInProgress
+from router.http.responses.objects import as_text
+from router.http.responses.output import Change, Ended, Grown, Kind, OutputItem
 
 _TEXT_EVENTS: Mapping[Kind, str] = {
     "message": "response.output_text",
@@ -30,24 +30,18 @@ class ResponseWriter:
 
     def __init__(
         self,
-        draft: ResponseDraft,
-        sequence: ParsedSequence,
-        output: Output,
+        response: ResponseInProgress,
         spelling: Spelling,
         now: Callable[[], float],
-        keep: Callable[[str, Sequence[OutputItem]], object],
+        keep: Callable[[EndedResponse], object],
     ) -> None:
-        """`sequence` parses the text, `output` gets its parts. `now`: seconds since the epoch. `keep` gets the response
-        that ended well, in JSON, and its items.
-        """
-        self._draft = draft
-        self._sequence = sequence
-        self._output = output
+        """`now`: seconds since the epoch. `keep` gets the response if it ends well."""
+        self._response = response
+        self._draft = response.draft
         self._logprobs = ChatLogprobs(spelling)
         self._now = now
         self._keep = keep
         self._num_events = 0
-        self._finish_reason = ""
 
     def opening(self) -> bytes:
         """The events before all items."""
@@ -56,25 +50,20 @@ class ResponseWriter:
 
     def chunk(self, chunk: Chunk) -> bytes:
         """The events for tokens and their text, which is empty while a character is incomplete."""
-        self._sequence.count(chunk.token_ids)
-        logprobs = ""
         if self._draft.has_logprobs and chunk.logprobs:
-            logprobs = json.dumps(self._logprobs.take(chunk.logprobs)["content"])[1:-1]
-        return self._changes(self._output.take(self._sequence.parts(chunk.text), logprobs))
+            entries = self._logprobs.take(chunk.logprobs)["content"]
+            self._response.take_logprobs(json.dumps(entries)[1:-1])
+        return self._changes(self._response.take(chunk))
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The events for the end of the text."""
-        self._finish_reason = finish_reason
-        return self._changes(self._output.finish(self._sequence.last_parts(), finish_reason))
+        return self._changes(self._response.finish(finish_reason))
 
     def finish(self, finished: Finished) -> bytes:
         """The last event of a request that ended well: the whole response."""
-        items = self._output.items
-        output = ",".join(item.ended() for item in items)
-        num_reasoning_tokens = self._sequence.num_reasoning_tokens
-        response = self._draft.ended(output, self._finish_reason, finished, num_reasoning_tokens, self._now())
-        self._keep(response, items)
-        return self._event(f"response.{status_of(self._finish_reason)}", f'"response":{response}')
+        ended = self._response.ended(finished, self._now())
+        self._keep(ended)
+        return self._event(f"response.{ended.status}", f'"response":{ended.json}')
 
     def error(self, error: BatonError) -> bytes:
         """The last events of a request that failed: the error, and the failed response."""

@@ -122,10 +122,13 @@ class Output:
         """All items so far."""
         return self._items.items
 
-    def take(self, parts: Iterable[AnswerPart], logprobs: str = "") -> list[Change]:
-        """Take what the next tokens add. `logprobs`: theirs, as the entries of a list in JSON."""
+    def take_logprobs(self, logprobs: str) -> None:
+        """Take the log-probabilities of the next tokens, as the entries of a list in JSON."""
         if logprobs:
             self._logprobs.append(logprobs)
+
+    def take(self, parts: Iterable[AnswerPart]) -> list[Change]:
+        """Take what the next tokens add."""
         return list(map(self._changed, self._items.take(parts)))
 
     def finish(self, parts: Iterable[AnswerPart], finish_reason: str) -> list[Change]:

@@ -69,7 +69,10 @@ def test_an_item_that_was_not_ended_by_the_text_ends_with_it() -> None:
 
 def test_log_probabilities_without_text_come_with_the_next_text_or_the_end() -> None:
     output, sequence = Output("r", 1), TextParsing().sequence("r", 0)
-    told = [output.take((), "1"), output.take(sequence.parts("q"), "2"), output.take((), "3")]
+    told = []
+    for text, logprobs in [("", "1"), ("q", "2"), ("", "3")]:
+        output.take_logprobs(logprobs)
+        told.append(output.take(sequence.parts(text)))
     told.append(output.finish(sequence.last_parts(), "stop"))
     (item,) = output.items
     assert told == [[], [Begun(item), Grown(item, "q", "1, 2")], [], [Grown(item, "", "3"), Ended(item)]]

@@ -106,6 +106,16 @@ class EndpointRequest:
     timeout_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class BodyParser(Generic[P]):
+    """How the JSON of one client's request is parsed."""
+
+    parse: Callable[..., P]
+    """Has the arguments of `Endpoint._parse`. May be called in a thread."""
+    more_bytes: int = 0
+    """How many bytes it reads beside the body."""
+
+
 class Endpoint(Generic[P]):
     """The common part of the endpoints for text: an ASGI application, whose exceptions the front turns into answers."""
 
@@ -135,8 +145,10 @@ class Endpoint(Generic[P]):
         with with_client_names(self.names, found):
             async with Client(receive, send, self._keep_alive_s, self.keep_alive) as client:
                 arguments = found, scope["state"]["request_id"], timeout_s, self._model.card
-                parse, more_bytes = self._parser(found)
-                parsed = await make_prompts(self._handler, content, found, parse, *arguments, more_bytes=more_bytes)
+                parser = self._parser(found)
+                parsed = await make_prompts(
+                    self._handler, content, found, parser.parse, *arguments, more_bytes=parser.more_bytes
+                )
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     parsed = _traced(parsed, traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -149,12 +161,9 @@ class Endpoint(Generic[P]):
                 else:
                     await self._whole(client, parsed)
 
-    def _parser(self, found: Mapping[str, Any]) -> tuple[Callable[..., P], int]:
-        """The function that parses this JSON, with the arguments of `_parse`, and how many bytes it has to read beside
-        the body. It is made on the event loop, where an endpoint can look into its own state, and may then be called
-        in a thread.
-        """
-        return self._parse, 0
+    def _parser(self, found: Mapping[str, Any]) -> BodyParser[P]:
+        """The parser of this JSON. It is made on the event loop, where an endpoint can look into its own state."""
+        return BodyParser(self._parse)
 
     def _parse(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard) -> P:
         """Make the request from the parsed JSON; raises InvalidRequest. May be called in a thread."""

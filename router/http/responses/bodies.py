@@ -166,14 +166,14 @@ class ResponsesBody(Strict):
     def offer(self) -> ToolOffer:
         """The tools, and the choice among them; raises InvalidRequest."""
         tools = self.tools or []
-        choice, allowed = choice_of(self.tool_choice, tools)
+        chosen = choice_of(self.tool_choice, tools)
         return ToolOffer(
             [tool.as_tool() for tool in tools],
-            choice,
+            chosen.choice,
             self.parallel_tool_calls is not False,
             _FORMAT if self._schema is not None else None,
             TOOL_FIELDS,
-            allowed,
+            chosen.allowed,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -17,7 +17,7 @@ from router.admission.validation import check_model, longest_answer
 from router.http.answers import Collected, in_turns, logprob_lists
 from router.http.bodies.strict import read_as
 from router.http.chat_plan import plan_offer, reasoning_variables
-from router.http.endpoints import Endpoint, EndpointRequest, Handler
+from router.http.endpoints import BodyParser, Endpoint, EndpointRequest, Handler
 from router.http.errors import HttpError, Kind
 from router.http.logprobs import ChatLogprobs
 from router.http.model import ServedModel
@@ -69,12 +69,12 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         self._rng = rng
         self._store = store
 
-    def _parser(self, found: Mapping[str, Any]) -> tuple[Callable[..., ResponsesRequest], int]:
+    def _parser(self, found: Mapping[str, Any]) -> BodyParser[ResponsesRequest]:
         previous_id = found.get("previous_response_id")
         is_name = isinstance(previous_id, str)
         previous = self._store.find(current_caller.get().tenant, previous_id) if is_name else None  # type: ignore[arg-type]
         parse = partial(self._parse_after, previous, f"{self._rng.getrandbits(128):032x}")
-        return parse, previous.num_bytes if previous is not None else 0
+        return BodyParser(parse, previous.num_bytes if previous is not None else 0)
 
     def _parse_after(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainValidator
@@ -81,18 +82,27 @@ FunctionChoice = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class ChatChoice:
+    """The choice among tools in the words of chats, and the tools among which it is."""
+
+    choice: Literal["none", "auto", "required"] | NamedTool | None
+    allowed: Collection[str] | None = None
+    """The names of the allowed tools; None: all."""
+
+
 def choice_of(
     choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None, tools: Sequence[FunctionTool]
-) -> tuple[Literal["none", "auto", "required"] | NamedTool | None, Collection[str] | None]:
-    """The choice as chats have it, and the names of the allowed tools; raises InvalidRequest for unknown names."""
+) -> ChatChoice:
+    """The choice as chats have it; raises InvalidRequest for allowed tools that are none of these tools."""
     if isinstance(choice, ChosenTool):
-        return NamedTool(type="function", function=NamedFunction(name=choice.name)), None
+        return ChatChoice(NamedTool(type="function", function=NamedFunction(name=choice.name)))
     if not isinstance(choice, AllowedTools):
-        return choice, None
+        return ChatChoice(choice)
     names = {tool.name for tool in tools}
     allowed = {tool.name for tool in choice.tools}
     if not allowed:
         raise InvalidRequest("tool_choice.tools", "is empty: let tool_choice be none")
     if unknown := sorted(allowed - names):
         raise InvalidRequest("tool_choice.tools", f"has {unknown[0]}, which is none of the tools")
-    return choice.mode, allowed
+    return ChatChoice(choice.mode, allowed)

@@ -13,7 +13,6 @@ from baton.engine.speculative_steps import Speculation
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop, max_output_tokens
 from baton.engine.waiting.admission import Admission
-from baton.messages.draft_counts import DraftCounts
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
 
@@ -191,9 +190,7 @@ class Commit:
             if stop is not None:
                 break
         if len(token_ids) > 1:
-            # Right drafts behind the end are no part of the output; without an end, the last token was not drafted.
-            num_appended = len(request.output_token_ids) - num_before
-            request.draft_counts += DraftCounts(0, min(num_appended, len(token_ids) - 1))
+            self._speculation.count_output(request, token_ids, len(request.output_token_ids) - num_before)
             state.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         if is_first:
             state.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)

@@ -208,11 +208,18 @@ class Speculation:
         request.num_computed_tokens -= len(drafts) - num_right
         if token_ids:
             self.counts.note(len(drafts), num_right)
-            request.draft_counts += DraftCounts(len(drafts))  # `Commit` adds those that are output
+            request.draft_counts += DraftCounts(len(drafts))
             request.has_new_draft_counts = True
             if request.drafts is not None:
                 request.drafts.verified(len(drafts), num_right, self._prices())
         return len(drafts) - num_right
+
+    def count_output(self, request: Request, token_ids: Sequence[int], num_appended: int) -> None:
+        """Count the drafts that are output. `num_appended`: how many of the sampled tokens are.
+
+        Right drafts behind the end are no part of the output; without an end, the last token was not drafted.
+        """
+        request.draft_counts += DraftCounts(0, min(num_appended, len(token_ids) - 1))
 
     def _prices(self) -> Prices:
         row = max(LEAST_PRICE, self._cost.price(max(1, len(self._state.running))))

@@ -56,7 +56,7 @@ class SimulatedSpeculation:
 
 @dataclass(slots=True)
 class DraftTotals:
-    """What became of the drafts of a simulation."""
+    """What became of the drafts of a simulation, or of a real node's steps."""
 
     num_decodes: int = 0
     """Sequences that decoded, over all steps."""
@@ -65,7 +65,7 @@ class DraftTotals:
     num_accepted_tokens: int = 0
 
     def add(self, other: DraftTotals) -> None:
-        """Add the totals of another node or cell."""
+        """Add the totals of another node, cell or step."""
         self.num_decodes += other.num_decodes
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens

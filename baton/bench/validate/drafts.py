@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.bench.simulator.drafts import SimulatedSpeculation
+from baton.bench.simulator.drafts import DraftTotals, SimulatedSpeculation
 from baton.messages.node import StepFigures
 from baton.messages.speculation import MAX_DRAFTS
 
@@ -18,17 +18,15 @@ def observed_speculation(steps: Iterable[StepFigures]) -> SimulatedSpeculation |
     A real text repeats itself in places, and drafts adapt to it. The simulator only knows averages: all its drafts have
     the mean length, come with the mean frequency, and yield the mean number of tokens.
     """
-    num_sequences = num_drafts = num_draft_tokens = num_accepted_tokens = 0
+    totals = DraftTotals()
     for step in steps:
-        num_sequences += step.decode_sequences
-        num_drafts += step.drafts
-        num_draft_tokens += step.draft_tokens
-        num_accepted_tokens += step.accepted_tokens
-    if not num_drafts or not num_sequences:
+        totals.add(DraftTotals(step.decode_sequences, step.drafts, step.draft_tokens, step.accepted_tokens))
+    if not totals.num_drafts or not totals.num_decodes:
         return None
-    length = min(MAX_DRAFTS, max(1, round(num_draft_tokens / num_drafts)))
-    share = share_of(num_accepted_tokens / num_drafts, length)
-    return SimulatedSpeculation(share, length, coverage=min(1.0, num_drafts / num_sequences), adapts=False)
+    length = min(MAX_DRAFTS, max(1, round(totals.num_draft_tokens / totals.num_drafts)))
+    share = share_of(totals.num_accepted_tokens / totals.num_drafts, length)
+    coverage = min(1.0, totals.num_drafts / totals.num_decodes)
+    return SimulatedSpeculation(share, length, coverage=coverage, adapts=False)
 
 
 def share_of(num_accepted: float, length: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from baton.security.callers import current_caller
 
 # Waiting OpenMP threads release their cores: several tests run at a time, and torch's threads would spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Without a GPU Triton's kernels run in its interpreter, as this says when triton is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The duration of an example depends on what else runs on this machine, so it has no deadline.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

@@ -77,6 +77,7 @@ class CompiledOperations:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sharing: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return kernels.paged_attention(
             query,

@@ -161,6 +161,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    sharing: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.zeros(*query.shape[:2], cache.value_dim, dtype=query.dtype)
     starts: list[Any] = query_start.tolist()

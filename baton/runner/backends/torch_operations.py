@@ -186,6 +186,7 @@ class TorchOperations:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sharing: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = query.new_zeros(*query.shape[:2], cache.value_dim)
         extra = None if sinks is None else sinks.float().view(cache.num_kv_heads, -1, 1)

@@ -125,6 +125,7 @@ class PagedAttention:
             window=how.window,
             softcap=how.softcap,
             sinks=how.sinks,
+            sharing=layout.sharing[group] if layout.sharing else None,
         )
 
     def record(

@@ -3,7 +3,8 @@
 A decode step's kernels are so short that starting them one by one takes longer than running them. A graph replays them
 on the same memory. So each of a few batch sizes has input and output buffers that stay in place. All graphs share the
 memory for intermediate results, so a result must be read before the next replay. A batch is padded to the next size
-with rows that read and write only the null block.
+with rows that read and write only the null block. Steps in which sequences share leading blocks have graphs of their
+own, with one buffer more that says which (shared_splits.py): other kernels compute their attention.
 
 Graphs need attention to take the "triton" way of cuda_operations.py; the plain one reads numbers back from the device,
 which can't be recorded. Every product has the same number of rows in each call, and attention sums a row's keys in one
@@ -15,7 +16,7 @@ vLLM and SGLang do the same. See https://docs.pytorch.org/docs/stable/notes/cuda
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.graph_recording import Graph, Record
+from baton.runner.backends.cuda.shared_splits import SPLIT, Int32Array, unshared
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import PagedAttention
 
@@ -38,7 +40,7 @@ Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 class DecodeGraphs:
-    """One graph for each batch size that was needed so far. Called from one thread."""
+    """One graph for each batch size that was needed so far, with and without sharers. Called from one thread."""
 
     def __init__(
         self,
@@ -52,8 +54,9 @@ class DecodeGraphs:
         self._attention = attention
         self._layers = layers
         self._table_width = -(-max_model_len // block_size)
+        self._most_shared = max_model_len // SPLIT
         self._record: Record | None = operations.record
-        self._sized: dict[int, _SizedGraph] = {}
+        self._sized: dict[tuple[int, bool], _SizedGraph] = {}
         self.num_replays = 0
         self.why_not = "" if self._record is not None else "this device has no recorder of graphs"
         """Why decode steps don't run as graphs; empty when they do."""
@@ -61,7 +64,12 @@ class DecodeGraphs:
     @property
     def sizes(self) -> list[int]:
         """Batch sizes that have a graph."""
-        return sorted(self._sized)
+        return sorted({size for size, _ in self._sized})
+
+    @property
+    def sizes_with_sharers(self) -> list[int]:
+        """Batch sizes that have a graph for steps with sharers."""
+        return sorted(size for size, shares in self._sized if shares)
 
     def fits(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> bool:
         """Whether a graph can compute this step: one token of each of a few sequences, and logits of all in order."""
@@ -75,18 +83,29 @@ class DecodeGraphs:
             and self._operations.ways == {"triton"}
         )
 
-    def compute(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> torch.Tensor | None:
-        """Logits [B, vocabulary], to be read before the next call; None when the step can't be recorded after all."""
+    def compute(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: FlatBatch,
+        sharing: Sequence[Int32Array | None],
+    ) -> torch.Tensor | None:
+        """Logits [B, vocabulary], to be read before the next call; None when the step can't be recorded after all.
+
+        `sharing`: what `find_shared_splits` found for each group of layers.
+        """
         count = batch.seq_lens.size
-        size = next(size for size in SIZES if size >= count)
-        sized = self._sized.get(size)
+        key = next(size for size in SIZES if size >= count), any(places is not None for places in sharing)
+        sized = self._sized.get(key)
         if sized is None:
-            sized = _SizedGraph(size, x, cos, batch.block_tables.shape[0], self._table_width)
-        sized.fill(x[:count], cos[:count], sin[:count], batch)
+            num_shared = self._most_shared if key[1] else None
+            sized = _SizedGraph(key[0], x, cos, batch.block_tables.shape[0], self._table_width, num_shared)
+        sized.fill(x[:count], cos[:count], sin[:count], batch, sharing)
         if sized.graph is None:
             if not self._recorded(sized):
                 return None
-            self._sized[size] = sized
+            self._sized[key] = sized
         assert sized.graph is not None
         assert sized.logits is not None
         sized.graph.replay()
@@ -113,9 +132,17 @@ class DecodeGraphs:
 
 
 class _SizedGraph:
-    """The buffers and the graph of one batch size."""
+    """The buffers and the graph of one batch size; with `num_shared` for steps that share up to that many splits."""
 
-    def __init__(self, size: int, x: torch.Tensor, cos: torch.Tensor, groups: int, table_width: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        groups: int,
+        table_width: int,
+        num_shared: int | None,
+    ) -> None:
         device = x.device
         self.x = x.new_zeros(size, x.shape[1])
         self.cos, self.sin = (cos.new_zeros(size, cos.shape[1]) for _ in range(2))
@@ -123,6 +150,7 @@ class _SizedGraph:
         self._seq_lens = _StagedTensor((size,), np.int32, device)
         self._tables = _StagedTensor((groups, size, table_width), np.int32, device)
         self._slots = _StagedTensor((groups, size), np.int64, device)
+        self._sharing = None if num_shared is None else _StagedTensor((groups, 1 + num_shared, size), np.int32, device)
         starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.layout = StepLayout(
             query_start=starts,
@@ -130,11 +158,19 @@ class _SizedGraph:
             block_tables=list(self._tables.tensor.unbind()),
             slots=list(self._slots.tensor.unbind()),
             sample_start=starts,
+            sharing=() if self._sharing is None else list(self._sharing.tensor.unbind()),
         )
         self.graph: Graph | None = None
         self.logits: torch.Tensor | None = None
 
-    def fill(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> None:
+    def fill(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: FlatBatch,
+        sharing: Sequence[Int32Array | None],
+    ) -> None:
         """Copy a batch into the buffers, and fill the rows behind it with sequences of one token in the null block."""
         count = x.shape[0]
         self.x[:count], self.cos[:count], self.sin[:count] = x, cos, sin
@@ -144,6 +180,12 @@ class _SizedGraph:
         self._slots.array[:, :count], self._slots.array[:, count:] = batch.slots[:, :count], 0
         for staged in (self._seq_lens, self._tables, self._slots):
             staged.push()
+        if self._sharing is not None:
+            self._sharing.array[:] = unshared(self._sharing.array.shape[1] - 1, self.x.shape[0])
+            for buffer, places in zip(self._sharing.array, sharing, strict=True):
+                if places is not None:
+                    buffer[: places.shape[0], :count] = places
+            self._sharing.push()
 
 
 class _StagedTensor:

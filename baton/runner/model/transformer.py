@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
@@ -214,6 +215,7 @@ class Transformer:
             block_tables=[self._tensor(tables) for tables in batch.block_tables],
             slots=[self._tensor(slots) for slots in batch.slots],
             sample_start=self._tensor(batch.sample_start),
+            sharing=[None if places is None else self._tensor(places) for places in self._sharing(batch)],
         )
         rows = self._tensor(logits_rows)
         try:
@@ -228,7 +230,15 @@ class Transformer:
         graphs, decoder = self.decode_graphs, self._decoder
         if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
             return None
-        return graphs.compute(*decoder.embedded(batch.token_ids, batch.positions), batch)
+        return graphs.compute(*decoder.embedded(batch.token_ids, batch.positions), batch, self._sharing(batch))
+
+    def _sharing(self, batch: FlatBatch) -> list[Int32Array | None]:
+        """Which sequences share leading blocks, for each group of layers; empty for operations that need not know."""
+        if not isinstance(self._operations, CudaOperations) or not self._operations.attends_together:
+            return []
+        return find_in_groups(
+            batch.block_tables, batch.seq_lens, batch.query_start, self.layout.block_size, self.layout.windows
+        )
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks within the cache."""

@@ -1,7 +1,8 @@
 """The operations on a GPU: torch's products in calls of one number of rows, and attention in kernels of our own.
 
 There are two ways to compute attention. For every kind of layer the first one is tried on random input, and taken if it
-runs, gives the plain one's result, and gives a row the same bits alone and in a batch:
+runs, gives the plain one's result, and gives a row the same bits alone and in a batch. Rows attend to blocks that they
+share together (shared_splits.py) only if that gives the same bits, too:
   triton     kernels that follow the block tables (triton_attention.py)
   plain      row by row, as in TorchOperations: exact and slow
 """
@@ -9,6 +10,7 @@ runs, gives the plain one's result, and gives a row the same bits alone and in a
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +20,17 @@ import torch
 from baton.runner.backends.cache_rows import keys_and_values
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
+from baton.runner.backends.cuda.shared_splits import find_shared_splits
 from baton.runner.backends.torch_operations import TorchOperations
+
+_log = logging.getLogger(__name__)
 
 ROWS_PER_CALL = (128, 256, 64)
 """The numbers of rows that the check at start tries: few enough for a decode step, enough to keep a GPU busy with a
 prompt."""
 
+_MOST_HEADS = 8
+"""Half of a tile's rows (triton_attention.py)."""
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -40,6 +47,11 @@ class _Kind:
     window: int | None
     softcap: float | None
     has_sinks: bool
+
+    @property
+    def may_share(self) -> bool:
+        """Whether a tile has room for rows of several sequences, each of which sees all keys of a split."""
+        return self.window is None and self.num_heads // self.num_kv_heads <= _MOST_HEADS
 
 
 PagedAttention = Callable[..., torch.Tensor]
@@ -71,6 +83,7 @@ class CudaOperations(TorchOperations):
         self.record = GpuRecorder() if record is None and device.type == "cuda" else record
         """Records decode steps as CUDA graphs; None: they are not recorded."""
         self._ways: dict[_Kind, str] = {}
+        self._together: set[_Kind] = set()
         self.why_plain = ""
         """Why the latest kind of layer that takes the plain way does not take a faster one."""
 
@@ -82,6 +95,11 @@ class CudaOperations(TorchOperations):
     def ways(self) -> set[str]:
         """The ways that layers take, as far as they have been called."""
         return set(self._ways.values())
+
+    @property
+    def attends_together(self) -> bool:
+        """Whether there are layers in which rows attend together to the blocks that they share."""
+        return bool(self._together)
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
         keys, values = keys_and_values(cache)
@@ -114,6 +132,7 @@ class CudaOperations(TorchOperations):
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        sharing: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = query.shape[1]
         kind = _Kind(
@@ -141,6 +160,7 @@ class CudaOperations(TorchOperations):
             window=window,
             softcap=softcap,
             sinks=sinks,
+            sharing=sharing if kind in self._together else None,
         )
 
     def _choose(self, kind: _Kind) -> str:
@@ -159,8 +179,26 @@ class CudaOperations(TorchOperations):
         elif not torch.equal(out[-1:], alone):
             self.why_plain = "Triton's kernel gives a row other bits alone than in a batch"
         else:
+            if kind.may_share and self._shares(kind, sample, features):
+                self._together.add(kind)
             return "triton"
         return "plain"
+
+    def _shares(self, kind: _Kind, sample: _Sample, features: dict[str, Any]) -> bool:
+        """Whether rows of the sample that share blocks have the same bits as without sharing."""
+        shared = _sharers(sample)
+        *_, lengths, tables = shared
+        sharing = find_shared_splits(tables.cpu().numpy(), lengths.cpu().numpy(), kind.block_size)
+        assert sharing is not None
+        try:
+            together = self._attend(*shared, **features, sharing=torch.from_numpy(sharing).to(self._device))
+            if torch.equal(together, self._attend(*shared, **features)):
+                return True
+            reason = "a row gets other bits"
+        except Exception as error:  # as above
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.200}"
+        _log.warning("rows don't attend together to the blocks that they share: %s", reason)
+        return False
 
 
 _SAMPLE_LENGTHS, _SAMPLE_QUERIES = (3, 40, 1100), (3, 1, 18)
@@ -201,3 +239,11 @@ def _last_alone(sample: _Sample) -> _Sample:
     """The last row of a sample as the only one of a step."""
     query, cache, starts, lengths, tables = sample
     return query[-1:], cache, starts[:2].clamp(max=1), lengths[-1:], tables[-1:]
+
+
+def _sharers(sample: _Sample) -> _Sample:
+    """Decode rows of three sequences that begin with the blocks of the sample's last one, and see all of a split."""
+    query, cache, _, lengths, tables = sample
+    starts = torch.arange(4, dtype=torch.int32, device=query.device)
+    lengths = torch.tensor([lengths[-1], 512, 1030], dtype=torch.int32, device=query.device)
+    return query[-3:], cache, starts, lengths, tables[-1:].expand(3, -1).contiguous()

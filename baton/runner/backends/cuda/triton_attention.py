@@ -11,6 +11,9 @@ chunk, or the places of the blocks:
 - A product and a sum are never contracted into one rounding (enable_fp_fusion), which a compiler might do in one place
   and not in another.
 
+A decode row fills few rows of a tile. Where the host finds sequences that share leading blocks (shared_splits.py), one
+tile holds as many of their rows as fit for each split that they share, and the split is walked once for all of them.
+
 Nothing is read from the device to start the kernels, so that CUDA graphs can record them. After FlashAttention-2
 (https://arxiv.org/abs/2307.08691), and Flash-Decoding for the splits. Triton comes with torch's builds for CUDA.
 """
@@ -24,11 +27,10 @@ import triton
 import triton.language as tl
 
 from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cuda.shared_splits import SPLIT
 
 ROWS = 16
 """Rows of a tile: the fewest that tensor cores multiply."""
-SPLIT = 512
-"""Keys of a split, a multiple of every tile of keys."""
 _WARPS = 4
 _PROGRAMS = 264
 """Below this number of programs, which keeps a large GPU busy, splits are computed by several programs at once."""
@@ -47,79 +49,64 @@ def triton_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    sharing: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `Operations.paged_attention`: query [T, H, KD] to [T, H, VD]; rows of no sequence are zero."""
     num_rows, num_heads, _ = query.shape
+    num_sequences = seq_lens.shape[0]
     group = num_heads // cache.num_kv_heads
     tile_heads = min(triton.next_power_of_2(group), ROWS)
     parts = triton.cdiv(group, tile_heads)
     queries = ROWS // tile_heads
-    # The tiles of sequence s begin at query_start[s] // queries + s, so this many suffice for any batch of this size.
-    tiles = num_rows // queries + seq_lens.shape[0]
     splits = triton.cdiv(block_tables.shape[1] * cache.block_size, SPLIT)
-    busy = max(num_rows // queries, seq_lens.shape[0]) * cache.num_kv_heads * parts
-    at_once = min(splits, triton.cdiv(_PROGRAMS, busy))
+    busy = max(num_rows // queries, num_sequences) * cache.num_kv_heads * parts
     width = cache.value_dim + 2
-    if num_rows * num_heads * splits * width > _MOST_PARTIAL_SUMS:
-        at_once = 1
+    fits = num_rows * num_heads * splits * width <= _MOST_PARTIAL_SUMS
+    at_once = min(splits, triton.cdiv(_PROGRAMS, busy)) if fits else 1
+    together = sharing is not None and fits and queries > 1 and not window
+    in_turn = at_once == 1 and not together
     out = query.new_zeros(num_rows, num_heads, cache.value_dim)
-    sums = out if at_once == 1 else query.new_empty((num_rows, num_heads, splits, width), dtype=torch.float32)
-    of_layer: dict[str, Any] = {
+    sums = out if in_turn else query.new_empty((num_rows, num_heads, splits, width), dtype=torch.float32)
+    given_sinks = query if sinks is None else sinks
+    to_finish: dict[str, Any] = {
         "HEADS": num_heads,
         "VALUE_DIM": cache.value_dim,
         "VALUE_WIDTH": _padded(cache.value_dim),
-        "HAS_WINDOW": bool(window),
-        "HAS_SINKS": sinks is not None,
         "SPLIT_KEYS": SPLIT,
         "enable_fp_fusion": False,
     }
+    sees: dict[str, Any] = {"HAS_WINDOW": bool(window), "HAS_SINKS": sinks is not None}
     tile_keys, stages = _tile_of_keys(query.dtype, max(cache.key_dim, cache.value_dim))
-    _attend[(tiles, cache.num_kv_heads * parts, at_once)](
-        query,
-        cache.memory,
-        query_start,
-        seq_lens,
-        block_tables,
-        query if sinks is None else sinks,
-        out,
-        sums,
-        query.stride(0),
-        query.stride(1),
-        cache.key_offset,
-        cache.value_offset,
-        cache.block_stride,
-        block_tables.stride(0),
-        seq_lens.shape[0],
-        splits,
-        scale,
-        window or 0,
-        softcap or 0.0,
-        **of_layer,
-        GROUP=group,
-        TILE_HEADS=tile_heads,
-        TILE_ROWS=ROWS,
-        KEY_DIM=cache.key_dim,
-        KEY_WIDTH=_padded(cache.key_dim),
-        BLOCK_SIZE=cache.block_size,
-        KEYS=tile_keys,
-        HAS_SOFTCAP=bool(softcap),
-        IN_TURN=at_once == 1,
-        num_warps=_WARPS,
-        num_stages=stages,
-    )
-    if at_once > 1:
-        _merge_splits[(num_rows, num_heads)](
-            query_start,
-            seq_lens,
-            query if sinks is None else sinks,
-            out,
-            sums,
-            seq_lens.shape[0],
-            splits,
-            window or 0,
-            **of_layer,
-            num_warps=1,
+    to_walk: dict[str, Any] = {
+        "GROUP": group,
+        "TILE_HEADS": tile_heads,
+        "TILE_ROWS": ROWS,
+        "KEY_DIM": cache.key_dim,
+        "KEY_WIDTH": _padded(cache.key_dim),
+        "BLOCK_SIZE": cache.block_size,
+        "KEYS": tile_keys,
+        "HAS_SOFTCAP": bool(softcap),
+        "num_warps": _WARPS,
+        "num_stages": stages,
+    }
+    step = (query, cache.memory, query_start, seq_lens, block_tables)
+    strides = (*query.stride()[:2], cache.key_offset, cache.value_offset, cache.block_stride, block_tables.stride(0))
+    if together:
+        assert sharing is not None
+        num_shared = sharing.shape[0] - 1
+        _attend_together[(num_sequences, cache.num_kv_heads, at_once)](
+            *step, sharing, sums, *strides, splits, num_shared, scale, softcap or 0.0, **to_finish, **to_walk
         )
+    else:
+        # The tiles of sequence s begin at query_start[s] // queries + s, so these suffice for any batch of this size.
+        tiles = num_rows // queries + num_sequences
+        limits = (num_sequences, splits, scale, window or 0, softcap or 0.0)
+        _attend[(tiles, cache.num_kv_heads * parts, at_once)](
+            *step, given_sinks, out, sums, *strides, *limits, **to_finish, **to_walk, **sees, IN_TURN=in_turn
+        )
+    if not in_turn:
+        given = (query_start, seq_lens, given_sinks, out, sums, num_sequences, splits, window or 0)
+        _merge_splits[(num_rows, num_heads)](*given, **to_finish, **sees, num_warps=1)
     return out
 
 
@@ -371,6 +358,93 @@ def _attend(
         result = _finish(best, total, mixed, sinks, heads, is_row, HAS_SINKS)
         own = out + (places * HEADS + heads) * VALUE_DIM
         tl.store(own[:, None] + value_dims[None, :], result.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_splits", "num_shared"])
+def _attend_together(
+    query,
+    memory,
+    query_start,
+    seq_lens,
+    block_tables,
+    sharing,
+    sums,
+    row_stride,
+    head_stride,
+    key_offset,
+    value_offset,
+    block_stride,
+    table_stride,
+    num_splits,
+    num_shared,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Programs: sequences, in the order of `sharing` (shared_splits.py), x KV heads x splits at once.
+
+    For sequences of one query or none. Writes the sums of all splits, which `_merge_splits` merges. Sharers take turns:
+    each walks some of the splits that they share, for as many of them as a tile has room for.
+    """
+    SHARERS: tl.constexpr = TILE_ROWS // TILE_HEADS
+    count = tl.num_programs(0)
+    place = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    own = tl.load(sharing + place).to(tl.int64)
+    highest = tl.load(seq_lens + own)
+    rows = tl.arange(0, TILE_ROWS)
+    heads = kv_head * GROUP + rows % TILE_HEADS
+    is_head = rows % TILE_HEADS < GROUP
+    dims = tl.arange(0, KEY_WIDTH)
+    value_dims = tl.arange(0, VALUE_WIDTH)
+    keys = memory + key_offset + kv_head * (BLOCK_SIZE * KEY_DIM)
+    values = memory + value_offset + kv_head * (BLOCK_SIZE * VALUE_DIM)
+    table = block_tables + own * table_stride
+    step = tl.num_programs(2)
+    for split in range(tl.program_id(2), (highest + SPLIT_KEYS - 1) // SPLIT_KEYS, step):
+        firsts = sharing + (1 + split) * count
+        stop_place = tl.where(split < num_shared, count, 0)
+        first_place = tl.load(firsts + place, mask=place < stop_place, other=place)
+        tile_place = place - (place - first_place) % SHARERS
+        places = tile_place + rows // TILE_HEADS
+        others = tl.load(firsts + places, mask=places < stop_place, other=-1)
+        is_sharer = (others == first_place) | (places == place)
+        sharers = tl.sum(is_sharer.to(tl.int32), 0) // TILE_HEADS
+        if split // step % sharers == place - tile_place:
+            sequences = tl.load(sharing + places, mask=is_sharer, other=0)
+            row = tl.load(query_start + sequences, mask=is_sharer, other=0)
+            stop_row = tl.load(query_start + sequences + 1, mask=is_sharer, other=0)
+            is_row = (row < stop_row) & is_head
+            row = row.to(tl.int64)
+            q = tl.load(
+                query + (row * row_stride + heads * head_stride)[:, None] + dims[None, :],
+                mask=is_row[:, None] & (dims < KEY_DIM)[None, :],
+                other=0.0,
+            )
+            stop = tl.minimum((split + 1) * SPLIT_KEYS, highest)
+            b = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+            t = tl.zeros([TILE_ROWS], tl.float32)
+            m = tl.zeros([TILE_ROWS, VALUE_WIDTH], tl.float32)
+            b, t, m = _walk(
+                b, t, m, q, keys, values, table, block_stride, split * SPLIT_KEYS, stop, 0, stop, rows * 0,
+                rows * 0 + stop, scale, softcap, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, KEYS,
+                HAS_SOFTCAP, True,
+            )  # fmt: skip
+            to = sums + ((row * HEADS + heads) * num_splits + split) * (VALUE_DIM + 2)
+            tl.store(to[:, None] + value_dims[None, :], m, mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :])
+            tl.store(to + VALUE_DIM, b, mask=is_row)
+            tl.store(to + VALUE_DIM + 1, t, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "window"])

@@ -22,3 +22,5 @@ class StepLayout:
     """For each group of layers int64 [T]: block * block_size + offset of each row; negative for padding."""
     sample_start: torch.Tensor
     """int32 [B + 1]: like query_start, but counting only the rows that sample, which are one or none a sequence."""
+    sharing: Sequence[torch.Tensor | None] = ()
+    """For each group of layers what `shared_splits.find_shared_splits` found, or None; empty: None for all."""

@@ -1,0 +1,97 @@
+"""Triton's kernels for tests: compiled where there is a GPU, otherwise in Triton's interpreter, which numpy computes.
+
+The interpreter is chosen by TRITON_INTERPRET while triton is imported first; tests/conftest.py sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from baton.runner.backends.cuda import shared_splits
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SPLIT = shared_splits.SPLIT if DEVICE.type == "cuda" else 64
+"""Keys of a split in these tests: in the interpreter, which takes some milliseconds for a tile of keys, only a few."""
+
+
+def triton_attention_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the attention kernels, with splits of SPLIT keys, whose tensors are on DEVICE.
+
+    Skips the test where it can't run.
+    """
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from baton.runner.backends.cuda import triton_attention
+
+    for module in (shared_splits, triton_attention):
+        monkeypatch.setattr(module, "SPLIT", SPLIT)
+    if DEVICE.type == "cpu":
+        from triton.runtime import interpreter
+
+        if not isinstance(triton_attention._attend, interpreter.InterpretedFunction):
+            pytest.skip("there is no GPU, and TRITON_INTERPRET is not 1")
+        _mend(interpreter)
+    return triton_attention
+
+
+def _mend(interpreter: Any) -> None:
+    """Make the interpreter faster, and right for bfloat16, whose bit patterns it multiplies as integers."""
+    import triton.language as tl
+
+    builder, convert = interpreter.InterpreterBuilder, interpreter._convert_float
+    if convert.__module__ == __name__:
+        return
+    multiply = builder.create_dot
+
+    def create_dot(self: Any, one: Any, other: Any, *arguments: Any) -> Any:
+        return multiply(self, wide(one), wide(other), *arguments)
+
+    def wide(operand: Any) -> Any:
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        return interpreter.TensorHandle(_from_bfloat16(operand.data).view(np.float32), tl.float32)
+
+    def convert_float(numbers: npt.NDArray[Any], source: Any, target: Any, rounding: Any) -> npt.NDArray[Any]:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return _from_bfloat16(numbers)
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(numbers)).bfloat16().view(torch.uint16).numpy()
+            return np.asarray(rounded, dtype=np.uint16)
+        return np.asarray(convert(numbers, source, target, rounding))
+
+    builder.create_dot, interpreter._convert_float = create_dot, convert_float
+    interpreter._patch_lang = _PatchOnce(interpreter._patch_lang)
+
+
+class _PatchOnce:
+    """Replaces the interpreter's functions in triton.language once a launch: each call within a kernel does so again,
+    which takes longer than what it computes."""
+
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self._patch = patch
+        self._patched: set[int] = set()
+        self._scope: Any = None
+
+    def __call__(self, function: Any) -> _PatchOnce:
+        names = function.__globals__
+        if id(names) not in self._patched:
+            self._patched.add(id(names))
+            scope = self._patch(function)
+            if self._scope is None:
+                self._scope = scope
+        return self
+
+    def restore(self) -> None:
+        self._scope.restore()
+        self._scope = None
+        self._patched.clear()
+
+
+def _from_bfloat16(bits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    return bits.astype(np.uint32) << np.uint32(16)

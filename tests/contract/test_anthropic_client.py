@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from baton.errors import EngineFault, QueueFull, QuotaExceeded
@@ -16,6 +15,9 @@ from baton.security.pages import PageAuthenticator
 from tests.support.http_rig import chunk, finished
 from tests.support.router_parts import MODEL
 from tests.support.served_http import served
+
+if TYPE_CHECKING:
+    import anthropic
 
 HELLO: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -63,6 +65,8 @@ async def test_tokens_are_counted() -> None:
 
 
 async def test_errors_are_raised_as_the_clients_exceptions() -> None:
+    import anthropic
+
     async with served() as one, one.anthropic_client() as client:
         once = client.with_options(max_retries=0)
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
@@ -92,6 +96,8 @@ async def test_the_client_retries_when_told_to() -> None:
 
 
 async def test_an_error_in_mid_stream_is_raised() -> None:
+    import anthropic
+
     async with served() as one, one.anthropic_client() as client:
         opening = asyncio.create_task(client.messages.create(**HELLO, stream=True))
         (await one.rig.next_call()).tell(chunk(0, "c"), EngineFault("NaN"))
@@ -103,6 +109,8 @@ async def test_an_error_in_mid_stream_is_raised() -> None:
 
 
 async def test_the_clients_key_is_checked(tmp_path: Path) -> None:
+    import anthropic
+
     key, entry = new_key("acme", CallerRole.CLIENT, "")
     write_keys(tmp_path / "keys", [entry])
     async with served(authenticator=PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys"))) as one:

@@ -7,12 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import beta_async_tool
-from anthropic.types import Message
 
 from baton.messages.generation import Chunk
 from tests.support.http_rig import CARD, chunk, finished
@@ -20,6 +17,10 @@ from tests.support.router_parts import MODEL
 from tests.support.served_http import served
 from tests.support.tool_formats import MARKERS, template, written
 from tests.support.tool_loop import DONE, SCRIPT, tell
+
+if TYPE_CHECKING:
+    import anthropic
+    from anthropic.types import Message
 
 ADD: dict[str, Any] = {
     "name": "add",
@@ -139,6 +140,8 @@ async def test_a_loop_of_tools(name: str, ask: Callable[..., Any]) -> None:
 
 
 async def test_the_clients_own_loop_runs_tools() -> None:
+    from anthropic import beta_async_tool
+
     @beta_async_tool
     async def add(a: int, b: int) -> str:
         """Adds two numbers."""
@@ -310,6 +313,8 @@ async def test_the_tokens_of_tools_are_counted() -> None:
 
 
 async def test_what_excludes_each_other_is_refused_as_the_clients_exception() -> None:
+    import anthropic
+
     schema = {"type": "json_schema", "schema": {"type": "object"}}
     async with served(template=template("hermes")) as one, one.anthropic_client() as client:
         with pytest.raises(anthropic.BadRequestError, match=r"tool_choice: does not go with output_config.format"):

@@ -11,7 +11,6 @@ import ssl
 from contextlib import suppress
 from pathlib import Path
 
-import openai
 import pytest
 
 from baton.errors import ConfigError, EngineFault, QueueFull
@@ -38,6 +37,8 @@ async def test_the_openai_client_retries_when_told_to() -> None:
 
 
 async def test_the_openai_client_does_not_retry_when_told_not_to() -> None:
+    import openai
+
     async with served() as one, one.client() as client:
         answer = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab"))
         (await one.rig.next_call()).tell(EngineFault("NaN"))
@@ -48,6 +49,8 @@ async def test_the_openai_client_does_not_retry_when_told_not_to() -> None:
 
 
 async def test_the_openai_client_raises_an_error_in_mid_stream() -> None:
+    import openai
+
     async with served() as one, one.client() as client:
         asked = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True)
         stream = asyncio.create_task(asked)

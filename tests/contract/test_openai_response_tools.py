@@ -7,11 +7,9 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 
 from baton.messages.generation import Chunk
@@ -20,6 +18,10 @@ from tests.support.router_parts import MODEL
 from tests.support.served_http import Served, served
 from tests.support.tool_formats import MARKERS, template, written
 from tests.support.tool_loop import DONE, RUN, SCRIPT, tell
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.responses import Response, ResponseFunctionToolCall
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 TOOLS: Any = [
@@ -35,6 +37,8 @@ CUT = '<tool_call>{"name": "add", "arguments": {"a": 1'
 @asynccontextmanager
 async def clients(name: str = "hermes", more: str = "") -> AsyncIterator[tuple[Served, openai.AsyncOpenAI]]:
     """A served front, and a client that refuses answers and events which its models do not describe."""
+    import openai
+
     async with served(template=template(name, more)) as one:
         url = f"http://127.0.0.1:{one.port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="any", _strict_response_validation=True) as client:
@@ -230,6 +234,8 @@ async def test_no_text_of_a_malformed_or_cut_off_answer_is_lost(
 
 
 async def test_a_call_of_a_pydantic_tool_is_parsed() -> None:
+    import openai
+
     class Add(BaseModel):
         a: int
         b: int
@@ -309,6 +315,8 @@ async def test_reasoning_comes_back_as_an_item(ask: Callable[..., Any]) -> None:
 
 
 async def test_a_lost_conversation_is_told_and_an_unknown_call_refused() -> None:
+    import openai
+
     output: Any = [{"type": "function_call_output", "call_id": "call_x", "output": "3"}]
     async with clients() as (_, client):
         with pytest.raises(openai.NotFoundError) as lost:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types.responses import Response
 from pydantic import BaseModel
 
 from baton.errors import EngineFault, QueueFull
 from tests.support.http_rig import chunk, finished
 from tests.support.router_parts import MODEL
 from tests.support.served_http import Served, served
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.responses import Response
 
 HELLO: dict[str, Any] = {"model": MODEL, "input": "hi"}
 
@@ -26,6 +28,9 @@ async def made(one: Served, client: openai.AsyncOpenAI, text: str = "cd", **fiel
 
 
 async def test_a_response_is_created_continued_read_and_deleted() -> None:
+    import openai
+    from openai.types.responses import Response
+
     async with served() as one, one.client() as client:
         first = await made(one, client)
         assert (first.output_text, first.status) == ("cd", "completed")

@@ -6,12 +6,9 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.lib.streaming.chat import ContentDeltaEvent, FunctionToolCallArgumentsDoneEvent
-from openai.types.chat import ChatCompletionMessage
 
 from baton.messages.generation import Chunk
 from tests.support.http_rig import finished
@@ -19,6 +16,10 @@ from tests.support.router_parts import MODEL
 from tests.support.served_http import served
 from tests.support.tool_formats import MARKERS, template, written
 from tests.support.tool_loop import DONE, RUN, SCRIPT, tell
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.chat import ChatCompletionMessage
 
 TOOLS: Any = [
     {
@@ -46,6 +47,8 @@ async def whole(client: openai.AsyncOpenAI, messages: list[Any]) -> ChatCompleti
 
 async def streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> ChatCompletionMessage:
     """The message that the client itself puts together from the deltas."""
+    from openai.lib.streaming.chat import ContentDeltaEvent, FunctionToolCallArgumentsDoneEvent
+
     async with client.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS) as stream:
         events = [event async for event in stream]
         choice = (await stream.get_final_completion()).choices[0]

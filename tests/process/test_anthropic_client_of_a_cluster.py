@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 
 from tests.support.process_cluster import ProcessCluster
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 MODEL = "tiny"
 GREEDY: dict[str, Any] = {
@@ -23,12 +23,16 @@ GREEDY: dict[str, Any] = {
 
 @pytest.fixture
 def client(cluster: ProcessCluster) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
     url = f"http://{cluster.state.http_address}"
     with Anthropic(base_url=url, api_key="any", max_retries=0, _strict_response_validation=True) as opened:
         yield opened
 
 
 def test_a_message_is_the_chats_answer(client: Anthropic, cluster: ProcessCluster) -> None:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"http://{cluster.state.http_address}/v1", api_key="any") as other:
         chat = other.chat.completions.create(model=MODEL, messages=GREEDY["messages"], max_tokens=8, temperature=0)
     message = client.messages.create(**GREEDY)
@@ -51,6 +55,8 @@ def test_a_streamed_message_equals_the_whole_one(client: Anthropic) -> None:
 
 
 def test_errors_are_raised_as_the_anthropic_clients_exceptions(client: Anthropic) -> None:
+    import anthropic
+
     image: Any = [{"type": "image", "source": {"type": "url", "url": "http://localhost/x.png"}}]
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content: block 0 is of the type 'image'"):
         client.messages.create(**GREEDY | {"messages": [{"role": "user", "content": image}]})

@@ -6,15 +6,16 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai import OpenAI
 
 from tests.process.shell import Shell, refusal
 from tests.support.http_streams import sse, text_of, tokens_of
 from tests.support.process_cluster import ProcessCluster
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 MODEL = "tiny"
 CHAT: list[Any] = [{"role": "user", "content": "hello"}]
@@ -23,6 +24,8 @@ GREEDY: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "t
 
 @pytest.fixture
 def client(cluster: ProcessCluster) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"http://{cluster.state.http_address}/v1", api_key="any", max_retries=0) as opened:
         yield opened
 
@@ -72,6 +75,8 @@ def test_a_streamed_chat_equals_the_whole_one(client: OpenAI) -> None:
 
 
 def test_texts_and_token_ids_have_embeddings(client: OpenAI) -> None:
+    import openai
+
     texts = ["hello", "something longer, of more than one block: " * 4, "h"]
     answer = client.embeddings.create(model=MODEL, input=texts)
     assert [one.index for one in answer.data] == [0, 1, 2]
@@ -98,6 +103,8 @@ def test_texts_and_token_ids_have_embeddings(client: OpenAI) -> None:
 
 
 def test_errors_are_raised_as_the_openai_clients_exceptions(client: OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="another", prompt="x")
     assert missing.value.code == "model_not_found"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai import OpenAI
 
 from tests.support.process_cluster import ProcessCluster
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 MODEL = "tiny"
 GREEDY: dict[str, Any] = {"model": MODEL, "input": "hello", "max_output_tokens": 8, "temperature": 0}
@@ -18,6 +19,8 @@ GREEDY: dict[str, Any] = {"model": MODEL, "input": "hello", "max_output_tokens":
 
 @pytest.fixture
 def client(cluster: ProcessCluster) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"http://{cluster.state.http_address}/v1", api_key="any", max_retries=0) as opened:
         yield opened
 
@@ -48,6 +51,8 @@ def test_a_streamed_response_equals_the_whole_one(client: OpenAI) -> None:
 
 
 def test_stored_responses_are_figures_of_the_router(client: OpenAI, cluster: ProcessCluster) -> None:
+    import openai
+
     def stored() -> float:
         with urllib.request.urlopen(f"http://{cluster.state.http_address}/metrics", timeout=60) as page:
             lines = page.read().decode().splitlines()

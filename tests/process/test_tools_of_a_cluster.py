@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
-from openai.types.responses import ResponseFunctionToolCall
 
 from baton.config import bundled_model_dir
 from tests.support.process_cluster import process_cluster
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 TOOLS: Any = [
     {
@@ -42,6 +41,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as opened:
         yield opened
 
@@ -75,6 +76,8 @@ def test_a_demanded_call_fits_the_schema_of_its_tool_streamed_or_not(client: Ope
 
 
 def test_a_schema_that_constrains_nothing_is_refused_only_where_it_is_demanded(client: OpenAI) -> None:
+    import openai
+
     properties = {"x": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}
     odd = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
@@ -86,6 +89,8 @@ def test_a_schema_that_constrains_nothing_is_refused_only_where_it_is_demanded(c
 
 
 def test_a_response_has_the_call_of_the_chat_and_goes_on_from_it(client: OpenAI) -> None:
+    from openai.types.responses import ResponseFunctionToolCall
+
     fields = asked(client, tool_choice=NAMED, parallel_tool_calls=False)
     message = client.chat.completions.create(**fields).choices[0].message
     assert message.tool_calls is not None
@@ -115,6 +120,8 @@ def test_a_response_has_the_call_of_the_chat_and_goes_on_from_it(client: OpenAI)
 
 
 def test_a_call_that_is_demanded_of_a_message_is_the_chats(client: OpenAI, url: str) -> None:
+    from anthropic import Anthropic
+
     fields = asked(client, tool_choice=NAMED, parallel_tool_calls=False)
     calls = client.chat.completions.create(**fields).choices[0].message.tool_calls
     assert calls is not None

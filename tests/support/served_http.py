@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
-import anthropic
-import openai
+from typing import TYPE_CHECKING
 
 from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import DEFAULT_TEMPLATE
 from router.http.server import HttpServer
 from tests.support.http_rig import HttpRig
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 
 class Served:
@@ -26,12 +28,16 @@ class Served:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        import openai
+
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any") as client:
             yield client
 
     @asynccontextmanager
     async def anthropic_client(self, api_key: str = "any") -> AsyncIterator[anthropic.AsyncAnthropic]:
         """Anthropic's client, which also refuses answers that its models do not describe."""
+        import anthropic
+
         url = f"http://127.0.0.1:{self.port}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key=api_key, _strict_response_validation=True) as client:
             yield client

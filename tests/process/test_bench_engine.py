@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.shell import Shell, refusal
+from tests.process.shell import Shell
 
 
 @pytest.mark.timeout(300)  # It reads a gigabyte a hundred times, to know what could be.
@@ -29,10 +29,3 @@ def test_the_engine_is_measured_and_compared_with_the_machine(shell: Shell, mode
     assert 0 <= report["bit_exact_cost"] < 1
     assert [one["step"] for one in report["time_split"]] == ["prefill", "decode 1", "decode 8", "decode 16"]
     assert all(one["products_ms"] > 0 and one["python_ms"] > 0 for one in report["time_split"])
-
-
-def test_invalid_arguments_are_refused(shell: Shell, model: Path) -> None:
-    ask = ("bench", "engine", "--model", model)
-    assert "exclude each other" in refusal(shell.baton(*ask, "--shape", "0.5b"), 2)
-    assert "use smaller --context-tokens or --steps" in refusal(shell.baton(*ask, "--context-tokens", 100000), 78)
-    assert "'7t' is unknown" in refusal(shell.baton("bench", "engine", "--shape", "7t"), 78)

@@ -9,7 +9,7 @@ machine's speed affects both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from baton.text.model_files import read_model_files
 if TYPE_CHECKING:
     from baton.runner.backends.timed_operations import StepSplit
     from baton.runner.measuring.attention_limit import AttentionTimes
-    from baton.runner.measuring.limits import Limit, ProductShape
+    from baton.runner.measuring.limits import ProductShape
     from baton.runner.measuring.profile import TimedRunner
 
 _BATCHES = (1, 8, 16)
@@ -156,11 +156,25 @@ class _Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measurement:
+class Measurement:
     """One engine's prompt, or its steps of one round, with the better of the limit's rates before and after it."""
 
     seconds: Sequence[float]
     rate: float
+
+
+class BesideLimit:
+    """Measures pieces of work one right after the other, and the rate of a limit between them."""
+
+    def __init__(self, rate_now: Callable[[], float]) -> None:
+        self._rate_now = rate_now
+        self._rate = rate_now()
+
+    def measure(self, work: Callable[[], Sequence[float]]) -> Measurement:
+        """The seconds that the work returns, with the better of the rates right before and after it."""
+        before, seconds = self._rate, work()
+        self._rate = self._rate_now()
+        return Measurement(seconds, max(before, self._rate))
 
 
 @dataclass(slots=True)
@@ -168,8 +182,8 @@ class _Figures:
     """The measurements of one engine: one for each prompt, and one for each round by batch size."""
 
     drive: EngineDrive
-    prefill: list[_Measurement] = field(default_factory=list)
-    decode: dict[int, list[_Measurement]] = field(default_factory=dict)
+    prefill: list[Measurement] = field(default_factory=list)
+    decode: dict[int, list[Measurement]] = field(default_factory=dict)
 
     @property
     def prefill_seconds(self) -> list[float]:
@@ -213,16 +227,18 @@ def run(config: EngineBenchConfig) -> EngineReport:
     prompts = [[rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(_BATCHES))]
     both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES))) for one in (ours, theirs) if one]
     products = product_limit(_product_shapes(config, work), info.dtype, config.threads, operations)
+    beside = BesideLimit(products.rate)
     for index, prompt in enumerate(prompts):
-        for engine, measured in _with_limit(products, both, partial(_prefill, prompt)):
+        for engine in both:
+            measured = beside.measure(partial(_prefill, engine.drive, prompt))
             if index:  # the first prompt warms up
                 engine.prefill.append(measured)
     steps = config.steps // _ROUNDS
     with read_limit(config.threads, last_level_cache()) as memory:
+        beside = BesideLimit(memory.rate)
         for batch in _BATCHES * _ROUNDS:
-            for engine, measured in _with_limit(
-                memory, both, partial(EngineDrive.decode, prompts=prompts[:batch], steps=steps)
-            ):
+            for engine in both:
+                measured = beside.measure(partial(engine.drive.decode, prompts[:batch], steps))
                 engine.decode.setdefault(batch, []).append(measured)
     splits = [_prefill_split(both[0].drive, ours, config, rng)]
     splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
@@ -256,20 +272,8 @@ def _product_shapes(config: EngineBenchConfig, work: ModelWork) -> list[ProductS
     return sorted(own | usual, key=lambda shape: shape.operations)
 
 
-def _prefill(prompt: Sequence[int], drive: EngineDrive) -> Sequence[float]:
+def _prefill(drive: EngineDrive, prompt: Sequence[int]) -> Sequence[float]:
     return [drive.prefill(prompt)]
-
-
-def _with_limit(
-    limit: Limit, both: Sequence[_Figures], work: Callable[[EngineDrive], Sequence[float]]
-) -> Iterator[tuple[_Figures, _Measurement]]:
-    """Measures the work on each engine, with the better of the limit's rates right before and after it."""
-    before = limit.rate()
-    for engine in both:
-        seconds = work(engine.drive)
-        after = limit.rate()
-        yield engine, _Measurement(seconds, max(before, after))
-        before = after
 
 
 def _prefill_split(drive: EngineDrive, timed: TimedRunner, config: EngineBenchConfig, rng: Random) -> TimeSplit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from baton.bench.micro.engine import BesideLimit, Measurement
 from baton.bench.micro.engine_drive import EngineDrive
 from baton.bench.micro.engine_work import attention_operations, read_work, work_of
 from baton.bench.results.host import available_memory, last_level_cache, processor
 from baton.bench.results.spread import Spread
+from baton.cli.main import main
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
 from baton.runner.backends import reference
@@ -167,3 +170,34 @@ def test_a_model_without_the_bit_exact_rule_can_be_loaded(tmp_path: Path) -> Non
     free = load_timed(spec, bit_exact=False)
     assert free.model.numerics.startswith("unpadded-torch")
     EngineDrive(free, prompt_tokens=32, max_batch=3).prefill(PROMPTS[0])
+
+
+def test_work_is_compared_with_the_better_of_the_rates_right_before_and_after_it() -> None:
+    beside = BesideLimit(iter([5.0, 3.0, 4.0, 1.0]).__next__)
+    assert [beside.measure(lambda: [0.5]) for _ in range(3)] == [Measurement([0.5], rate) for rate in (5.0, 4.0, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "says"),
+    [
+        (("--model", "tiny", "--shape", "0.5b"), 2, "exclude each other"),
+        (("--model", "tiny", "--context-tokens", "100000"), 78, "use smaller --context-tokens or --steps"),
+        (("--shape", "7t"), 78, "'7t' is unknown"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    options: Sequence[str],
+    exit_code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_random_model(tmp_path / "tiny", TINY_MODELS["llama"], 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the command sets it for its own process
+    assert main(["bench", "engine", *options]) == exit_code
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith("baton: ")
+    assert says in printed.err

@@ -7,6 +7,7 @@ against the numbers that the writer meant.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,7 +275,7 @@ def write_quantized_model(
     """
     write_random_model(directory, {**TINY_MODELS[architecture], **config}, seed)
     twin = directory.parent / f"{directory.name}-plain"
-    write_random_model(twin, {**TINY_MODELS[architecture], **config}, seed)
+    shutil.copytree(directory, twin)
     plain = load_file(directory / "model.safetensors")
     stored: Tensors = {}
     meant: Tensors = {}

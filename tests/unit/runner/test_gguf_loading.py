@@ -51,7 +51,7 @@ def test_a_model_computes_with_the_integers_of_its_file(tmp_path: Path, kind: st
     directory = written(tmp_path, kind)
     expected = logits(load(tmp_path / "twin"))
     assert error(logits(load(directory, dequantize=True)), expected) < 1e-6
-    runner = load(directory, operations=None)
+    runner = load(directory)
     assert 0 < error(logits(runner), expected) < 0.15
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner._transformer.has_programs
@@ -60,12 +60,12 @@ def test_a_model_computes_with_the_integers_of_its_file(tmp_path: Path, kind: st
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_computes_with_integers(tmp_path: Path, name: str) -> None:
     directory = written(tmp_path, "Q8_0", name, tie_word_embeddings=name.startswith("gemma"))
-    twin, operations = load(tmp_path / "twin", operations=None), CountingOperations()
+    twin, operations = load(tmp_path / "twin"), CountingOperations()
     assert 0 < error(logits(load(directory, operations=operations)), logits(twin)) < 0.15
     # Each of 3 layers has q, k, v and o, and gate, up and down; phi3 has q, k and v in one weight, and gate and up. The
     # head is one more.
     assert operations.num_packed >= (3 * 4 if name == "phi3" else 3 * 7) + 1
-    assert load(directory, operations=None)._transformer.has_programs == twin._transformer.has_programs
+    assert load(directory)._transformer.has_programs == twin._transformer.has_programs
 
 
 def q4_k_m(name: str) -> str:
@@ -74,7 +74,7 @@ def q4_k_m(name: str) -> str:
 
 
 def test_a_file_may_mix_formats(tmp_path: Path) -> None:
-    runner = load(written(tmp_path, q4_k_m), operations=None)
+    runner = load(written(tmp_path, q4_k_m))
     assert error(logits(runner), logits(load(tmp_path / "twin"))) < 0.15
     assert runner._transformer.has_programs
     assert re.fullmatch(r"Q4_K, Q6_K \(GGUF\), 5\.\d+ bits a weight, 1 MiB", runner.model.compute_paths[0].runs)
@@ -91,7 +91,7 @@ def test_operators_see_what_the_weights_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_embedding_is_read_from_its_blocks(tmp_path: Path, is_tied: bool) -> None:
     directory = written(tmp_path, "Q5_1", tie_word_embeddings=is_tied)
-    module = load(directory, operations=None)._transformer._module
+    module = load(directory)._transformer._module
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, PackedEmbedding)
     assert not [name for name, parameter in module.named_parameters() if parameter.dim() > 1]
@@ -244,7 +244,7 @@ def test_any_damage_of_a_file_is_refused_or_harmless(
         damaged[place : place + 8] = data.draw(st.binary(min_size=8, max_size=8) | st.sampled_from(ABSURD))
     (directory / "damaged.gguf").write_bytes(damaged)
     with suppress(ConfigError):
-        load(converted(directory / "damaged.gguf", directory / "model"), operations=None)
+        load(converted(directory / "damaged.gguf", directory / "model"))
     shutil.rmtree(directory)
 
 

@@ -8,6 +8,8 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ class PlainOnly(TorchOperations):
 
 
 def load(directory: Path, **how: Any) -> TorchModelRunner:
-    return load_runner(directory, dtype="float32", num_blocks=48, **{"operations": CountingOperations(), **how})
+    return load_runner(directory, dtype="float32", num_blocks=48, **how)
 
 
 def logits(runner: TorchModelRunner) -> npt.NDArray[np.float32]:
@@ -98,27 +100,71 @@ def error(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> 
     return float(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A model, and the logits that its numbers give as plain weights."""
+
+    directory: Path
+    twin: Path
+    """A plain model that has the same numbers; the model itself, if that is plain."""
+    expected: npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def plain_sample(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sample]:
+    """The plain model of an architecture, which is written and computed once."""
+
+    @cache
+    def sample(architecture: str) -> Sample:
+        directory = tmp_path_factory.mktemp("plain") / "tiny"
+        # Wide enough rows that groups of 32 divide all of them.
+        widths = {"moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
+        known = {key: width for key, width in widths.items() if key in TINY_MODELS[architecture]}
+        write_random_model(directory, {**TINY_MODELS[architecture], **known, "initializer_range": 0.05}, seed=0)
+        return Sample(directory, directory, logits(load(directory)))
+
+    return sample
+
+
+@pytest.fixture(scope="module")
+def quantized_sample(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sample]:
+    """The quantised model of an architecture in a format, which is written and computed once."""
+
+    @cache
+    def sample(architecture: str, name: str) -> Sample:
+        directory = tmp_path_factory.mktemp("quantised") / "tiny"
+        # Rows that groups of 32 divide.
+        widths = {"q_lora_rank": 32} if architecture == "deepseek_v3" else {}
+        twin = write_quantized_model(directory, architecture, FORMATS[name], **widths)
+        return Sample(directory, twin, logits(load(twin)))
+
+    return sample
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_model_computes_with_the_weights_that_its_file_means(tmp_path: Path, name: str) -> None:
-    twin = write_quantized_model(tmp_path / "tiny", "llama", FORMATS[name])
-    expected = logits(load(twin))
-    assert np.array_equal(logits(load(tmp_path / "tiny", dequantize=True)), expected)
+def test_a_model_computes_with_the_weights_that_its_file_means(
+    quantized_sample: Callable[[str, str], Sample], name: str
+) -> None:
+    sample = quantized_sample("llama", name)
+    assert np.array_equal(logits(load(sample.directory, dequantize=True)), sample.expected)
     operations = CountingOperations()
-    found = logits(load(tmp_path / "tiny", operations=operations))
+    found = logits(load(sample.directory, operations=operations))
     # Each of 3 layers has q, k, v and o; gate, up and down.
     assert operations.num_packed == 3 * 7
     # Products with integers round their inputs, and those with float8 do not.
-    assert error(found, expected) < (1e-5 if name in FP8_FORMATS else 0.15)
+    assert error(found, sample.expected) < (1e-5 if name in FP8_FORMATS else 0.15)
 
 
 @pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "fp8-block"])
-def test_a_mixture_computes_with_the_weights_that_its_file_means(tmp_path: Path, name: str) -> None:
-    twin = write_quantized_model(tmp_path / "tiny", "mixtral", FORMATS[name])
-    expected = logits(load(twin))
-    assert np.array_equal(logits(load(tmp_path / "tiny", dequantize=True)), expected)
-    assert np.array_equal(logits(load(tmp_path / "tiny", operations=PlainOnly(1))), expected)
+def test_a_mixture_computes_with_the_weights_that_its_file_means(
+    quantized_sample: Callable[[str, str], Sample], name: str
+) -> None:
+    sample = quantized_sample("mixtral", name)
+    assert np.array_equal(logits(load(sample.directory, dequantize=True)), sample.expected)
+    expected = logits(load(sample.twin, operations=TorchOperations(1)))
+    assert np.array_equal(logits(load(sample.directory, operations=PlainOnly(1))), expected)
     operations = CountingOperations()
-    load(tmp_path / "tiny", operations=operations)
+    load(sample.directory, operations=operations)
     # Each of 3 layers has q, k, v and o; gate, up and down of four experts.
     assert operations.num_packed == 3 * (4 + 4 * 3)
 
@@ -134,13 +180,12 @@ def test_a_mixture_computes_with_the_weights_that_its_file_means(tmp_path: Path,
     ],
 )
 def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
-    tmp_path: Path, architecture: str, name: str, operations: TorchOperations | None
+    quantized_sample: Callable[[str, str], Sample], architecture: str, name: str, operations: TorchOperations | None
 ) -> None:
-    twin = write_quantized_model(tmp_path / "tiny", architecture, PACKED_FORMATS[name])
-    expected = logits(load(twin))
-    runner = load(tmp_path / "tiny", operations=operations)
+    sample = quantized_sample(architecture, name)
+    runner = load(sample.directory, operations=operations)
     # Each product rounds its input to 8 bits, and a mixture may choose another expert then.
-    assert 0 < error(logits(runner), expected) < (0.3 if architecture == "mixtral" else 0.15)
+    assert 0 < error(logits(runner), sample.expected) < (0.3 if architecture == "mixtral" else 0.15)
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner._transformer.has_own_loop
     assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
@@ -157,11 +202,11 @@ def test_products_with_integers_differ_by_the_rounding_of_their_inputs(
     ],
 )
 def test_products_with_float8_round_nothing_but_their_sums(
-    tmp_path: Path, architecture: str, name: str, operations: TorchOperations | None
+    quantized_sample: Callable[[str, str], Sample], architecture: str, name: str, operations: TorchOperations | None
 ) -> None:
-    twin = write_quantized_model(tmp_path / "tiny", architecture, FP8_FORMATS[name])
-    runner = load(tmp_path / "tiny", operations=operations)
-    assert error(logits(runner), logits(load(twin))) < 1e-5
+    sample = quantized_sample(architecture, name)
+    runner = load(sample.directory, operations=operations)
+    assert error(logits(runner), sample.expected) < 1e-5
     assert runner.model.bit_exact, runner.model.bit_exact_reason
     assert runner._transformer.has_own_loop
     assert runner._transformer.has_programs == (operations is None and architecture != "mixtral")
@@ -169,14 +214,13 @@ def test_products_with_float8_round_nothing_but_their_sums(
 
 @pytest.mark.parametrize("name", ["gptq-int4-asymmetric", "fp8-block"])
 @pytest.mark.parametrize("architecture", sorted(set(TINY_MODELS) - {"gpt_oss", "gpt2"}))
-def test_every_architecture_takes_packed_weights(tmp_path: Path, architecture: str, name: str) -> None:
-    # Rows that groups of 32 divide.
-    widths = {"q_lora_rank": 32} if architecture == "deepseek_v3" else {}
-    twin = write_quantized_model(tmp_path / "tiny", architecture, FORMATS[name], **widths)
-    operations = CountingOperations()
-    runner = load(tmp_path / "tiny", operations=operations)
+def test_every_architecture_takes_packed_weights(
+    quantized_sample: Callable[[str, str], Sample], architecture: str, name: str
+) -> None:
+    sample, operations = quantized_sample(architecture, name), CountingOperations()
+    runner = load(sample.directory, operations=operations)
     assert operations.num_packed >= 3 * 4
-    assert error(logits(runner), logits(load(twin))) < 0.3
+    assert error(logits(runner), sample.expected) < 0.3
     assert runner.model.bit_exact
 
 
@@ -226,18 +270,14 @@ def test_nodes_that_treat_weights_differently_refuse_each_other_by_name(
 @pytest.mark.parametrize("architecture", TINY_MODELS)
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.1), ("int4", 0.6)])
 def test_a_plain_model_that_is_quantised_at_load_computes_nearly_the_same(
-    tmp_path: Path, architecture: str, quantization: str, share: float
+    plain_sample: Callable[[str], Sample], architecture: str, quantization: str, share: float
 ) -> None:
-    # Wide enough rows that groups of 32 divide all of them.
-    widths = {"moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16}
-    known = {key: width for key, width in widths.items() if key in TINY_MODELS[architecture]}
-    write_random_model(tmp_path / "tiny", {**TINY_MODELS[architecture], **known, "initializer_range": 0.05}, seed=0)
-    operations = CountingOperations()
-    runner = load(tmp_path / "tiny", quantization=quantization, operations=operations)
+    sample, operations = plain_sample(architecture), CountingOperations()
+    runner = load(sample.directory, quantization=quantization, operations=operations)
     assert operations.num_packed >= 9
     assert runner.model.bit_exact
     assert not [name for name, p in runner._transformer._module.named_parameters() if p.dim() > 2]
-    assert 0 < error(logits(runner), logits(load(tmp_path / "tiny"))) < share
+    assert 0 < error(logits(runner), sample.expected) < share
 
 
 def test_a_tied_head_has_eight_bits_and_serves_the_embedding(tmp_path: Path) -> None:

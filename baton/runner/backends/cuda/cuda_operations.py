@@ -20,7 +20,7 @@ import torch
 from baton.runner.backends.cache_rows import keys_and_values
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
-from baton.runner.backends.cuda.shared_splits import find_shared_splits
+from baton.runner.backends.cuda.shared_splits import SPLIT, find_shared_splits
 from baton.runner.backends.torch_operations import TorchOperations
 
 _log = logging.getLogger(__name__)
@@ -245,5 +245,5 @@ def _sharers(sample: _Sample) -> _Sample:
     """Decode rows of three sequences that begin with the blocks of the sample's last one, and see all of a split."""
     query, cache, _, lengths, tables = sample
     starts = torch.arange(4, dtype=torch.int32, device=query.device)
-    lengths = torch.tensor([lengths[-1], 512, 1030], dtype=torch.int32, device=query.device)
+    lengths = torch.tensor([lengths[-1], SPLIT, 2 * SPLIT + 6], dtype=torch.int32, device=query.device)
     return query[-3:], cache, starts, lengths, tables[-1:].expand(3, -1).contiguous()

@@ -139,21 +139,38 @@ class KVLayout:
         return layers if len(self.groups) == 1 else f"{layers} in {' '.join(map(str, self.groups))}"
 
 
+PROBE_BLOCKS = 4
+"""Number of probe blocks behind a runner's cache: on a reader, so many peers can be probed at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """The memory of a runner's KV cache. `owner` keeps the memory alive as long as this value is referenced."""
+    """The memory of a runner's KV cache. `owner` keeps the memory alive as long as this value is referenced.
+
+    Behind the blocks of the cache lie probe blocks, in the same piece of memory. No pool hands them out and no step
+    touches them: two nodes move known bytes between them before they exchange the KV of requests.
+    """
 
     base_address: int
     num_blocks: int
+    """Number of blocks of the cache."""
     block_bytes: int
     kind: str
     """DRAM or VRAM."""
     device_id: int
     owner: Any
+    num_probe_blocks: int = 0
+    """Number of probe blocks; their ids follow those of the cache."""
+
+    @property
+    def num_all_blocks(self) -> int:
+        """Number of blocks, those of the cache and probe blocks."""
+        return self.num_blocks + self.num_probe_blocks
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        """Size of the whole memory, probe blocks included."""
+        return self.num_all_blocks * self.block_bytes
 
 
 class ModelRunner(Protocol):

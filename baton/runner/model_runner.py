@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError
@@ -70,7 +70,8 @@ class TorchModelRunner:
             block_bytes=transformer.layout.block_bytes,
             kind="DRAM" if cache.device.type == "cpu" else "VRAM",
             device_id=cache.device.index or 0,
-            owner=cache,
+            owner=transformer.kv_memory,
+            num_probe_blocks=PROBE_BLOCKS,
         )
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
         self._masks = TokenMasks(model.vocab_size)

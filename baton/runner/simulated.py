@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
@@ -154,7 +154,9 @@ class SimulatedRunner:
         self._spec = spec
         self._layout = layout_of(spec)
         layers, two, heads, row = _head_rows(self._layout)
-        self._cache: Bytes = np.zeros((spec.num_blocks, layers, two, heads, spec.block_size, row), dtype=np.uint8)
+        shape = (spec.num_blocks + PROBE_BLOCKS, layers, two, heads, spec.block_size, row)
+        memory: Bytes = np.zeros(shape, dtype=np.uint8)
+        self._cache = memory[: spec.num_blocks]
         host = np.empty((spec.num_host_blocks, *self._cache.shape[1:]), dtype=np.uint8)
         self._host = HostBlocks(self._cache, host)
         self._memory = KVMemory(
@@ -163,7 +165,8 @@ class SimulatedRunner:
             block_bytes=self._layout.block_bytes,
             kind="DRAM",
             device_id=0,
-            owner=self._cache,
+            owner=memory,
+            num_probe_blocks=PROBE_BLOCKS,
         )
         fields = f"{spec.vocab_size}/{spec.max_model_len}/{sorted(spec.eos_token_ids)}/{spec.name}"
         self._model = ModelInfo(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
@@ -137,7 +137,7 @@ class FakeRunner:
             bit_exact=True,
             embedding_size=_EMBEDDING_SIZE,
         )
-        self._slots = (ctypes.c_uint64 * (num_blocks * block_size))()
+        self._slots = (ctypes.c_uint64 * ((num_blocks + PROBE_BLOCKS) * block_size))()
         self.memory = KVMemory(
             base_address=ctypes.addressof(self._slots),
             num_blocks=num_blocks,
@@ -145,8 +145,9 @@ class FakeRunner:
             kind="DRAM",
             device_id=0,
             owner=self._slots,
+            num_probe_blocks=PROBE_BLOCKS,
         )
-        cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks, block_size)
+        cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks + PROBE_BLOCKS, block_size)[:num_blocks]
         self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
         self._known: dict[str, _RequestState] = {}
         self.ahead: dict[str, int] = {}

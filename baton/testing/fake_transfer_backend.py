@@ -123,7 +123,7 @@ class FakeTransferBackend:
         agent = self._fabric.find(peer.incarnation)
         if agent is None or not agent.alive:
             raise PeerGone(f"no agent {peer.incarnation}")
-        start, end = peer.base_address, peer.base_address + peer.num_blocks * peer.block_bytes
+        start, end = peer.base_address, peer.base_address + peer.num_all_blocks * peer.block_bytes
         own = agent.memory
         if start < own.base_address or end > own.base_address + own.num_bytes:
             raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} did not register that memory")
@@ -133,7 +133,7 @@ class FakeTransferBackend:
         peer = self._peers.get(incarnation)
         if peer is None or not peer.agent.alive:
             raise PeerGone(f"{incarnation} is not connected")
-        check_ranges(ranges, self._memory.num_blocks, peer.memory.num_blocks)
+        check_ranges(ranges, self._memory.num_all_blocks, peer.memory.num_all_blocks)
         blocks = [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
         self._last_handle += 1
         handle = ReadHandle(self._last_handle)

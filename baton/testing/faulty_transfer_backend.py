@@ -100,8 +100,10 @@ class FaultyTransferBackend:
     Raises ConfigError if bits are to be flipped in memory that this process can't write.
     """
 
-    def __init__(self, inner: TransferBackend, faults: Faults | None = None) -> None:
+    def __init__(self, inner: TransferBackend, faults: Faults | None = None, *, in_probes: bool = False) -> None:
+        """`in_probes`: reads of probe blocks have faults, too; otherwise nothing is drawn for them."""
         self._inner = inner
+        self._in_probes = in_probes
         self._faults = faults or Faults()
         if self._faults.corrupt and inner.memory.kind != "DRAM":
             raise ConfigError(f"bits can be flipped in DRAM, not in {inner.memory.kind}")
@@ -132,7 +134,7 @@ class FaultyTransferBackend:
         peer = self._peers.get(incarnation)
         if peer is None or peer.gone:
             raise PeerGone(f"{incarnation} is not connected")
-        check_ranges(ranges, self.memory.num_blocks, peer.memory.num_blocks)
+        check_ranges(ranges, self.memory.num_all_blocks, peer.memory.num_all_blocks)
         read = self._new_read(incarnation, tuple(ranges))
         if read.script and not isinstance(read.script[0], _Step):
             read.inner = self._inner.post_read(incarnation, read.script[0])
@@ -145,7 +147,9 @@ class FaultyTransferBackend:
         return handle
 
     def _new_read(self, incarnation: str, ranges: _Ranges) -> _Read:
-        fault_names = frozenset(kind for kind in _KINDS if self._rng.random() < getattr(self._faults, kind))
+        has_faults = self._in_probes or all(r.local_block < self.memory.num_blocks for r in ranges)
+        kinds = _KINDS if has_faults else ()
+        fault_names = frozenset(kind for kind in kinds if self._rng.random() < getattr(self._faults, kind))
         num_blocks = sum(r.count for r in ranges) - ("drop" in fault_names)
         middle = num_blocks // 2
         if "slow" in fault_names:

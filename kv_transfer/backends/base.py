@@ -28,6 +28,7 @@ MAX_AGENT_METADATA = 64 * 1024
 """Bytes."""
 _MAX_NAME = 128
 _MAX_DEVICE_ID = 1 << 16
+_MAX_PROBE_BLOCKS = 1 << 10
 _ADDRESS_SPACE = 1 << 64
 
 _log = logging.getLogger(__name__)
@@ -82,6 +83,13 @@ class PeerMemory:
     kind: str
     """Kind of the memory: DRAM or VRAM."""
     device_id: int
+    num_probe_blocks: int = 0
+    """Number of probe blocks behind the `num_blocks` of the cache."""
+
+    @property
+    def num_all_blocks(self) -> int:
+        """Number of blocks, those of the cache and probe blocks."""
+        return self.num_blocks + self.num_probe_blocks
 
     @classmethod
     def of(cls, memory: KVMemory, incarnation: str, agent_metadata: bytes) -> PeerMemory:
@@ -94,6 +102,7 @@ class PeerMemory:
             block_bytes=memory.block_bytes,
             kind=memory.kind,
             device_id=memory.device_id,
+            num_probe_blocks=memory.num_probe_blocks,
         )
 
     def check(self, block_bytes: int) -> None:
@@ -111,7 +120,8 @@ class PeerMemory:
             ("length of the agent metadata", len(self.agent_metadata), 1, MAX_AGENT_METADATA),
             ("base address", self.base_address, 1, _ADDRESS_SPACE - 1),
             ("number of blocks", self.num_blocks, 1, _ADDRESS_SPACE // block_bytes),
-            ("end of the memory", self.base_address + self.num_blocks * block_bytes, 1, _ADDRESS_SPACE),
+            ("number of probe blocks", self.num_probe_blocks, 0, _MAX_PROBE_BLOCKS),
+            ("end of the memory", self.base_address + self.num_all_blocks * block_bytes, 1, _ADDRESS_SPACE),
             ("device id", self.device_id, 0, _MAX_DEVICE_ID),
         ):
             if not low <= value <= high:

@@ -116,7 +116,7 @@ class NixlBackend:
         self._peers[peer.incarnation] = _Peer(peer)
 
     def _check_registered(self, peer: PeerMemory) -> None:
-        whole = [(peer.base_address, peer.num_blocks * peer.block_bytes, peer.device_id)]
+        whole = [(peer.base_address, peer.num_all_blocks * peer.block_bytes, peer.device_id)]
         try:
             self._agent.prep_xfer_dlist(peer.incarnation, whole, mem_type=peer.kind).release()
         except self._errors.any as error:
@@ -133,7 +133,7 @@ class NixlBackend:
         peer = self._peers.get(incarnation)
         if peer is None or peer.gone:
             raise PeerGone(f"{incarnation} is not connected")
-        check_ranges(ranges, self._memory.num_blocks, peer.memory.num_blocks)
+        check_ranges(ranges, self._memory.num_all_blocks, peer.memory.num_all_blocks)
         try:
             request = self._agent.initialize_xfer(
                 "READ",

@@ -35,6 +35,7 @@ from baton.clock import Clock
 from baton.errors import EngineFault, TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.runner.blocks.block_digests import BlockDigests
+from baton.runner.blocks.known_bytes import FillBlock, block_filler
 from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,
@@ -48,8 +49,10 @@ from kv_transfer.backends.base import (
 )
 from kv_transfer.mover.digest_queue import DigestQueue
 from kv_transfer.mover.mover_events import (
+    BlockFilled,
     Connected,
     ConnectFailed,
+    FillFailed,
     MoverEvent,
     ReadDone,
     ReadFailed,
@@ -105,6 +108,8 @@ class Mover:
         it is reported as stalled.
         """
         self.agent_metadata = b""
+        self.probe_blocks: Sequence[int] = ()
+        """The ids of this node's probe blocks, once the agent is up."""
         self.bytes_arrived = 0
         """Bytes that all reads have brought."""
         self.arrived_at: float | None = None
@@ -135,6 +140,7 @@ class Mover:
         self._reads: dict[int, ActiveRead] = {}
         self._in_flight: dict[ReadHandle, Piece] = {}
         self._open_leases = 0
+        self._fill_block: FillBlock | None = None
         self._digest_queue = DigestQueue(digests, deliver, self._watch, helper)
         self._num_turns = 0
         self._in_turn = False
@@ -171,7 +177,7 @@ class Mover:
         """Read blocks of a peer; answered by one ReadDone or ReadFailed once none of it writes any more.
 
         Beside ReadDone, each of its local blocks that are in `to_digest` is in one BlocksDigested, or DigestsFailed
-        comes. Raises ValueError for a read id that is in use.
+        comes. Raises ValueError for a read id that is in use. Negative ids are those of probes.
         """
         with self._gate:
             if read_id in self._read_ids:
@@ -181,6 +187,12 @@ class Mover:
         command = functools.partial(self._read, read_id, incarnation, tuple(ranges), called_at, to_digest)
         if not self._enqueue(command):
             self._answer_failed(read_id, _NOT_RUNNING)
+
+    def fill(self, fill_id: int, block: int, seed: str) -> None:
+        """Fill one of this node's blocks with the bytes that belong to a seed, before any read that is ordered later
+        is posted; answered by BlockFilled or FillFailed."""
+        if not self._enqueue(functools.partial(self._fill, fill_id, block, seed)):
+            self._deliver(FillFailed(fill_id, str(_NOT_RUNNING)))
 
     def cancel(self, read_id: int) -> None:
         """Post no more of a read; it is answered when what is in flight has ended. An unknown read changes nothing."""
@@ -246,6 +258,8 @@ class Mover:
     def _make_agent(self) -> None:
         self._backend = self._backend_factory()
         self.agent_metadata = self._backend.agent_metadata()
+        memory = self._backend.memory
+        self.probe_blocks = range(memory.num_blocks, memory.num_all_blocks)
         self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
         self._stuck = StuckReads(self._backend)
         self._accepting = True
@@ -342,10 +356,21 @@ class Mover:
         if peer.closing is not None:
             return peer.closing
         try:
-            check_ranges(ranges, self._backend.memory.num_blocks, peer.memory.num_blocks)
+            check_ranges(ranges, self._backend.memory.num_all_blocks, peer.memory.num_all_blocks)
         except TransferFailed as error:
             return error
         return None
+
+    def _fill(self, fill_id: int, block: int, seed: str) -> None:
+        try:
+            if self._fill_block is None:
+                self._fill_block = block_filler(self._backend.memory)
+            digest = self._fill_block(block, seed)
+        except Exception as error:
+            _log.exception("could not fill block %d with known bytes: a probe fails", block)
+            self._deliver(FillFailed(fill_id, repr(error)))
+        else:
+            self._deliver(BlockFilled(fill_id, digest))
 
     def _cancel(self, read_id: int) -> None:
         read = self._reads.get(read_id)
@@ -400,7 +425,7 @@ class Mover:
         read.pieces += 1
         peer.pieces += 1
         self._in_flight[handle] = piece
-        failpoint("read-posted")
+        failpoint("read-posted" if piece.read_id > 0 else "probe-read-posted")
 
     def _poll(self) -> None:
         if not self._in_flight:

@@ -71,5 +71,22 @@ class DigestsFailed:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFilled:
+    """A block of this node holds the bytes that belong to a seed."""
+
+    fill_id: int
+    digest: int
+    """Digest of those bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FillFailed:
+    """A block of this node could not be filled."""
+
+    fill_id: int
+    detail: str
+
+
 DigestEvent = BlocksDigested | DigestsFailed
-MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | ReadStalled | DigestEvent
+MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | ReadStalled | DigestEvent | BlockFilled | FillFailed

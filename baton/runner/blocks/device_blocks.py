@@ -1,4 +1,4 @@
-"""Copies single blocks of a cache on a device to the host."""
+"""Copies single blocks of a cache on a device to the host, and bytes of the host to a block."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
     The function may be called from any thread. Its copies use a CUDA stream of their own, so they don't wait for the
     step that is being computed.
     """
-    cache: torch.Tensor = memory.owner
-    rows = cache.view(-1).view(torch.uint8)[: memory.num_bytes].view(memory.num_blocks, memory.block_bytes)
-    stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None  # type: ignore[no-untyped-call]
+    rows = _rows(memory)
+    stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
 
     def copied(block_ids: Sequence[int]) -> KVMemory:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -26,3 +25,26 @@ def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
         return KVMemory(blocks.data_ptr(), len(block_ids), memory.block_bytes, "DRAM", 0, blocks)
 
     return copied
+
+
+def write_from_host(memory: KVMemory) -> Callable[[int, bytes], None]:
+    """A function that writes bytes to a whole block, and returns when they are there.
+
+    The function may be called from any thread. Nothing may read or write the block meanwhile.
+    """
+    rows = _rows(memory)
+    stream = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def write(block: int, content: bytes) -> None:
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            rows[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        if stream is not None:
+            stream.synchronize()
+
+    return write
+
+
+def _rows(memory: KVMemory) -> torch.Tensor:
+    """The bytes of all blocks: [num_all_blocks, block_bytes]."""
+    owner: torch.Tensor = memory.owner
+    return owner.view(-1).view(torch.uint8)[: memory.num_bytes].view(memory.num_all_blocks, memory.block_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner import KVLayout
+from baton.engine.runner import PROBE_BLOCKS, KVLayout
 from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
@@ -98,6 +98,8 @@ class Transformer:
     num_blocks: int
     kv_cache: torch.Tensor
     """Flat: [num_blocks * block_elements]."""
+    kv_memory: torch.Tensor
+    """The cache and the probe blocks behind it, flat."""
     decode_graphs: DecodeGraphs | None
     """The CUDA graphs of decode steps; None where a step's kernels are started one by one."""
     _attention: PagedAttention
@@ -158,7 +160,9 @@ class Transformer:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
         self.num_blocks = num_blocks
         memory_dtype = torch.int8 if self.layout.has_scales else self._dtype
-        self.kv_cache = _cache_memory(num_blocks * self.layout.block_elements, memory_dtype, self.device)
+        block_elements = self.layout.block_elements
+        self.kv_memory = _cache_memory((num_blocks + PROBE_BLOCKS) * block_elements, memory_dtype, self.device)
+        self.kv_cache = self.kv_memory[: num_blocks * block_elements]
         self._attention = PagedAttention(self._operations, self.kv_cache, self.layout)
         bind(self._module, self._attention)
         if self._decoder is not None and self._decoder.is_fused:

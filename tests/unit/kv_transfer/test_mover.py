@@ -10,10 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import xxhash
 
 from baton.background import BackgroundWatch, current_watch
 from baton.clock import SystemClock
+from baton.engine.runner import KVMemory
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.blocks.known_bytes import FillBlock, known_bytes
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
@@ -25,10 +29,12 @@ from kv_transfer.mover.mover import (
     Mover,
 )
 from kv_transfer.mover.mover_events import (
+    BlockFilled,
     BlocksDigested,
     Connected,
     ConnectFailed,
     DigestsFailed,
+    FillFailed,
     MoverEvent,
     ReadDone,
     ReadFailed,
@@ -295,6 +301,32 @@ def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> N
 
 
 # Peers
+
+
+def test_a_block_is_filled_before_a_later_read_is_posted(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.mover.fill(-2, 3, "seed")
+    bench.mover.read(-2, peer.incarnation, [ReadRange(4, 5, 1)])
+    digest = xxhash.xxh3_64_intdigest(known_bytes("seed", BLOCK_BYTES))
+    assert bench.next() == BlockFilled(-2, digest)
+    assert block_digests(bench.local)([3]) == [digest]
+    assert isinstance(bench.next(), ReadDone)
+    assert known_bytes("seed", BLOCK_BYTES) == known_bytes("seed", BLOCK_BYTES) != known_bytes("other", BLOCK_BYTES)
+
+
+def test_a_block_that_cant_be_filled_ends_no_mover(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_filler(memory: KVMemory) -> FillBlock:
+        raise ConfigError("no way to this memory")
+
+    monkeypatch.setattr("kv_transfer.mover.mover.block_filler", no_filler)
+    bench.mover.fill(-2, 3, "seed")
+    failed = bench.next()
+    assert isinstance(failed, FillFailed)
+    assert "no way to this memory" in failed.detail
+    bench.attach("sender")
+    bench.mover.stop()
+    bench.mover.fill(-3, 3, "seed")
+    assert isinstance(bench.next(), FillFailed)
 
 
 def test_a_connect_that_fails_is_answered_with_the_cause(bench: Bench) -> None:

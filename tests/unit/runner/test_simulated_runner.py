@@ -12,6 +12,7 @@ from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, 
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
+from baton.engine.runner import PROBE_BLOCKS
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
@@ -235,6 +236,7 @@ def test_step_time_is_given_to_the_injected_sleep() -> None:
 def test_load_gives_a_runner_whose_memory_matches_its_layout() -> None:
     runner = load(SPEC)
     assert runner.layout.block_bytes == 2 * 2 * 2 * 4 * 8 * 4
-    assert runner.memory.num_bytes == 64 * runner.layout.block_bytes
+    assert runner.memory.num_blocks == 64
+    assert runner.memory.num_bytes == (64 + PROBE_BLOCKS) * runner.layout.block_bytes
     assert runner.model.bit_exact
     assert load(replace(SPEC, vocab_size=5)).model.fingerprint != runner.model.fingerprint

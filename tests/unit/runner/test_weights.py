@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.runner import PROBE_BLOCKS
 from baton.errors import ConfigError
 from baton.runner import TorchSpec, load
 from baton.runner.model import attention, layers
@@ -287,10 +288,11 @@ def test_a_loaded_model_has_its_info_layout_and_memory(pristine: Path) -> None:
     assert runner.model.eos_token_ids == {3, 7}
     layout = runner.layout
     assert (layout.geometry, layout.num_layers, layout.dtype) == ("3*2x(16+16)", 3, "bfloat16")
-    cache: torch.Tensor = runner.memory.owner
-    assert cache.shape == (9 * 3 * 2 * 2 * 16 * 16,)
-    assert runner.memory.base_address == cache.data_ptr()
-    assert runner.memory.num_bytes == cache.numel() * 2
+    memory: torch.Tensor = runner.memory.owner
+    assert memory.shape == ((9 + PROBE_BLOCKS) * 3 * 2 * 2 * 16 * 16,)
+    assert runner.memory.base_address == memory.data_ptr()
+    assert runner.memory.num_bytes == memory.numel() * 2
+    assert (runner.memory.num_blocks, runner.memory.num_probe_blocks) == (9, PROBE_BLOCKS)
     assert load_runner(pristine, dtype="bfloat16", num_blocks=9).model.name == "tiny"
 
 

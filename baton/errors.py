@@ -221,6 +221,8 @@ class TransferCause(enum.Enum):
     """The request had ended or was aborted."""
     STALLED = "stalled"
     """Both nodes are alive, but no bytes arrive."""
+    PROBE_FAILED = "probe_failed"
+    """The decode node could not read a block of known bytes from the prefill node, so it reads no prompt there."""
 
 
 class TransferFailed(BatonError):

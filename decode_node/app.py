@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from baton.background import OnFault, current_watch
 from baton.messages.ids import AttemptKey
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake, IntakeConnector
+from decode_node.known_senders import KnownSenders, KVFormat
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
-from kv_transfer.figures import failure_figures, handshake_figures, read_figures, transfer_figures
+from kv_transfer.figures import failure_figures, handshake_figures, probe_figures, read_figures, transfer_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
@@ -24,7 +27,7 @@ from kv_transfer.mover.mover_events import MoverEvent
 
 
 class DecodeRole:
-    """The decode role: it reads the KV of prompts from prefill nodes. Links are opened as requests name the nodes."""
+    """The decode role: it reads the KV of prompts from prefill nodes, which it meets as they join the cluster."""
 
     def __init__(
         self,
@@ -39,7 +42,8 @@ class DecodeRole:
         self._identity = identity
 
         every = digest_every(config.kv_digests, runner.memory.kind)
-        digests = block_digests(runner.memory) if every else None
+        # Probes need digests, whatever is wanted for prompts.
+        digests = block_digests(runner.memory)
 
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(
@@ -60,6 +64,10 @@ class DecodeRole:
             is_running=partial(is_running, dialer=context.dialer),
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
+        self._senders = KnownSenders(KVFormat.of(runner.model, runner.layout, protocol), self.intake.meet)
+        self._membership = context.membership
+        self._watch = current_watch.get()
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def connector(self) -> IntakeConnector:
@@ -75,8 +83,17 @@ class DecodeRole:
 
     async def start(self) -> None:
         await self.intake.start()
+        membership = self._membership
+        if membership is not None:
+            # It ends when the registry is closed.
+            self._following = self._watch.start(
+                lambda: self._senders.follow(membership.watch()), "meet-senders", on_fault=OnFault.RESTART, may_end=True
+            )
 
     async def stop(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await self.intake.stop()
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
@@ -95,6 +112,7 @@ class DecodeRole:
             *read_figures(self.intake.book.read_histograms),
             *handshake_figures(self.intake.handshakes),
             *transfer_figures(self.intake.report()),
+            *probe_figures(self.intake.probes.outcomes, self.intake.failed_probes()),
         ]
 
     def handoff_report(self) -> HandoffReport:
@@ -102,6 +120,9 @@ class DecodeRole:
 
     def refused_links(self) -> Sequence[RefusedLink]:
         return self.intake.refused_links()
+
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        return self.intake.failed_probes()
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -32,18 +32,27 @@ from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, Leg
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.observe.metrics import Histogram
 from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.absent_senders import AbsentSenders
+from decode_node.pair_prober import PairProber
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link import HEARTBEAT_S
 from kv_transfer.link.link_client import LinkClient
-from kv_transfer.link.link_messages import LinkWelcome, PartConfirmed, ReadConfirmed, SenderMessage, request_of
+from kv_transfer.link.link_messages import (
+    LinkWelcome,
+    PartConfirmed,
+    ProbeReady,
+    ReadConfirmed,
+    ReaderMessage,
+    SenderMessage,
+    request_of,
+)
 from kv_transfer.link.liveness import IsRunning, PortState, is_running, probe_port
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.mover.mover import Mover
@@ -58,6 +67,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
+from kv_transfer.receiver.join_probe import JoinProbes, ProbeTimes
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_values import (
     Arrived,
@@ -104,6 +114,7 @@ class Intake:
         is_running: IsRunning = is_running,
         probe_port: Callable[[str], Awaitable[PortState]] = probe_port,
         vocab_size: int = 1 << 32,
+        probe_times: ProbeTimes | None = None,
     ) -> None:
         """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
         `record` writes to the node's event log. `post` runs a callable on the event loop, from any thread.
@@ -132,14 +143,23 @@ class Intake:
         self._refused = RefusedLinks(clock)
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._links: dict[str, LinkClient] = {}
-        self._absent = AbsentSenders(self.mover.disconnect, probe_port)
+        self.probes = JoinProbes(identity.node_id, identity.incarnation, clock, probe_times)
+        self._prober = PairProber(
+            self.probes,
+            self.mover,
+            tell=self._tell,
+            proven=self._proven,
+            end_link=self._cut_link,
+            open_link=lambda source: self._carry_out(self._book.open(source)),
+        )
+        self._absent = AbsentSenders(self._drop_sender, probe_port)
         self._reopen_timers: dict[str, asyncio.TimerHandle] = {}
         self._failed_reopens: Counter[str] = Counter()
         """How often in a row a link was reopened without success, by incarnation."""
         self._opened_at: dict[str, float] = {}
-        """When each link was opened whose sender's memory is not readable yet, by incarnation."""
+        """When each link was opened whose sender may not be used yet, by incarnation."""
         self.handshakes: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(HANDSHAKE_BUCKETS_S))
-        """Seconds from opening a link until the sender's memory was readable, by sender."""
+        """Seconds from opening a link until the sender could be used, by sender."""
         self._num_blocks: dict[str, int] = {}
         """Size of each linked sender's pool in blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
@@ -152,11 +172,13 @@ class Intake:
     async def start(self) -> None:
         """Start the transfer agent; raises its error."""
         await asyncio.to_thread(self.mover.start)
+        self._prober.started()
         self._mover_watch = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
 
     async def stop(self) -> None:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
+        self._prober.stop()
         for timer in self._reopen_timers.values():
             timer.cancel()
         links, self._links = list(self._links.values()), {}
@@ -168,12 +190,21 @@ class Intake:
         await self._absent.close()
         await asyncio.to_thread(self.mover.stop)
 
+    def meet(self, source: KVSource) -> None:
+        """Open a link to a sender and probe it, before any request needs it. Does nothing if it has a link."""
+        if self.probes.objection(source.incarnation) is None:
+            self._carry_out(self._book.open(source))
+
     # Called for the engine, on the event loop.
 
     def expect(self, attempt: AttemptKey, source: KVSource) -> None:
         """Note that an attempt waits for KV from `source`. The engine is woken when `may_plan` becomes true for it, or
         gets its failure."""
-        if not self._stopped:
+        if self._stopped:
+            return
+        if (objection := self.probes.objection(source.incarnation)) is not None:
+            self._carry_out(self._book.refuse(attempt, source, objection.cause, objection.detail))
+        else:
             self._carry_out(self._book.expect(attempt, source))
 
     def plan(self, plan: TransferPlan) -> None:
@@ -207,13 +238,19 @@ class Intake:
                 block_bytes=welcome.layout.block_bytes,
                 kind=welcome.memory_kind,
                 device_id=welcome.device_id,
+                num_probe_blocks=welcome.num_probe_blocks,
             )
         )
+        if (link := self._links.get(welcome.incarnation)) is not None:
+            self._prober.carry_out(self.probes.link_up(link.source))
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
         step, request_id = type(message).__name__, request_of(message)
         failpoint(step, request_id)
-        self._carry_out(self._book.received(incarnation, message))
+        if isinstance(message, ProbeReady):
+            self._prober.carry_out(self.probes.received(incarnation, message))
+        else:
+            self._carry_out(self._book.received(incarnation, message))
         if isinstance(message, (PartConfirmed, ReadConfirmed)):
             self._collect_digests()
         failpoint(f"{step}-done", request_id)
@@ -227,6 +264,7 @@ class Intake:
             self._refused.link_ended(link.source.node_id, error.cause, error.detail)
             if was_up and not self._stopped:
                 self._absent.link_ended(link.source)
+            self._prober.carry_out(self.probes.link_lost(link.source, error.cause, error.detail))
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.detail))
 
     # For the node.
@@ -246,13 +284,17 @@ class Intake:
     def refused_links(self) -> Sequence[RefusedLink]:
         return self._refused.latest()
 
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        return self.probes.failures()
+
     def report(self) -> HandoffReport:
-        """The report for operators: the layout, open and ended hand-offs, and refused links."""
+        """The report for operators: the layout, open and ended hand-offs, refused links and failed probes."""
         return HandoffReport(
             layout=str(self._identity.layout),
             open=self._book.open_handoffs(),
             ended=self._book.ended_handoffs(),
             refused_links=self.refused_links(),
+            failed_probes=self.failed_probes(),
         )
 
     @property
@@ -275,18 +317,20 @@ class Intake:
             self._post(lambda: self._handle(event))
 
     def _handle(self, event: MoverEvent) -> None:
-        failpoint(type(event).__name__)
         self._collect_digests()
+        if self._prober.handle(event):
+            # It may be its digest that a probe waits for now.
+            self._collect_digests()
+            return
+        failpoint(type(event).__name__)
         match event:
             case Connected(incarnation):
                 self._failed_reopens.pop(incarnation, None)
-                num_blocks = self._num_blocks.get(incarnation)
                 # If the link has ended meanwhile, nothing waits for this memory.
-                if num_blocks is not None:
-                    self._note_handshake(incarnation)
-                    self._carry_out(self._book.peer_ready(incarnation, num_blocks))
+                if incarnation in self._num_blocks:
+                    self._prober.carry_out(self.probes.connected(incarnation))
             case ConnectFailed(incarnation, error):
-                self._cut_link(incarnation, error)
+                self._prober.carry_out(self.probes.connect_failed(incarnation, error))
             case ReadDone(read_id, num_bytes, post_s, total_s, num_ranges):
                 self._carry_out(self._book.read_done(read_id, num_bytes, total_s, post_s, num_ranges))
             case ReadFailed(read_id, cause, detail):
@@ -297,10 +341,12 @@ class Intake:
                     _log.warning("a hand-off has stalled and is given up: %s", detail)
                 self._carry_out(effects)
 
-    def _note_handshake(self, incarnation: str) -> None:
+    def _proven(self, incarnation: str) -> None:
+        """Use a sender for requests: known bytes were read from its memory."""
         opened_at, link = self._opened_at.pop(incarnation, None), self._links.get(incarnation)
         if opened_at is not None and link is not None:
             self.handshakes[link.source.node_id].observe(self._clock.monotonic() - opened_at)
+        self._carry_out(self._book.peer_ready(incarnation, self._num_blocks[incarnation]))
 
     # Links, and carrying out what the book says.
 
@@ -308,6 +354,14 @@ class Intake:
         link = self._links.get(incarnation)
         if link is not None:
             link.cut(error)
+
+    def _tell(self, incarnation: str, message: ReaderMessage) -> None:
+        if (link := self._links.get(incarnation)) is not None:
+            link.send(message)
+
+    def _drop_sender(self, incarnation: str) -> None:
+        self.mover.disconnect(incarnation)
+        self.probes.sender_dropped(incarnation)
 
     def _open(self, source: KVSource) -> None:
         self._opened_at[source.incarnation] = self._clock.monotonic()
@@ -349,8 +403,7 @@ class Intake:
                 case ReopenLink(source):
                     self._reopen_later(source)
                 case TellSender(incarnation, message):
-                    if (link := self._links.get(incarnation)) is not None:
-                        link.send(message)
+                    self._tell(incarnation, message)
                 case StartRead(read_id, incarnation, ranges, to_digest):
                     self.mover.read(read_id, incarnation, ranges, to_digest)
                 case CancelRead(read_id):
@@ -368,9 +421,13 @@ class Intake:
 
     def _collect_digests(self) -> None:
         """Handle the digests that have been computed. Later ones wake the loop if a prompt waits for nothing else."""
-        self._digest_events.collect(self._handle_digests, lambda: self._book.awaits_digests)
+        self._digest_events.collect(
+            self._handle_digests, lambda: self._book.awaits_digests or self.probes.awaits_digest
+        )
 
     def _handle_digests(self, event: DigestEvent) -> None:
+        if self._prober.handle(event):
+            return
         match event:
             case BlocksDigested(read_id, digests):
                 self._carry_out(self._book.digested(read_id, digests))

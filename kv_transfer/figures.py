@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from baton.errors import TransferCause
-from baton.messages.node_report import HandoffReport
+from baton.messages.node_report import FailedProbe, HandoffReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label, declared_figures
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
@@ -42,8 +42,8 @@ def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[F
 
 
 def handshake_figures(handshakes: Mapping[str, Histogram]) -> list[Distribution]:
-    """Metrics of how long it took until senders' memory was readable."""
-    text = "Time from opening a link until the sender's memory was readable."
+    """Metrics of how long it took until senders could be used."""
+    text = "Time from opening a link until the sender could be used: its memory was read, or had been before."
     return [seconds.now("kv_handshake_seconds", text, {"peer": peer}) for peer, seconds in sorted(handshakes.items())]
 
 
@@ -60,4 +60,20 @@ def refusal_figures(report: HandoffReport) -> list[Figure]:
     return [
         Figure("kv_refused_links", text, link.count, {"peer": link.peer, "cause": link.cause})
         for link in report.refused_links
+    ]
+
+
+def probe_figures(outcomes: Mapping[tuple[str, str], int], failed: Sequence[FailedProbe]) -> list[Figure]:
+    """Metrics of join probes: how they ended, by peer and outcome, and peers whose last one failed."""
+    ended = "Probes of known bytes with this peer that ended, by outcome: passed, or the fault."
+    stands = "Probes of known bytes with this peer that failed in a row; the pair is not used before one passes."
+    return [
+        *(
+            Figure("kv_probes_total", ended, count, {"peer": peer, "outcome": outcome})
+            for (peer, outcome), count in sorted(outcomes.items())
+        ),
+        *(
+            Figure("kv_failed_probes", stands, each.count, {"peer": each.peer, "fault": each.fault.value})
+            for each in failed
+        ),
     ]

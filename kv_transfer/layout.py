@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from baton.engine.runner import KVLayout, ModelInfo
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of the link's protocol; nodes of different versions refuse each other."""
 
 

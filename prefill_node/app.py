@@ -7,7 +7,7 @@ from functools import partial
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, declared_figures
@@ -15,7 +15,7 @@ from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
-from kv_transfer.figures import refusal_figures
+from kv_transfer.figures import probe_figures, refusal_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import is_running
 from kv_transfer.mover.mover import Mover
@@ -85,13 +85,20 @@ class PrefillRole:
         return None
 
     def figures(self) -> Sequence[Figure | Distribution]:
-        return [*declared_figures(self.handoff.stats()), *refusal_figures(self.handoff.report())]
+        return [
+            *declared_figures(self.handoff.stats()),
+            *refusal_figures(self.handoff.report()),
+            *probe_figures(self.handoff.probes.outcomes, self.handoff.failed_probes()),
+        ]
 
     def handoff_report(self) -> HandoffReport:
         return self.handoff.report()
 
     def refused_links(self) -> Sequence[RefusedLink]:
         return self.handoff.refused_links()
+
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        return self.handoff.failed_probes()
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -9,6 +9,7 @@ engine keeps its blocks until `HandOff` reports `released`, which it does only a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from baton.failpoints import failpoint
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import Leg
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.block_digests import BlockDigests
 from kv_transfer.backends.base import PeerMemory
@@ -32,15 +33,16 @@ from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link.link import HEARTBEAT_S
-from kv_transfer.link.link_messages import Closing, ReaderMessage, request_of
+from kv_transfer.link.link_messages import AskProbe, Closing, ProbeResult, ReaderMessage, request_of
 from kv_transfer.link.link_server import LinkServer
 from kv_transfer.link.liveness import IsRunning, has_ended, is_running, nobody_listens
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.mover.mover import Mover
-from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.mover.mover_events import BlockFilled, FillFailed, MoverEvent
 from kv_transfer.sampling import is_digested
 from kv_transfer.sender.lease import LeaseBook
 from kv_transfer.sender.lease_values import CutLink, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
+from kv_transfer.sender.probe_offers import FailLink, FillProbe, OfferEffect, ProbeOffers
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
@@ -64,16 +66,16 @@ class HandOff:
         digest_every: int = 1,
         is_running: IsRunning = is_running,
     ) -> None:
-        """`make_mover` gets the callable that takes the mover's events; a sender ignores them. `tell_engine` posts to
-        the engine's inbox. `record` writes to the node's event log. `nobody_listens` and `is_running` tell whether the
-        process of a reader whose link has ended is gone.
+        """`make_mover` gets the callable that takes the mover's events. `tell_engine` posts to the engine's inbox.
+        `record` writes to the node's event log. `nobody_listens` and `is_running` tell whether the process of a reader
+        whose link has ended is gone.
 
         `digests` computes digests of this node's blocks, for one in `digest_every` of those that are offered; None:
         readers get no digests.
         """
         self._identity = identity
         self._memory = memory
-        self.mover = make_mover(lambda event: None)
+        self.mover = make_mover(self._deliver)
         self._tell_engine = tell_engine
         self._record = record
         self._clock = clock
@@ -81,6 +83,14 @@ class HandOff:
         self._digest_every = digest_every if digests is not None else 0
         self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
+        probe_block = memory.num_blocks if memory.num_probe_blocks else None
+        self.probes = ProbeOffers(identity.node_id, identity.incarnation, probe_block, clock)
+        self._probes_log = LimitedLog(_log, now=clock.monotonic)
+        self._num_leases = 0
+        """Leases that may be read."""
+        self._num_readable = 0
+        """Leases and probes that may be read: while there are any, the mover makes progress."""
+        self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
@@ -89,8 +99,8 @@ class HandOff:
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._nobody_listens = nobody_listens
         self._is_running = is_running
-        self._readers: dict[int, tuple[str, str]] = {}
-        """For each link, the reader's incarnation and the address at which it listens."""
+        self._readers: dict[int, tuple[str, str, str]] = {}
+        """For each link, the reader's node, its incarnation and the address at which it listens."""
         self._end_checks: set[asyncio.Task[None]] = set()
         """Tasks that check whether the processes of readers whose link has ended are gone."""
         self._watch = current_watch.get()
@@ -99,6 +109,7 @@ class HandOff:
 
     async def start(self) -> None:
         """Start the transfer agent; raises its error. To be called before `add_to_server`."""
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.mover.start)
         self._mover_watch = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
         memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
@@ -197,7 +208,7 @@ class HandOff:
     # Called by the links.
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
-        self._readers[link] = (incarnation, address)
+        self._readers[link] = (node_id, incarnation, address)
         self._refused.link_opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
@@ -208,12 +219,20 @@ class HandOff:
     def link_received(self, link: int, message: ReaderMessage) -> None:
         step, request_id = type(message).__name__, request_of(message)
         failpoint(step, request_id)
-        self._carry_out(self._book.received(link, message))
+        match message:
+            case AskProbe():
+                node_id, incarnation, _ = self._readers[link]
+                self._carry_out_probes(self.probes.asked(link, node_id, incarnation, message))
+            case ProbeResult():
+                self._carry_out_probes(self.probes.result(link, message))
+            case _:
+                self._carry_out(self._book.received(link, message))
         failpoint(f"{step}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
-        incarnation, address = self._readers[link]
+        _, incarnation, address = self._readers[link]
         self._ended_log.happened("link from %s ended: %s", incarnation, reason)
+        self.probes.link_closed(link)
         self._carry_out(self._book.link_closed(link))
         del self._readers[link]
         if address and not self._stopped and self._book.may_be_read_by(incarnation):
@@ -232,6 +251,7 @@ class HandOff:
         """End a reader's leases without waiting for the grace period, if its process has ended."""
         if await has_ended(address, self._nobody_listens):
             _log.info("reader %s is gone: nobody listens on %s", incarnation, address)
+            self.probes.reader_gone(incarnation)
             self._watch.guarded(lambda: self._carry_out(self._book.reader_gone(incarnation)), "leases")()
 
     # For metrics and tests.
@@ -251,15 +271,22 @@ class HandOff:
     def refused_links(self) -> Sequence[RefusedLink]:
         return self._refused.latest()
 
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        return self.probes.failures()
+
     def report(self) -> HandoffReport:
-        """The report for operators: the layout, open hand-offs and refused links."""
+        """The report for operators: the layout, open hand-offs, refused links and failed probes."""
         return HandoffReport(
-            layout=str(self._identity.layout), open=self._book.open_handoffs(), refused_links=self.refused_links()
+            layout=str(self._identity.layout),
+            open=self._book.open_handoffs(),
+            refused_links=self.refused_links(),
+            failed_probes=self.failed_probes(),
         )
 
     def tick(self) -> None:
         """Carry out what is due. Called by the event loop's timer."""
         self._timer = self._due = None
+        self.probes.tick()
         self._carry_out(self._book.tick())
 
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
@@ -268,17 +295,51 @@ class HandOff:
                 case TellReader(link, message):
                     self._links.send(link, message)
                 case OpenLeases(count):
-                    self.mover.set_open_leases(count)
+                    self._num_leases = count
                 case Released(attempt):
                     self._tell_engine(KVTransferOutput(released=frozenset({str(attempt)})))
                 case CutLink(link, reason):
                     self._links.cut(link, reason)
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
+        self._let_reads_progress()
         self._set_timer()
 
+    def _carry_out_probes(self, effects: Iterable[OfferEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case TellReader(link, message):
+                    self._links.send(link, message)
+                case FillProbe(fill_id, block, seed):
+                    self.mover.fill(fill_id, block, seed)
+                case FailLink(link, detail):
+                    self._probes_log.happened("%s: %s", KV_PROBE_FAILED, detail)
+                    self._links.cut(link, detail, TransferCause.PROBE_FAILED)
+        self._let_reads_progress()
+        self._set_timer()
+
+    def _let_reads_progress(self) -> None:
+        num_readable = self._num_leases + self.probes.num_open
+        if num_readable != self._num_readable:
+            self._num_readable = num_readable
+            self.mover.set_open_leases(num_readable)
+
+    def _deliver(self, event: MoverEvent) -> None:
+        """Take an event in the mover's thread. A sender reads nothing, so there are those about probes alone."""
+        # The mover's thread may outlive the event loop.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._watch.guarded(lambda: self._handle(event), "probes"))
+
+    def _handle(self, event: MoverEvent) -> None:
+        match event:
+            case BlockFilled(fill_id, digest):
+                self._carry_out_probes(self.probes.filled(fill_id, digest))
+            case FillFailed(fill_id, detail):
+                self._carry_out_probes(self.probes.fill_failed(fill_id, detail))
+
     def _set_timer(self) -> None:
-        due = self._book.next_deadline()
+        deadlines = (self._book.next_deadline(), self.probes.next_deadline())
+        due = min((at for at in deadlines if at is not None), default=None)
         if self._stopped or due is None or (self._due is not None and self._due <= due):
             # A timer that fires too early finds nothing to do, and sets the next one.
             return

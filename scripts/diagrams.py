@@ -12,6 +12,7 @@ from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
 from baton.machine import render_mermaid
 from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
+from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeState
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
 from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState
@@ -27,6 +28,7 @@ DIAGRAMS = {
     "breaker": render_mermaid(BreakerState.CLOSED, BREAKER_TABLE),
     "attempt": render_mermaid(AttemptState.RUNNING, ATTEMPT_TABLE),
     "lease": render_mermaid(LeaseState.UNKNOWN, LEASE_TABLE),
+    "probe": render_mermaid(ProbeState.ASKED, PROBE_TABLE),
     "transfer": render_mermaid(TransferState.PLANNED, TRANSFER_TABLE),
     "node": render_mermaid(NodeState.STARTING, NODE_TABLE),
     "child": render_mermaid(ChildState.STARTING, CHILD_TABLE),

@@ -98,6 +98,34 @@ class RefusedLink:
     """The number of links to this peer that were refused in a row."""
 
 
+KV_PROBE_FAILED = "KvProbeFailed"
+"""The name of the condition of two nodes between which a probe of known bytes failed."""
+
+
+class ProbeFault(enum.Enum):
+    """Why a decode node could not read known bytes of a prefill node."""
+
+    TIMED_OUT = "timed_out"
+    """Both nodes live, and the bytes did not come in time."""
+    WRONG_BYTES = "wrong_bytes"
+    """Other bytes came."""
+    READ_FAILED = "read_failed"
+    """The read failed, or one of the nodes could not do its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedProbe:
+    """The latest failed probe between this node and a peer, until one passes or the peer is gone."""
+
+    peer: str
+    fault: ProbeFault
+    detail: str
+    """The failure in words, which names both nodes."""
+    age_s: float
+    count: int
+    """The number of probes with this peer that failed in a row."""
+
+
 @dataclass(frozen=True, slots=True)
 class HandoffReport:
     """A node's part in hand-offs."""
@@ -107,6 +135,8 @@ class HandoffReport:
     open: Sequence[OpenHandoff] = ()
     ended: Sequence[EndedHandoffs] = ()
     refused_links: Sequence[RefusedLink] = ()
+    """Latest first."""
+    failed_probes: Sequence[FailedProbe] = ()
     """Latest first."""
 
 

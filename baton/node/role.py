@@ -11,9 +11,10 @@ from baton.config import NodeConfig
 from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner import ModelRunner
 from baton.messages.ids import AttemptKey
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
+from baton.registry import Membership
 from baton.wire.credentials import PLAINTEXT_DIALER, Dialer
 
 
@@ -41,6 +42,8 @@ class RoleContext:
     """Writes to the event log (name, attempt, value, detail); may be called from any thread."""
     dialer: Dialer = PLAINTEXT_DIALER
     """Opens channels to other nodes."""
+    membership: Membership | None = None
+    """Tells which other nodes there are; None: nothing does."""
 
 
 class Servicer(Protocol):
@@ -91,4 +94,8 @@ class NodeRole(Protocol):
 
     def refused_links(self) -> Sequence[RefusedLink]:
         """The refused links of that report, at low cost."""
+        ...
+
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        """The failed probes of that report, at low cost."""
         ...

@@ -169,6 +169,7 @@ class Node:
             tell_engine=tell_engine,
             record=log.record,
             dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls),
+            membership=self._membership,
         )
         self.role = role = self._make_role(context)
         await role.start()

@@ -54,7 +54,7 @@ from baton.node.prefix_cache_reset import forget_cached_blocks
 from baton.node.reports.deltas import request_delta, split_by_size
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
-from baton.node.reports.reports import load_report, refusal_notice, step_figures
+from baton.node.reports.reports import handoff_notice, load_report, step_figures
 from baton.node.reports.step_log import StepLog
 from baton.node.role import NodeRole
 from baton.observe.logs import of_attempt
@@ -264,7 +264,7 @@ class NodeService:
 
     def _push_changed_notice(self) -> None:
         """Tell all routers what operators should know, if that has changed."""
-        notice = self._gave_up or refusal_notice(self._role.refused_links())
+        notice = self._gave_up or handoff_notice(self._role.refused_links(), self._role.failed_probes())
         if notice == self._notice:
             return
         self._notice = notice

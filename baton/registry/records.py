@@ -60,6 +60,8 @@ class NodeRecord:
     max_model_len: int = 0
     block_size: int = 0
     num_blocks: int = 0
+    link_protocol: int = 0
+    """Version of the protocol between nodes that hand KV over; 0: a version that does not say it."""
     eos_token_ids: frozenset[int] = frozenset()
     start_number: int = 0
     """The number of this start, from a counter of all process starts in the cluster (`Membership.next_start`). Among
@@ -152,6 +154,7 @@ def _order(record: NodeRecord) -> tuple[int, float, str]:
 
 
 _TYPES: Mapping[str, Any] = {f.name: f.type for f in fields(NodeRecord)}
+_MAY_BE_ZERO = ("pid", "start_number", "link_protocol")
 _REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
 
 
@@ -178,9 +181,9 @@ def _check(record: NodeRecord) -> None:
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             raise BadRecord(f"{key}: {value!r:.80} is not a number of seconds")
     least = 0 if record.role == "router" else 1
-    for key in ("pid", "start_number", "vocab_size", "max_model_len", "block_size", "num_blocks"):
+    for key in (*_MAY_BE_ZERO, "vocab_size", "max_model_len", "block_size", "num_blocks"):
         value = getattr(record, key)
-        if type(value) is not int or not (0 if key in ("pid", "start_number") else least) <= value < 2**53:
+        if type(value) is not int or not (0 if key in _MAY_BE_ZERO else least) <= value < 2**53:
             raise BadRecord(f"{key}: {value!r:.80} is not a number from {least} on")
     if not all(type(token) is int and token >= 0 for token in record.eos_token_ids):
         raise BadRecord("eos_token_ids: not token ids")

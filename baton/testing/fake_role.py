@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.messages.ids import AttemptKey
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
@@ -52,3 +52,6 @@ class FakeRole:
 
     def refused_links(self) -> Sequence[RefusedLink]:
         return self.reported.refused_links
+
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        return self.reported.failed_probes

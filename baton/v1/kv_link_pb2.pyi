@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRequest(_message.Message):
-    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect", "confirm_part")
+    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect", "confirm_part", "ask_probe", "probe_result")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     READ_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,8 @@ class OpenRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_PART_FIELD_NUMBER: _ClassVar[int]
+    ASK_PROBE_FIELD_NUMBER: _ClassVar[int]
+    PROBE_RESULT_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     subscribe: Subscribe
     read_progress: ReadProgress
@@ -26,10 +28,12 @@ class OpenRequest(_message.Message):
     heartbeat: Heartbeat
     expect: Expect
     confirm_part: ConfirmPart
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., confirm_part: _Optional[_Union[ConfirmPart, _Mapping]] = ...) -> None: ...
+    ask_probe: AskProbe
+    probe_result: ProbeResult
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., confirm_part: _Optional[_Union[ConfirmPart, _Mapping]] = ..., ask_probe: _Optional[_Union[AskProbe, _Mapping]] = ..., probe_result: _Optional[_Union[ProbeResult, _Mapping]] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat", "begun", "part_confirmed")
+    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat", "begun", "part_confirmed", "probe_ready")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     READ_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +41,7 @@ class OpenResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     PART_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    PROBE_READY_FIELD_NUMBER: _ClassVar[int]
     welcome: LinkWelcome
     offer: Offer
     read_confirmed: ReadConfirmed
@@ -44,7 +49,8 @@ class OpenResponse(_message.Message):
     heartbeat: Heartbeat
     begun: Begun
     part_confirmed: PartConfirmed
-    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., part_confirmed: _Optional[_Union[PartConfirmed, _Mapping]] = ...) -> None: ...
+    probe_ready: ProbeReady
+    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., part_confirmed: _Optional[_Union[PartConfirmed, _Mapping]] = ..., probe_ready: _Optional[_Union[ProbeReady, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
     __slots__ = ("protocol_version", "cluster", "node_id", "incarnation", "peer_incarnation", "layout", "address")
@@ -65,7 +71,7 @@ class LinkHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms")
+    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms", "num_probe_blocks")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +81,7 @@ class LinkWelcome(_message.Message):
     MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROBE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     layout: KvLayout
@@ -84,7 +91,8 @@ class LinkWelcome(_message.Message):
     memory_kind: str
     device_id: int
     heartbeat_ms: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
+    num_probe_blocks: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., num_probe_blocks: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "block_bytes", "backend", "geometry")
@@ -103,6 +111,34 @@ class KvLayout(_message.Message):
     backend: str
     geometry: str
     def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., geometry: _Optional[str] = ...) -> None: ...
+
+class AskProbe(_message.Message):
+    __slots__ = ("probe",)
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    probe: int
+    def __init__(self, probe: _Optional[int] = ...) -> None: ...
+
+class ProbeReady(_message.Message):
+    __slots__ = ("probe", "block", "digest")
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    probe: int
+    block: int
+    digest: int
+    def __init__(self, probe: _Optional[int] = ..., block: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class ProbeResult(_message.Message):
+    __slots__ = ("probe", "digest", "fault", "detail")
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    probe: int
+    digest: int
+    fault: _node_pb2.ProbeFault
+    detail: str
+    def __init__(self, probe: _Optional[int] = ..., digest: _Optional[int] = ..., fault: _Optional[_Union[_node_pb2.ProbeFault, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Expect(_message.Message):
     __slots__ = ("attempt",)

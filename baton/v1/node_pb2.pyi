@@ -55,12 +55,20 @@ class TransferCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFER_CAUSE_REFUSED: _ClassVar[TransferCause]
     TRANSFER_CAUSE_CANCELLED: _ClassVar[TransferCause]
     TRANSFER_CAUSE_STALLED: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_PROBE_FAILED: _ClassVar[TransferCause]
 
 class HandoffSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HANDOFF_SIDE_UNSPECIFIED: _ClassVar[HandoffSide]
     HANDOFF_SIDE_SENDER: _ClassVar[HandoffSide]
     HANDOFF_SIDE_READER: _ClassVar[HandoffSide]
+
+class ProbeFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROBE_FAULT_UNSPECIFIED: _ClassVar[ProbeFault]
+    PROBE_FAULT_TIMED_OUT: _ClassVar[ProbeFault]
+    PROBE_FAULT_WRONG_BYTES: _ClassVar[ProbeFault]
+    PROBE_FAULT_READ_FAILED: _ClassVar[ProbeFault]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -94,9 +102,14 @@ TRANSFER_CAUSE_DEADLINE: TransferCause
 TRANSFER_CAUSE_REFUSED: TransferCause
 TRANSFER_CAUSE_CANCELLED: TransferCause
 TRANSFER_CAUSE_STALLED: TransferCause
+TRANSFER_CAUSE_PROBE_FAILED: TransferCause
 HANDOFF_SIDE_UNSPECIFIED: HandoffSide
 HANDOFF_SIDE_SENDER: HandoffSide
 HANDOFF_SIDE_READER: HandoffSide
+PROBE_FAULT_UNSPECIFIED: ProbeFault
+PROBE_FAULT_TIMED_OUT: ProbeFault
+PROBE_FAULT_WRONG_BYTES: ProbeFault
+PROBE_FAULT_READ_FAILED: ProbeFault
 
 class Attempt(_message.Message):
     __slots__ = ("request_id", "attempt", "flight")
@@ -458,16 +471,18 @@ class ComputePath(_message.Message):
     def __init__(self, part: _Optional[str] = ..., runs: _Optional[str] = ..., why_not_faster: _Optional[str] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
-    __slots__ = ("layout", "open", "ended", "refused_links")
+    __slots__ = ("layout", "open", "ended", "refused_links", "failed_probes")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_LINKS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PROBES_FIELD_NUMBER: _ClassVar[int]
     layout: str
     open: _containers.RepeatedCompositeFieldContainer[OpenHandoff]
     ended: _containers.RepeatedCompositeFieldContainer[EndedHandoffs]
     refused_links: _containers.RepeatedCompositeFieldContainer[RefusedLink]
-    def __init__(self, layout: _Optional[str] = ..., open: _Optional[_Iterable[_Union[OpenHandoff, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedHandoffs, _Mapping]]] = ..., refused_links: _Optional[_Iterable[_Union[RefusedLink, _Mapping]]] = ...) -> None: ...
+    failed_probes: _containers.RepeatedCompositeFieldContainer[FailedProbe]
+    def __init__(self, layout: _Optional[str] = ..., open: _Optional[_Iterable[_Union[OpenHandoff, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedHandoffs, _Mapping]]] = ..., refused_links: _Optional[_Iterable[_Union[RefusedLink, _Mapping]]] = ..., failed_probes: _Optional[_Iterable[_Union[FailedProbe, _Mapping]]] = ...) -> None: ...
 
 class OpenHandoff(_message.Message):
     __slots__ = ("attempt", "side", "state", "peer", "peer_incarnation", "num_blocks", "age_s")
@@ -510,6 +525,20 @@ class RefusedLink(_message.Message):
     age_s: float
     count: int
     def __init__(self, peer: _Optional[str] = ..., cause: _Optional[str] = ..., story: _Optional[str] = ..., age_s: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
+
+class FailedProbe(_message.Message):
+    __slots__ = ("peer", "fault", "detail", "age_s", "count")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    fault: ProbeFault
+    detail: str
+    age_s: float
+    count: int
+    def __init__(self, peer: _Optional[str] = ..., fault: _Optional[_Union[ProbeFault, str]] = ..., detail: _Optional[str] = ..., age_s: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -64,6 +64,8 @@ class LinkClient:
         self._is_running = is_running
         self._stream: LinkStream[ReaderMessage, SenderMessage] | None = None
         self._cut_by: TransferFailed | None = None
+        self._cause_given: TransferCause | None = None
+        """The cause with which the sender ended the link; None if it gave none."""
         self.counters: Counter[str] = Counter()
         """Messages that were skipped, by kind."""
         # The task fails only if `link_down` raises. The transfers on this link would then wait for ever.
@@ -123,7 +125,8 @@ class LinkClient:
             )
             self._handler.link_up(welcome)
             reason = await self._stream.run()
-            return self._cut_by or TransferFailed(TransferCause.PEER_GONE, f"link to {peer}: {reason}")
+            cause = self._cause_given or TransferCause.PEER_GONE
+            return self._cut_by or TransferFailed(cause, f"link to {peer}: {reason}")
         except TransferFailed as error:
             return error
 
@@ -161,17 +164,26 @@ class LinkClient:
         return welcome
 
     async def _read(self, call: _Call) -> SenderMessage | None:
-        while isinstance(response := await call.read(), kv_link_pb2.OpenResponse):
+        while isinstance(response := await self._next_response(call), kv_link_pb2.OpenResponse):
             message = read_sender_message(response)
             if message is not None:
                 return message
             self.counters["message_unknown"] += 1
         return None
 
+    async def _next_response(self, call: _Call) -> Any:
+        try:
+            return await call.read()
+        except grpc.aio.AioRpcError as error:
+            self._cause_given = _cause_in(error.trailing_metadata())
+            raise
+
+
+def _cause_in(metadata: Any) -> TransferCause | None:
+    sent = {value for key, value in metadata or () if key == CAUSE_KEY}
+    return next((cause for cause in TransferCause if cause.value in sent), None)
+
 
 def _open_failure(error: grpc.aio.AioRpcError, source: KVSource) -> TransferFailed:
-    metadata: Any = error.trailing_metadata() or ()
-    sent = {value for key, value in metadata if key == CAUSE_KEY}
-    known = [cause for cause in TransferCause if cause.value in sent]
-    cause = known[0] if known else TransferCause.PEER_GONE
+    cause = _cause_in(error.trailing_metadata()) or TransferCause.PEER_GONE
     return TransferFailed(cause, f"{source.node_id} at {source.address}: {error.details()}")

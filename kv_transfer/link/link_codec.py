@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from baton.errors import TransferCause
 from baton.messages.ids import SCOPED_ID_PATTERN
-from baton.v1 import kv_link_pb2
-from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec
+from baton.messages.node_report import ProbeFault
+from baton.v1 import kv_link_pb2, node_pb2
+from baton.wire.codec.derived import Codec, FieldConversion, OneOfCodec, enum_numbers
 from baton.wire.codec.node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
 from kv_transfer.link.link_messages import (
     Abandon,
+    AskProbe,
     Begun,
     Closing,
     ConfirmPart,
     ConfirmRead,
     Expect,
     Heartbeat,
+    LeaseMessage,
     LinkHello,
     LinkWelcome,
     Offer,
     OfferLost,
     PartConfirmed,
+    ProbeMessage,
+    ProbeReady,
+    ProbeResult,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -37,6 +43,7 @@ _CLOSING = Codec(
     kv_link_pb2.Closing,
     FieldConversion("first_logprobs", logprobs_to_pb, lambda pbs: tuple(logprobs_from_pb(pbs))),
 )
+_PROBE_FAULTS = {number: fault for fault, number in enum_numbers(ProbeFault, node_pb2.ProbeFault.DESCRIPTOR).items()}
 _READER_MESSAGES: OneOfCodec[ReaderMessage, kv_link_pb2.OpenRequest] = OneOfCodec(
     kv_link_pb2.OpenRequest,
     Codec(Expect, kv_link_pb2.Expect),
@@ -45,6 +52,13 @@ _READER_MESSAGES: OneOfCodec[ReaderMessage, kv_link_pb2.OpenRequest] = OneOfCode
     Codec(ConfirmRead, kv_link_pb2.ConfirmRead),
     Codec(ConfirmPart, kv_link_pb2.ConfirmPart),
     Codec(Abandon, kv_link_pb2.Abandon),
+    Codec(AskProbe, kv_link_pb2.AskProbe),
+    Codec(
+        ProbeResult,
+        kv_link_pb2.ProbeResult,
+        # A fault that only a newer version knows is one all the same.
+        FieldConversion("fault", read=lambda pb: _PROBE_FAULTS.get(pb, ProbeFault.READ_FAILED) if pb else None),
+    ),
     Codec(Heartbeat, kv_link_pb2.Heartbeat),
 )
 _SENDER_MESSAGES: OneOfCodec[SenderMessage, kv_link_pb2.OpenResponse] = OneOfCodec(
@@ -54,6 +68,7 @@ _SENDER_MESSAGES: OneOfCodec[SenderMessage, kv_link_pb2.OpenResponse] = OneOfCod
     Codec(Offer, kv_link_pb2.Offer, FieldConversion("attempt", attempt_to_pb, attempt_from_pb), nested=(_CLOSING,)),
     Codec(ReadConfirmed, kv_link_pb2.ReadConfirmed),
     Codec(PartConfirmed, kv_link_pb2.PartConfirmed),
+    Codec(ProbeReady, kv_link_pb2.ProbeReady),
     Codec(
         OfferLost,
         kv_link_pb2.OfferLost,
@@ -79,10 +94,10 @@ def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
 def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | None:
     """None for a message that is unknown here, that has no place after the hello, or about what can be no request."""
     message = _READER_MESSAGES.from_pb(request)
-    return message if isinstance(message, Heartbeat) or _is_sound(message) else None
+    return message if isinstance(message, Heartbeat | ProbeMessage) or _is_sound(message) else None
 
 
-def _is_sound(message: ReaderMessage | None) -> bool:
+def _is_sound(message: LeaseMessage | None) -> bool:
     """Senders remember what readers ask for, and a name of any length would be remembered at that length."""
     return message is not None and SCOPED_ID_PATTERN.match(request_of(message)) is not None
 

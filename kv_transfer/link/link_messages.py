@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.messages.node_report import ProbeFault
 from baton.messages.sampling import TokenLogprobs
 from kv_transfer.layout import LayoutFingerprint
 
@@ -38,6 +39,38 @@ class LinkWelcome:
     memory_kind: str
     device_id: int
     heartbeat_ms: int
+    num_probe_blocks: int = 0
+    """Number of probe blocks behind the `num_blocks` of the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskProbe:
+    """Reader: put known bytes into a probe block for me, since I have not read your memory yet."""
+
+    probe: int
+    """Chosen by the reader; the answers repeat it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReady:
+    """Sender: the known bytes are in this block of mine."""
+
+    probe: int
+    block: int
+    digest: int
+    """Digest of the known bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Reader: this is how the probe ended. Unless it passed, the sender ends the link."""
+
+    probe: int
+    digest: int
+    """Digest of the bytes that were read; 0 if there are none."""
+    fault: ProbeFault | None = None
+    """None: the bytes are the known ones."""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +194,14 @@ class Heartbeat:
 
 
 def request_of(message: ReaderMessage | SenderMessage) -> str:
-    """The id of the request that the message is about; empty for a heartbeat."""
-    return "" if isinstance(message, Heartbeat) else message.attempt.request_id
+    """The id of the request that the message is about; empty for a message about none."""
+    return "" if isinstance(message, Heartbeat | ProbeMessage) else message.attempt.request_id
 
 
-ReaderMessage = Expect | Subscribe | ReadProgress | ConfirmPart | ConfirmRead | Abandon | Heartbeat
-SenderMessage = Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost | Heartbeat
+ProbeMessage = AskProbe | ProbeReady | ProbeResult
+LeaseMessage = Expect | Subscribe | ReadProgress | ConfirmPart | ConfirmRead | Abandon | Heartbeat
+"""A reader's message about its leases."""
+OfferMessage = Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost | Heartbeat
+"""A sender's message about what it offers."""
+ReaderMessage = LeaseMessage | AskProbe | ProbeResult
+SenderMessage = OfferMessage | ProbeReady

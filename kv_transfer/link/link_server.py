@@ -64,6 +64,8 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         self._handshake_s = handshake_s
         self._is_running = is_running
         self._links: dict[int, LinkStream[SenderMessage, ReaderMessage]] = {}
+        self._cut_causes: dict[int, TransferCause] = {}
+        """The causes that readers of cut links are told, by link."""
         self._numbers = itertools.count(1)
         self._closed = False
         self._watch = current_watch.get()
@@ -83,11 +85,16 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         if stream is not None:
             stream.send(message)
 
-    def cut(self, link: int, reason: str) -> None:
-        """End a link; `link_closed` follows with the reason. A link that has ended already is fine."""
+    def cut(self, link: int, reason: str, cause: TransferCause | None = None) -> None:
+        """End a link; `link_closed` follows with the reason. A link that has ended already is fine.
+
+        `cause`: the reader is told it, beside the reason.
+        """
         stream = self._links.get(link)
         if stream is not None:
             stream.cut(reason)
+            if cause is not None:
+                self._cut_causes.setdefault(link, cause)
 
     def close(self) -> None:
         """End all links and refuse new ones."""
@@ -113,10 +120,12 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         finally:
             # gRPC may cancel this call without an exception here; only `finally` is sure to run.
             del self._links[number]
+            cause = self._cut_causes.pop(number, None)
             # If `link_closed` raised unnoticed, leases of this reader would never end.
             self._watch.guarded(lambda: self._handler.link_closed(number, reason), "link-closed")()
         try:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+            metadata = ((CAUSE_KEY, cause.value),) if cause is not None else ()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, reason, metadata)
         except grpc.aio.InternalError as error:
             # The reader was killed and gRPC had not noticed yet, or gRPC had cancelled this call.
             raise asyncio.CancelledError(reason) from error
@@ -176,6 +185,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             num_blocks=self._memory.num_blocks,
             memory_kind=self._memory.kind,
             device_id=self._memory.device_id,
+            num_probe_blocks=self._memory.num_probe_blocks,
             heartbeat_ms=max(1, int(self._heartbeat_s * 1000)),
         )
 

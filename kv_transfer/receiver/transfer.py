@@ -46,11 +46,11 @@ from kv_transfer.link.link_messages import (
     Heartbeat,
     Offer,
     OfferLost,
+    OfferMessage,
     PartConfirmed,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
-    SenderMessage,
     Subscribe,
 )
 from kv_transfer.receiver.offer_check import offer_objection
@@ -132,6 +132,17 @@ class TransferBook:
         self._links[source.incarnation] = SenderLink()
         return [OpenLink(source), expected]
 
+    def refuse(self, attempt: AttemptKey, source: KVSource, cause: TransferCause, detail: str) -> list[TransferEffect]:
+        """A request came whose sender can't be used: it fails at once."""
+        return self._report_failure(source, attempt, cause, detail)
+
+    def open(self, source: KVSource) -> list[TransferEffect]:
+        """Open a link to a sender that no request waits for, unless there is one."""
+        if source.incarnation in self._links:
+            return []
+        self._links[source.incarnation] = SenderLink()
+        return [OpenLink(source)]
+
     def plan(self, plan: TransferPlan) -> list[TransferEffect]:
         """Blocks are reserved for an attempt. Raises ValueError for an attempt that is being transferred."""
         if plan.attempt in self._transfers:
@@ -189,10 +200,7 @@ class TransferBook:
 
     def reopen(self, source: KVSource) -> list[TransferEffect]:
         """Some time after `ReopenLink`: open a link if reads from this sender go on and there is no link to it."""
-        if source.incarnation in self._links or not self._quarantined_blocks(source.incarnation):
-            return []
-        self._links[source.incarnation] = SenderLink()
-        return [OpenLink(source)]
+        return self.open(source) if self._quarantined_blocks(source.incarnation) else []
 
     def peer_lost(self, incarnation: str, cause: TransferCause, detail: str) -> list[TransferEffect]:
         """The link could not be opened, or it ended: every transfer that still needs its sender has failed."""
@@ -208,7 +216,7 @@ class TransferBook:
         remaining = self._transfers_of(incarnation)
         return [*effects, ReopenLink(remaining[0].plan.source)] if remaining else effects
 
-    def received(self, incarnation: str, message: SenderMessage) -> list[TransferEffect]:
+    def received(self, incarnation: str, message: OfferMessage) -> list[TransferEffect]:
         """A message came on the link to this incarnation."""
         if isinstance(message, Heartbeat):
             return []

@@ -40,11 +40,11 @@ from kv_transfer.link.link_messages import (
     ConfirmRead,
     Expect,
     Heartbeat,
+    LeaseMessage,
     Offer,
     OfferLost,
     PartConfirmed,
     ReadConfirmed,
-    ReaderMessage,
     ReadProgress,
     SenderMessage,
     Subscribe,
@@ -220,7 +220,7 @@ class LeaseBook:
             effects += self._records.advance(lease, LeaseEvent.READER_GONE, "reader gone")
         return effects
 
-    def received(self, link: int, message: ReaderMessage) -> list[LeaseEffect]:
+    def received(self, link: int, message: LeaseMessage) -> list[LeaseEffect]:
         """A message came on an open link."""
         reader = self._links.get(link)
         if reader is None:

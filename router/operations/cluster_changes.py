@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from baton.messages.node_report import KV_PROBE_FAILED
 from baton.registry.desired import DesiredState
 from router.placement.view import NodeState
 
@@ -103,9 +104,14 @@ def _node_changes(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[C
                 yield ClusterChange("RoleChanged", node.name, incarnation, f"{former.role} to {node.role}")
         yield from _state_changes(incarnation, known.state if known is not None else NodeState.STARTING, node)
         if node.notice and node.notice != (known.notice if known is not None else ""):
-            # A node that drains opens no link.
-            reason = "DrainGaveUp" if node.state is NodeState.DRAINING else "LinkRefused"
-            yield ClusterChange(reason, node.name, incarnation, node.notice, is_warning=True)
+            yield ClusterChange(_reason_of_notice(node), node.name, incarnation, node.notice, is_warning=True)
+
+
+def _reason_of_notice(node: NodeSnapshot) -> str:
+    if node.notice.startswith(KV_PROBE_FAILED):
+        return KV_PROBE_FAILED
+    # A node that drains opens no link.
+    return "DrainGaveUp" if node.state is NodeState.DRAINING else "LinkRefused"
 
 
 def _state_changes(incarnation: str, before: NodeState, node: NodeSnapshot) -> Iterator[ClusterChange]:

@@ -16,6 +16,7 @@ from baton.engine.runner import KVMemory
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource
+from baton.runner.blocks.known_bytes import block_filler
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.fake_transfer_backend import FakeTransferFabric
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
@@ -31,6 +32,7 @@ from kv_transfer.link.link_messages import (
     LinkHello,
     LinkWelcome,
     Offer,
+    ProbeReady,
     ReadConfirmed,
     SenderMessage,
     Subscribe,
@@ -231,6 +233,7 @@ async def test_a_sample_of_one_in_two_compares_every_second_block(make_memory: C
 
 
 async def test_a_prompt_arrives_only_once_its_digests_are_computed(rig: HandoffRig) -> None:
+    await rig.join()
     gate = rig.receiver.digests.gate
     gate.clear()
     rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
@@ -310,6 +313,7 @@ async def test_an_abort_by_the_receiver_before_any_offer_frees_both_sides(rig: H
 
 
 async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     prefill = rig.sender.request(KEY, 18)
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
@@ -329,6 +333,7 @@ async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> 
 
 
 async def test_an_abort_by_the_receiver_during_a_read_keeps_both_sides_blocks_until_it_ends(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
@@ -366,6 +371,7 @@ async def test_an_abort_by_the_sender_without_a_reader_releases_its_blocks(rig: 
 
 
 async def test_an_abort_by_the_sender_during_a_read_keeps_its_blocks_until_it_ends(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     prefill = rig.sender.request(KEY, 18)
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
@@ -417,6 +423,7 @@ async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -
 
 
 async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
@@ -457,6 +464,7 @@ async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRi
 
 
 async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
@@ -519,6 +527,7 @@ async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:
 
 
 async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     decode = rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
@@ -537,9 +546,10 @@ async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> No
         if not listens:
             other.close()
             await other.wait_closed()
-        rig.freeze_reads()
         reader = ReceiverHalf(rig.make_backend, LinkIdentity("c", "d1", "d1.first", LAYOUT, address))
         await reader.start()
+        await rig.join(reader)
+        rig.freeze_reads()
         reader.reserve(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
         await reader.recorder.wait_until(lambda: reader.recorder.reads_posted > 0)
@@ -561,6 +571,7 @@ async def test_a_transfer_from_an_address_where_nobody_listens_fails(rig: Handof
 
 
 async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
+    await rig.join()
     rig.freeze_reads()
     rig.receiver.reserve(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
@@ -614,19 +625,25 @@ async def test_another_cluster_is_refused() -> None:
 
 
 class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
-    """Welcomes a reader like a prefill node, then sends what the test wants; it sends no heartbeats."""
+    """Welcomes a reader like a prefill node, and lets its probe pass; then sends what the test wants, no heartbeats."""
 
     def __init__(self, rig: HandoffRig, answers: Callable[[kv_link_pb2.OpenRequest], list[SenderMessage]]) -> None:
         self._answers = answers
+        self._memory = memory = rig.sender.memory
+        at = memory.base_address
         self._welcome = LinkWelcome(
-            "p0", "p0.first", LAYOUT, b"memory:p0.first", rig.sender.memory.base_address, NUM_BLOCKS, "DRAM", 0, 50
+            "p0", "p0.first", LAYOUT, b"memory:p0.first", at, NUM_BLOCKS, "DRAM", 0, 50, memory.num_probe_blocks
         )
 
     async def Open(self, request_iterator: Any, context: Any) -> None:
         await context.read()
         await context.write(write_welcome(self._welcome))
         while isinstance(request := await context.read(), kv_link_pb2.OpenRequest):
-            for answer in self._answers(request):
+            answers = self._answers(request)
+            if request.HasField("ask_probe"):
+                digest = block_filler(self._memory)(NUM_BLOCKS, "known")
+                answers.append(ProbeReady(request.ask_probe.probe, NUM_BLOCKS, digest))
+            for answer in answers:
                 await context.write(write_sender_message(answer))
 
 

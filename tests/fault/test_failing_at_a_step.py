@@ -20,10 +20,10 @@ from tests.support.process_cluster import ClusterSession, ProcessCluster, proces
 from tests.support.requested_fault import RequestedFault
 from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, assert_undisturbed, slow_request
 
-KILLED = ("Subscribe-done", "read-posted", "closing-offer", "Connected", "ConfirmRead", "ReadConfirmed")
+KILLED = ("Subscribe-done", "read-posted", "closing-offer", "Begun", "ConfirmRead", "ReadConfirmed")
 """Steps of the prefill node and of the decode node in turns; test_handoff_steps has all steps, in virtual time."""
 SENDERS = ("Subscribe-done", "closing-offer", "ConfirmRead")
-NAMELESS = ("Connected", "read-posted")
+NAMELESS = ("read-posted",)
 """Steps of the mover, which have no request id."""
 STOPS = ("Offer-done", "ConfirmRead")
 

@@ -205,7 +205,8 @@ def test_a_request_preempted_after_its_transfer() -> None:
 @pytest.mark.parametrize("place", HANDOFF_FAILPOINTS)
 def test_a_client_that_leaves_at_a_step_frees_everything_at_once(place: str) -> None:
     async def main() -> None:
-        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+        limits = replace(SMALL, meets_senders=place != "Connected")
+        async with simulated_cluster(Random(1), limits=limits) as cluster:
             struck = asyncio.Event()
 
             def leave(name: str, request_id: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -59,7 +60,8 @@ class NthFailpoint:
 
 async def _survives(place: str, count: int, fault: Fault, attempts: int | None = None) -> None:
     """`attempts`: the exact number of attempts that the request takes."""
-    async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
+    limits = replace(LIMITS, meets_senders=place != "Connected")
+    async with simulated_cluster(Random(1), limits=limits) as cluster:
         drill = NthFailpoint(cluster, place, count, fault)
         disturbed = await _asks(cluster, PROMPT)
         assert attempts in (None, disturbed.path.attempts)

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -17,13 +17,14 @@ import grpc
 import pytest
 
 from baton.messages.cluster import ClusterStatus
+from baton.messages.node_report import KV_PROBE_FAILED
 from baton.registry.embedded import find_redis_server
 from tests.support.hosts import Hosts, NotPermitted, hosts
 from tests.support.process_cluster import BOUND_S, ClusterSession
 from tests.support.slow_model import FLAGS, STEP_TIMES, assert_undisturbed, slow_request
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-PORT, OPERATOR_PORT, REDIS_PORT = 7000, 7001, 7002
+PORT, OPERATOR_PORT, REDIS_PORT, GUEST_PORT = 7000, 7001, 7002, 7003
 BATON = [sys.executable, "-P", "-m", "baton.cli.main"]
 ENVIRONMENT = {
     **STEP_TIMES,
@@ -47,26 +48,49 @@ class HostsCluster:
         address = self.network.address
         redis = [str(find_redis_server()), "--port", str(REDIS_PORT), "--bind", address("router"), "--save", ""]
         self._start("router", [*redis, "--protected-mode", "no"], b"ready")
-        common = ["--registry", f"redis://{address('router')}:{REDIS_PORT}", "--model", str(self._model), "--insecure"]
+        common = self._common
         front = ["--router-id", "router-0", "--grpc-port", str(PORT), "--operator-port", str(OPERATOR_PORT)]
         # Every request goes over both hosts, even where one node alone would be cheaper.
         settings = [*common, "--host", address("router"), "--runner", "simulated", "--placement", "least-loaded"]
         words = ["router", *settings, *front]
         self._start("router", [*BATON, *words], b"ready")
         for name in (*PREFILL, *DECODE):
-            place = ["--role", name.partition("-")[0], "--node-id", name, "--host", address(name), "--port", str(PORT)]
-            self._start(name, [*BATON, "node", *common, *place, *FLAGS], b"ready")
+            self._start(name, self._node(name, name, PORT), b"ready")
         return self
 
+    @property
+    def _common(self) -> list[str]:
+        registry = f"redis://{self.network.address('router')}:{REDIS_PORT}"
+        return ["--registry", registry, "--model", str(self._model), "--insecure"]
+
+    def _node(self, name: str, host: str, port: int) -> list[str]:
+        place = ["--node-id", name, "--host", self.network.address(host), "--port", str(port)]
+        return [*BATON, "node", *self._common, "--role", name.partition("-")[0], *place, *FLAGS]
+
     def _start(self, host: str, words: list[str], ready: bytes) -> None:
-        log = self._directory / f"{host}-{len(words)}.log"
+        self._stack.callback(_end, self._run(host, f"{host}-{len(words)}", words, ready, ENVIRONMENT))
+
+    def _run(
+        self, host: str, name: str, words: list[str], ready: bytes, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        log = self._directory / f"{name}.log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                self.network.command(host, words), env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=output
+                self.network.command(host, words), env={**os.environ, **environment}, stdout=output, stderr=output
             )
-        self._stack.callback(_end, process)
         with open(log, "rb") as output:
             _wait_for(ready, output, process)
+        return process
+
+    @contextmanager
+    def guest(self, name: str, host: str, environment: Mapping[str, str]) -> Iterator[None]:
+        """One more node on a host, with other settings of its environment."""
+        words = self._node(name, host, GUEST_PORT)
+        process = self._run(host, name, words, b"ready", {**ENVIRONMENT, **environment})
+        try:
+            yield
+        finally:
+            _end(process)
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
@@ -143,6 +167,27 @@ async def test_an_undisturbed_cluster_gives_the_expected_tokens(session: HostsSe
     for answer, request in zip(await asyncio.gather(*map(session.generate, requests)), requests, strict=True):
         assert_undisturbed(answer, request)
         assert (answer.end.path.attempts, answer.end.kv_bytes > 0) == (1, True)
+
+
+async def test_a_node_whose_data_network_nobody_reaches_is_named_before_any_request(
+    session: HostsSession, spread: HostsCluster
+) -> None:
+    """Its messages take the network of the hosts, its transfer agent listens on the loopback device: a common mistake,
+    with which handshakes succeed."""
+
+    def details(status: ClusterStatus) -> dict[str, str]:
+        return {node.name: node.detail for node in status.nodes if node.detail.startswith(KV_PROBE_FAILED)}
+
+    with spread.guest("prefill-lo", PREFILL[0], {"UCX_NET_DEVICES": "lo"}):
+        status = await session.wait_for_status(lambda status: len(details(status)) == 3)
+        seen = details(status)
+        assert set(seen) == {"prefill-lo", *DECODE}
+        assert all("could not read known bytes of prefill-lo" in detail for detail in seen.values())
+        requests = [slow_request(f"beside-{i}", chunks=2, sampled=bool(i % 2)) for i in range(6)]
+        for answer, request in zip(await asyncio.gather(*map(session.generate, requests)), requests, strict=True):
+            assert_undisturbed(answer, request)
+            assert answer.end.path.prefill_node in PREFILL
+    await session.wait_for_status(lambda status: not details(status))
 
 
 async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, spread: HostsCluster) -> None:

@@ -15,7 +15,7 @@ import torch
 from baton.clock import SystemClock
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestStatus
-from baton.engine.runner import KVLayout, KVMemory
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
@@ -27,6 +27,8 @@ from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
 from kv_transfer.mover.mover import Mover
+from kv_transfer.receiver.join_probe import ProbeTimes
+from kv_transfer.receiver.join_probe_machine import ProbeState
 from prefill_node.handoff import HandOff, OfferConnector
 
 BLOCK_SIZE = 4
@@ -41,14 +43,14 @@ LAYOUT = LayoutFingerprint("model-1", "cpu-1", "float32", BLOCK_SIZE, "1*1x(2+2)
 
 def new_memory() -> KVMemory:
     """Zeroed host memory of NUM_BLOCKS blocks."""
-    buffer = (ctypes.c_char * (NUM_BLOCKS * BLOCK_BYTES))()
-    return KVMemory(ctypes.addressof(buffer), NUM_BLOCKS, BLOCK_BYTES, "DRAM", 0, buffer)
+    buffer = (ctypes.c_char * ((NUM_BLOCKS + PROBE_BLOCKS) * BLOCK_BYTES))()
+    return KVMemory(ctypes.addressof(buffer), NUM_BLOCKS, BLOCK_BYTES, "DRAM", 0, buffer, PROBE_BLOCKS)
 
 
 def new_device_memory() -> KVMemory:
     """Zeroed memory that claims to be on a device: its blocks are accessible only as a tensor."""
-    tensor = torch.zeros(NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
-    return KVMemory(tensor.data_ptr(), NUM_BLOCKS, BLOCK_BYTES, "VRAM", 0, tensor)
+    tensor = torch.zeros((NUM_BLOCKS + PROBE_BLOCKS) * BLOCK_BYTES, dtype=torch.uint8)
+    return KVMemory(tensor.data_ptr(), NUM_BLOCKS, BLOCK_BYTES, "VRAM", 0, tensor, PROBE_BLOCKS)
 
 
 def write_block(memory: KVMemory, block: int, content: bytes) -> None:
@@ -227,7 +229,8 @@ class AnnouncingBackend(FakeTransferBackend):
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         handle = super().post_read(incarnation, ranges)
-        self._recorder.on_loop(self._recorder.on_read_posted)
+        if ranges[0].local_block < NUM_BLOCKS:
+            self._recorder.on_loop(self._recorder.on_read_posted)
         return handle
 
     def disconnect(self, incarnation: str) -> None:
@@ -249,6 +252,7 @@ class ReceiverHalf:
         memory: KVMemory | None = None,
         digest_every: int = 1,
         keeps_valid_blocks: bool = False,
+        probe_times: ProbeTimes | None = None,
     ) -> None:
         self.identity = identity
         self.memory = memory or new_memory()
@@ -271,6 +275,7 @@ class ReceiverHalf:
             keeps_valid_blocks=keeps_valid_blocks,
             is_running=self.recorder.is_running,
             vocab_size=VOCAB_SIZE,
+            probe_times=probe_times,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 
@@ -302,14 +307,19 @@ class HandoffRig:
         make_memory: Callable[[], KVMemory] = new_memory,
         digest_every: int = 1,
         keeps_valid_blocks: bool = False,
+        life: str = "first",
+        probe_times: ProbeTimes | None = None,
     ) -> None:
+        """`life` is part of both incarnations, which name the transfer agents."""
         self.clock = FakeClock(100.0)
         self.fabric = FakeTransferFabric()
         self.make_backend = make_backend or self._fake_backend
-        sender = LinkIdentity("c", "p0", "p0.first", LAYOUT)
+        sender = LinkIdentity("c", "p0", f"p0.{life}", LAYOUT)
         self.sender = SenderHalf(self.make_backend, sender, self.clock, make_memory(), digest_every)
-        identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
-        self.receiver = ReceiverHalf(self.make_backend, identity, make_memory(), digest_every, keeps_valid_blocks)
+        identity = LinkIdentity(cluster, "d0", f"d0.{life}", receiver_layout)
+        self.receiver = ReceiverHalf(
+            self.make_backend, identity, make_memory(), digest_every, keeps_valid_blocks, probe_times
+        )
 
     def _fake_backend(self, incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
         return AnnouncingBackend(self.fabric, incarnation, memory, recorder)
@@ -329,6 +339,14 @@ class HandoffRig:
             left = asyncio.all_tasks() - {asyncio.current_task()}
             _, stay = await asyncio.wait(left, timeout=WITHIN_S) if left else ((), set())
             assert not stay, stay
+
+    async def join(self, receiver: ReceiverHalf | None = None) -> None:
+        """Return once the sender and this receiver, or the rig's own, have a link, and its probe has passed."""
+        intake = (receiver or self.receiver).intake
+        incarnation, probes = self.sender.identity.incarnation, intake.probes
+        intake.meet(self.sender.source)
+        # The sender records the result of the probe, among other messages.
+        await self.sender.recorder.wait_until(lambda: probes.state(incarnation) is ProbeState.PASSED)
 
     def freeze_reads(self) -> None:
         """Reads stay in flight from now on, as from a stopped sender."""

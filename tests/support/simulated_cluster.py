@@ -27,8 +27,8 @@ from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, PromptLogprobs
 from baton.messages.ids import AttemptKey
-from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
-from baton.messages.node_report import HandoffReport, RefusedLink
+from baton.messages.node import KVSource, NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.messages.sampling import TokenLogprobs
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.outbox import Outbox
@@ -43,11 +43,13 @@ from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake, IntakeConnector
+from decode_node.known_senders import KnownSenders, KVFormat
 from kv_transfer.backends.base import TransferBackend
-from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import PortState
 from kv_transfer.mover.mover_events import MoverEvent
 from kv_transfer.mover.window import WindowLimits
+from kv_transfer.receiver.join_probe_machine import ProbeState
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff, OfferConnector
 from router.dispatcher import Dispatcher
@@ -65,6 +67,7 @@ STEP_S = 0.01
 MOVER_TURN_S = 0.02
 BLOCK_SIZE = 4
 _POLL_S = 0.25
+_JOIN_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class SimulatedLimits:
     orphan_grace_s: float = 10.0
     digests: bool = True
     """Whether both nodes compute digests."""
+    meets_senders: bool = True
+    """Whether decode nodes open links to prefill nodes as these join, and not before the first request."""
 
     @property
     def spec(self) -> SimulatedSpec:
@@ -239,6 +244,9 @@ class _Role:
     def refused_links(self) -> Sequence[RefusedLink]:
         return self.half.refused_links()
 
+    def failed_probes(self) -> Sequence[FailedProbe]:
+        return self.half.failed_probes()
+
 
 class SimulatedNode:
     """One incarnation of a node."""
@@ -296,6 +304,8 @@ class SimulatedNode:
                 probe_port=cluster.probe_port,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
+        kv_format = KVFormat.of(self.runner.model, self.runner.layout, identity.protocol)
+        self.senders = KnownSenders(kv_format, self._meet)
         self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)
         core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
@@ -353,6 +363,7 @@ class SimulatedNode:
             eos_token_ids=frozenset(),
             on_transfer_failure=self._cluster.limits.on_transfer_failure,
             embedding_size=model.embedding_size,
+            link_protocol=PROTOCOL_VERSION,
         )
 
     @property
@@ -375,8 +386,12 @@ class SimulatedNode:
 
     def _make_backend(self) -> TransferBackend:
         inner = FakeTransferBackend(self._cluster.fabric, self.incarnation, self.runner.memory)
-        self.backend = FaultyTransferBackend(inner, self._faults)
+        self.backend = FaultyTransferBackend(inner, self._faults, in_probes=self._cluster.has_faults_in_probes)
         return self.backend
+
+    def _meet(self, source: KVSource) -> None:
+        if isinstance(self.half, Intake) and self._cluster.limits.meets_senders:
+            self.half.meet(source)
 
     def _tell_engine(self, news: KVTransferOutput) -> None:
         self.driver.tell_transfer(news)
@@ -561,6 +576,7 @@ class SimulatedCluster:
 
     make_handoff: Callable[..., HandOff] = HandOff
     make_intake: Callable[..., Intake] = Intake
+    has_faults_in_probes = False
 
     def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
         self.limits = limits
@@ -611,6 +627,8 @@ class SimulatedCluster:
         records = [node.record for node in self.nodes.values()]
         self.view.registered(records)
         self._links.update(records)
+        for node in self.nodes.values():
+            node.senders.update({record.name: record for record in records})
 
     def kill(self, node_id: str) -> None:
         """End a node as SIGKILL does. Its record stays, as in a registry whose lease has not run out."""
@@ -679,6 +697,17 @@ class SimulatedCluster:
             self.dispatcher.requests.changed.clear()
             await self.dispatcher.requests.changed.wait()
 
+    async def wait_until_joined(self) -> None:
+        """Return when every decode node may read from every prefill node, or has found that it can't."""
+        halves = [node.half for node in self.nodes.values()]
+        senders = [node.incarnation for node in self.nodes.values() if node.role is Role.PREFILL]
+        pairs = [(half.probes, sender) for half in halves if isinstance(half, Intake) for sender in senders]
+        for _ in range(int(_JOIN_WITHIN_S / MOVER_TURN_S)):
+            if all(probes.state(sender) is ProbeState.PASSED or probes.objection(sender) for probes, sender in pairs):
+                return
+            await asyncio.sleep(MOVER_TURN_S)
+        raise AssertionError("not all pairs were probed")
+
     async def wait_until_idle(self, within_s: float) -> None:
         """Return when no live node uses a block, or after `within_s`. Polling costs nothing in virtual time."""
         for _ in range(int(within_s / _POLL_S)):
@@ -711,6 +740,8 @@ async def simulated_cluster(
     for name in [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]:
         await made.start(name)
     await made.wait_until_whole()
+    if made.limits.meets_senders:
+        await made.wait_until_joined()
     try:
         yield made
     finally:

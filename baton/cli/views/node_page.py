@@ -11,7 +11,7 @@ from baton.cli.output import duration, fine_duration
 from baton.cli.views.lease_rows import lease_json, oldest_first
 from baton.messages.cluster import NodeStatus
 from baton.messages.node import LoadReport, NodeDescription
-from baton.messages.node_report import HandoffReport, NodeReport
+from baton.messages.node_report import KV_PROBE_FAILED, HandoffReport, NodeReport
 
 Field = tuple[str, str]
 
@@ -50,6 +50,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         "oldest_lease_age_s": _oldest_s(handoff),
         "ended_transfers": [asdict(ended) for ended in handoff.ended],
         "refused_links": [asdict(link) for link in handoff.refused_links],
+        "failed_probes": [asdict(probe) | {"fault": probe.fault.value} for probe in handoff.failed_probes],
     }
     return {"status": asdict(status), "report": document}
 
@@ -118,6 +119,8 @@ def _handoff_sections(report: NodeReport) -> dict[str, list[str]]:
     sections = {"Transfers" if _is_reader(report) else "Leases": _fields(open_now) + _ended(handoff)}
     if handoff.refused_links:
         sections["Refused links"] = _refused(handoff)
+    if handoff.failed_probes:
+        sections[KV_PROBE_FAILED] = _failed(handoff)
     return sections
 
 
@@ -132,9 +135,20 @@ def _ended(handoff: HandoffReport) -> list[str]:
 def _refused(handoff: HandoffReport) -> list[str]:
     lines = []
     for link in handoff.refused_links:
-        times = "once" if link.count == 1 else f"{link.count} times, last"
-        lines += [f"{link.peer}: {link.cause}, {times} {fine_duration(link.age_s)} ago", f"  {link.story}"]
+        lines += [_latest(link.peer, link.cause, link.count, link.age_s), f"  {link.story}"]
     return lines
+
+
+def _failed(handoff: HandoffReport) -> list[str]:
+    lines = []
+    for probe in handoff.failed_probes:
+        lines += [_latest(probe.peer, probe.fault.value, probe.count, probe.age_s), f"  {probe.detail}"]
+    return lines
+
+
+def _latest(peer: str, what: str, count: int, age_s: float) -> str:
+    times = "once" if count == 1 else f"{count} times, last"
+    return f"{peer}: {what}, {times} {fine_duration(age_s)} ago"
 
 
 def _by_state(handoff: HandoffReport) -> dict[str, int]:

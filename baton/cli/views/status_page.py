@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cli.output import fine_duration, table_lines
 from baton.cli.views.cluster_view import ClusterView
 from baton.messages.cluster import NodeStatus
-from baton.messages.node_report import HandoffSide, NodeReport
+from baton.messages.node_report import KV_PROBE_FAILED, HandoffSide, NodeReport
 
 if TYPE_CHECKING:
     from baton.messages.steering import ClusterEvent
@@ -145,6 +145,7 @@ def _degraded(view: ClusterView, reports: Mapping[str, NodeReport], problems: Ma
             found.append(Problem(node.name, problems[node.incarnation]))
         if node.incarnation in reports:
             found += _refused_links(node.name, reports[node.incarnation])
+            found += _failed_probes(node.name, reports[node.incarnation])
     known = {node.name for node in view.nodes}
     processes = view.supervisor.processes if view.supervisor is not None else ()
     others = [process for process in processes if process.status != "Ready" and process.name not in known]
@@ -154,6 +155,11 @@ def _degraded(view: ClusterView, reports: Mapping[str, NodeReport], problems: Ma
 def _refused_links(name: str, report: NodeReport) -> list[Problem]:
     links = report.handoff.refused_links
     return [Problem(name, f"no link with {link.peer}, {fine_duration(link.age_s)} ago: {link.story}") for link in links]
+
+
+def _failed_probes(name: str, report: NodeReport) -> list[Problem]:
+    probes = report.handoff.failed_probes
+    return [Problem(name, f"{KV_PROBE_FAILED}, {fine_duration(each.age_s)} ago: {each.detail}") for each in probes]
 
 
 def _load_row(load: RoleLoad) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from baton.engine.batch import ComputedStep, SchedulerStats
 from baton.engine.scheduler import Scheduler
 from baton.messages.node import LoadReport, NodeDescription, StepFigures
-from baton.messages.node_report import RefusedLink
+from baton.messages.node_report import KV_PROBE_FAILED, FailedProbe, RefusedLink
 from baton.registry import NodeRecord
 
 _REFUSAL_SHOWN_S = 300.0
@@ -64,8 +64,11 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
     )
 
 
-def refusal_notice(refused_links: Sequence[RefusedLink]) -> str:
-    """Why the latest link was refused, if that was in the last minutes; otherwise empty."""
+def handoff_notice(refused_links: Sequence[RefusedLink], failed_probes: Sequence[FailedProbe]) -> str:
+    """The latest failed probe, which stands until one passes; else why the latest link was refused, if that was in the
+    last minutes; otherwise empty."""
+    for probe in failed_probes:
+        return f"{KV_PROBE_FAILED}: {probe.detail}"
     return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
 
 

@@ -25,10 +25,12 @@ from baton.messages.node import LoadReport
 from baton.messages.node_report import (
     ComputePath,
     EndedHandoffs,
+    FailedProbe,
     HandoffReport,
     HandoffSide,
     NodeReport,
     OpenHandoff,
+    ProbeFault,
     RefusedLink,
 )
 from baton.wire.server.server import RpcServer
@@ -53,6 +55,7 @@ READER = NodeReport(
         (),
         (EndedHandoffs("p1", "arrived", 12), EndedHandoffs("p1", "lease_lost", 1), EndedHandoffs("p2", "arrived", 3)),
         (RefusedLink("p3", "layout_mismatch", "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]", 12.0, 4),),
+        (FailedProbe("p4", ProbeFault.TIMED_OUT, "d1 could not read known bytes of p4 (p4.x)", 3.0, 1),),
     ),
 )
 
@@ -128,6 +131,10 @@ def test_a_decode_node_as_text() -> None:
         "Refused links:",
         "  p3: layout_mismatch, 4 times, last 12s ago",
         "    KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]",
+        "",
+        "KvProbeFailed:",
+        "  p4: timed_out, once 3.0s ago",
+        "    d1 could not read known bytes of p4 (p4.x)",
     ]
 
 
@@ -164,6 +171,7 @@ def test_a_description_is_the_same_in_json_and_yaml(capsys: pytest.CaptureFixtur
     assert reader["description"]["role"] == "decode"
     assert reader["description"]["eos_token_ids"] == [2]
     assert reader["load"]["quarantined_blocks"] == 3
+    assert reader["failed_probes"][0]["fault"] == "timed_out"
     assert reader["refused_links"][0]["story"] == "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]"
     sender = node_json(status_of(SENDER), SENDER)["report"]
     assert sender["leases_by_state"] == {"GRANTED": 1, "SUSPECT": 1}

@@ -12,7 +12,15 @@ from baton.cli.views.status_page import bar, overview, status_lines
 from baton.messages.cluster import NodeStatus
 from baton.messages.ids import AttemptKey
 from baton.messages.node import LoadReport
-from baton.messages.node_report import HandoffReport, HandoffSide, NodeReport, OpenHandoff, RefusedLink
+from baton.messages.node_report import (
+    FailedProbe,
+    HandoffReport,
+    HandoffSide,
+    NodeReport,
+    OpenHandoff,
+    ProbeFault,
+    RefusedLink,
+)
 from baton.messages.steering import ClusterEvent
 from tests.support.router_parts import decode, prefill
 
@@ -24,9 +32,10 @@ def node(name: str, role: str, **changes: object) -> NodeStatus:
 
 LEASE = OpenHandoff(AttemptKey("a", 1, 1), HandoffSide.SENDER, "GRANTED", "d1", "d1.1", 2, 0.5)
 REFUSED = RefusedLink("p1", "layout_mismatch", "KV layouts differ", 12.0, 4)
+FAILED = FailedProbe("p2", ProbeFault.WRONG_BYTES, "other bytes arrived", 3.0, 1)
 REPORTS = {
     "p1.1": NodeReport(prefill(), LoadReport(), {}, HandoffReport("", [LEASE, LEASE])),
-    "d1.1": NodeReport(decode(), LoadReport(), {}, HandoffReport("", [], [], [REFUSED])),
+    "d1.1": NodeReport(decode(), LoadReport(), {}, HandoffReport("", [], [], [REFUSED], [FAILED])),
 }
 NODES = [
     node("p1", "prefill", running=2, waiting=1, kv_usage=0.5, total_blocks=200),
@@ -61,6 +70,7 @@ def test_the_whole_screen() -> None:
         "",
         "DEGRADED   WHY",
         "d1         no link with p1, 12s ago: KV layouts differ",
+        "d1         KvProbeFailed, 3.0s ago: other bytes arrived",
         "d2         CrashLoop: no weights",
         "d3         d3 at h:1 did not answer within 2 s",
         "redis      Starting: exit code 1",

@@ -10,12 +10,14 @@ from google.protobuf.message import Message
 
 from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
+from baton.messages.node_report import ProbeFault
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint
 from kv_transfer.link import link_codec
 from kv_transfer.link.link_messages import (
     Abandon,
+    AskProbe,
     Begun,
     Closing,
     ConfirmPart,
@@ -27,6 +29,8 @@ from kv_transfer.link.link_messages import (
     Offer,
     OfferLost,
     PartConfirmed,
+    ProbeReady,
+    ProbeResult,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -49,6 +53,9 @@ LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, "2*4x(32+32)", 4096, "nixl
         Abandon(A, True),
         Abandon(A, False),
         Heartbeat(9),
+        AskProbe(2**64 - 1),
+        ProbeResult(7, 2**64 - 1),
+        *(ProbeResult(7, 0, fault, "why") for fault in ProbeFault),
     ],
 )
 def test_reader_messages(message: ReaderMessage) -> None:
@@ -69,6 +76,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
         ReadConfirmed(A, True),
         PartConfirmed(A, 4, (2**64 - 1, 0)),
         ReadConfirmed(A, False),
+        ProbeReady(7, 2**32 - 1, 2**64 - 1),
         OfferLost(A, "why"),
         *(OfferLost(A, "why", cause) for cause in TransferCause),
         Heartbeat(1),
@@ -125,3 +133,9 @@ def test_each_message_of_the_protocol_is_known(
         if "attempt" in field.message_type.fields_by_name:
             part.attempt.request_id = "req-1"
         assert (read(message) is None) == (field.name == greeting)
+
+
+def test_a_fault_of_a_newer_version_is_one_all_the_same() -> None:
+    message = link_codec.write_reader_message(ProbeResult(7, 0, ProbeFault.TIMED_OUT, "why"))
+    message.probe_result.fault = 99  # type: ignore[assignment]
+    assert link_codec.read_reader_message(message) == ProbeResult(7, 0, ProbeFault.READ_FAILED, "why")

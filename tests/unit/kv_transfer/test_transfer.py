@@ -20,9 +20,9 @@ from kv_transfer.link.link_messages import (
     Heartbeat,
     Offer,
     OfferLost,
+    OfferMessage,
     PartConfirmed,
     ReadConfirmed,
-    SenderMessage,
 )
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
@@ -439,7 +439,7 @@ def test_reads_stay_within_the_plan_and_the_pool_whatever_a_sender_sends(seed: i
         closes = rng.random() < (0.9 if len(ids) == left else 0.1)
         return Offer(A, at, ids, number(), closing if closes else None, 0 if rng.random() < 0.9 else number())
 
-    def message() -> SenderMessage:
+    def message() -> OfferMessage:
         match rng.randrange(12):
             case 0:
                 return Begun(A)

@@ -10,10 +10,19 @@ from baton.errors import TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import NULL_BLOCK
 from baton.messages.node import KVSource
-from baton.messages.node_report import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
+from baton.messages.node_report import (
+    EndedHandoffs,
+    FailedProbe,
+    HandoffReport,
+    HandoffSide,
+    OpenHandoff,
+    ProbeFault,
+    RefusedLink,
+)
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from baton.testing.fake_clock import FakeClock
-from kv_transfer.figures import failure_figures, read_figures, transfer_figures
+from kv_transfer.figures import failure_figures, probe_figures, read_figures, transfer_figures
+from kv_transfer.link.failed_probes import FailedProbes
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.receiver.read_histograms import ReadHistograms
@@ -125,6 +134,45 @@ def test_refusals_are_bounded_in_number_and_length(clock: FakeClock) -> None:
     kept = links.latest()
     assert [link.peer for link in kept] == [f"p{number}" for number in range(99, 91, -1)]
     assert all(len(link.story) <= 1024 for link in kept)
+
+
+def test_the_latest_failed_probe_of_each_peer_is_kept_until_one_passes(clock: FakeClock) -> None:
+    probes = FailedProbes(clock)
+    assert probes.failed("p0.x", "p0", ProbeFault.TIMED_OUT, "first") == 1
+    clock.advance(2)
+    probes.failed("p1.x", "p1", ProbeFault.WRONG_BYTES, "other bytes")
+    assert probes.failed("p0.x", "p0", ProbeFault.READ_FAILED, "second") == 2
+    clock.advance(1)
+    of_p0 = FailedProbe("p0", ProbeFault.READ_FAILED, "second", 1.0, 2)
+    of_p1 = FailedProbe("p1", ProbeFault.WRONG_BYTES, "other bytes", 1.0, 1)
+    assert probes.latest() == [of_p0, of_p1]
+    assert probes.detail("p0.x") == "second"
+    # Another incarnation of a node says that the one before is gone.
+    probes.failed("p0.y", "p0", ProbeFault.TIMED_OUT, "anew")
+    assert [each.count for each in probes.latest()] == [1, 1]
+    probes.passed("p0.z", "p0")
+    probes.forget("p9.x")
+    assert probes.latest() == [of_p1]
+
+
+def test_failed_probes_are_bounded_in_number_length_and_time(clock: FakeClock) -> None:
+    probes = FailedProbes(clock, kept_s=60.0)
+    for number in range(100):
+        probes.failed(f"p{number}.x", f"p{number}", ProbeFault.TIMED_OUT, "x" * 1_000_000)
+    assert [probe.peer for probe in probes.latest()] == [f"p{number}" for number in range(99, 35, -1)]
+    assert all(len(probe.detail) <= 1024 for probe in probes.latest())
+    clock.advance(60)
+    assert probes.latest() == []
+
+
+def test_probe_metrics_have_every_outcome_and_every_standing_failure() -> None:
+    failed = [FailedProbe("p1", ProbeFault.TIMED_OUT, "late", 1.0, 3)]
+    figures = probe_figures({("p1", "timed_out"): 3, ("p0", "passed"): 1}, failed)
+    assert {_sample(figure): figure.value for figure in figures} == {
+        "kv_probes_total{peer=p0,outcome=passed}": 1,
+        "kv_probes_total{peer=p1,outcome=timed_out}": 3,
+        "kv_failed_probes{peer=p1,fault=timed_out}": 3,
+    }
 
 
 def test_transfer_metrics_have_every_open_state_and_every_outcome() -> None:

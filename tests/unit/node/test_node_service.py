@@ -27,7 +27,15 @@ from baton.messages.node import (
     StepReport,
     Submit,
 )
-from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff, RefusedLink, TraceStep
+from baton.messages.node_report import (
+    FailedProbe,
+    HandoffReport,
+    HandoffSide,
+    OpenHandoff,
+    ProbeFault,
+    RefusedLink,
+    TraceStep,
+)
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.attempts.submit_check import objection
@@ -657,6 +665,12 @@ async def _refused_link() -> None:
     rig.role.reported = HandoffReport(refused_links=[replace(refused, age_s=301.0)])
     assert await notices(port, 3) == [""]
     assert rig.service.report().handoff.refused_links[0].story == "layouts differ"
+    # A failed probe stands, however old it is.
+    failed = FailedProbe("prefill-0", ProbeFault.TIMED_OUT, "bytes did not arrive", 1000.0, 9)
+    rig.role.reported = HandoffReport(refused_links=[refused], failed_probes=[failed])
+    assert await notices(port, 3) == ["KvProbeFailed: bytes did not arrive"]
+    rig.role.reported = HandoffReport()
+    assert await notices(port, 3) == [""]
     beating.cancel()
 
 

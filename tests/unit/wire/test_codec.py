@@ -29,10 +29,12 @@ from baton.messages.node import (
 from baton.messages.node_report import (
     ComputePath,
     EndedHandoffs,
+    FailedProbe,
     HandoffReport,
     HandoffSide,
     NodeReport,
     OpenHandoff,
+    ProbeFault,
     RefusedLink,
     TraceEvent,
 )
@@ -185,17 +187,20 @@ def test_node_reports_are_decoded_with_every_field() -> None:
     )
     ended = (EndedHandoffs("p1", "arrived", 2**40),)
     refused = (RefusedLink("p2", "layout_mismatch", "p2 [a], d0 [b]", 0.5, 3),)
+    failed = tuple([FailedProbe("p3", fault, "other bytes arrived", 0.25, 2) for fault in ProbeFault])
     report = NodeReport(
         description,
         LoadReport(1, 2, 3, 4, 5, 6, 7, True),
         {"capacity": 2, "remote_kv": 1},
-        HandoffReport("dtype=float32", handoffs, ended, refused),
+        HandoffReport("dtype=float32", handoffs, ended, refused, failed),
         (ComputePath("decoder", "transformers' loop", "it has no part model"), ComputePath("products", "C kernels")),
     )
     pb = codec_node_report.NODE_REPORT.to_pb(report)
     assert codec_node_report.NODE_REPORT.from_pb(pb) == report
     pb.handoff.open[0].side = 99  # type: ignore[assignment]
     assert codec_node_report.NODE_REPORT.from_pb(pb).handoff.open == handoffs[1:]
+    pb.handoff.failed_probes[0].fault = 99  # type: ignore[assignment]
+    assert codec_node_report.NODE_REPORT.from_pb(pb).handoff.failed_probes == failed[1:]
 
 
 @pytest.mark.parametrize("notice", [None, "", "p2 [a], d0 [b]"])

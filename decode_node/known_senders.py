@@ -1,0 +1,57 @@
+"""Makes a decode node meet prefill nodes as they join the cluster: before a request names them, each has a link, and a
+probe has shown that its memory can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from baton.engine.runner import KVLayout, ModelInfo
+from baton.messages.node import KVSource
+from baton.registry import NodeRecord, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """The format of a node's KV, as far as the registry knows it."""
+
+    model_fingerprint: str
+    numerics: str
+    dtype: str
+    block_size: int
+    link_protocol: int
+
+    @classmethod
+    def of(cls, model: ModelInfo, layout: KVLayout, link_protocol: int) -> KVFormat:
+        """The format of a node with this model and this layout."""
+        return cls(model.fingerprint, model.numerics, model.dtype, layout.block_size, link_protocol)
+
+    def is_of(self, record: NodeRecord) -> bool:
+        """Whether a node has this format: routers pair no others."""
+        return self == KVFormat(
+            record.model_fingerprint, record.numerics, record.dtype, record.block_size, record.link_protocol
+        )
+
+
+class KnownSenders:
+    """The prefill nodes in the registry that a decode node can read from."""
+
+    def __init__(self, kv_format: KVFormat, meet: Callable[[KVSource], None]) -> None:
+        """`meet` is called once for each incarnation."""
+        self._format = kv_format
+        self._meet = meet
+        self._known: set[str] = set()
+
+    async def follow(self, snapshots: AsyncIterator[Snapshot]) -> None:
+        """Take every snapshot until there are no more."""
+        async for snapshot in snapshots:
+            self.update(snapshot)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Meet the prefill nodes that are new, and forget those that have left."""
+        fitting = [each for each in snapshot.values() if each.role == "prefill" and self._format.is_of(each)]
+        for record in fitting:
+            if record.incarnation not in self._known:
+                self._meet(KVSource(record.name, record.incarnation, record.address))
+        self._known = {record.incarnation for record in fitting}

@@ -1,0 +1,123 @@
+"""Carries out join probes: brings time and the mover's events to `JoinProbes`, and does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from baton.background import current_watch
+from baton.errors import TransferFailed
+from baton.messages.node import KVSource
+from baton.messages.node_report import KV_PROBE_FAILED
+from baton.observe.log_limit import LimitedLog
+from kv_transfer.backends.base import ReadRange
+from kv_transfer.link.link_messages import ReaderMessage
+from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.mover_events import (
+    BlockFilled,
+    BlocksDigested,
+    DigestsFailed,
+    FillFailed,
+    MoverEvent,
+    ReadDone,
+    ReadFailed,
+    ReadStalled,
+)
+from kv_transfer.receiver.join_probe import (
+    EndLink,
+    JoinProbes,
+    PairProven,
+    ProbeAgain,
+    ProbeEffect,
+    ReadProbe,
+    ReportFailure,
+)
+from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+
+_log = logging.getLogger(__name__)
+
+
+class PairProber:
+    """The shell of one decode node's probes. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        probes: JoinProbes,
+        mover: Mover,
+        tell: Callable[[str, ReaderMessage], None],
+        proven: Callable[[str], None],
+        end_link: Callable[[str, TransferFailed], None],
+        open_link: Callable[[KVSource], None],
+    ) -> None:
+        """`tell` sends a message on the link to an incarnation. `proven` is called when an incarnation may be used.
+        `end_link` ends a link with an error; `open_link` opens one, unless there is one.
+        """
+        self.probes = probes
+        self._mover = mover
+        self._tell = tell
+        self._proven = proven
+        self._end_link = end_link
+        self._open_link = open_link
+        self._watch = current_watch.get()
+        self._log = LimitedLog(_log)
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    def started(self) -> None:
+        """The mover is up."""
+        self.probes.local_blocks = self._mover.probe_blocks
+
+    def stop(self) -> None:
+        """Carry nothing out any more."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def handle(self, event: MoverEvent) -> bool:
+        """Take an event of the mover; False: it is not about a probe."""
+        match event:
+            case BlockFilled(read_id, digest):
+                effects = self.probes.filled(read_id, digest)
+            case FillFailed(read_id, detail):
+                effects = self.probes.failed(read_id, detail)
+            case ReadDone(read_id) if read_id < 0:
+                effects = self.probes.read_done(read_id)
+            case BlocksDigested(read_id, digests) if read_id < 0:
+                effects = self.probes.digested(read_id, digests)
+            case DigestsFailed(read_id, detail) if read_id < 0:
+                effects = self.probes.failed(read_id, detail)
+            case ReadFailed(read_id, cause, detail) if read_id < 0:
+                effects = self.probes.read_failed(read_id, cause, detail)
+            case ReadStalled(read_id, detail) if read_id < 0:
+                effects = self.probes.read_stalled(read_id, detail)
+            case _:
+                return False
+        self.carry_out(effects)
+        return True
+
+    def carry_out(self, effects: Iterable[ProbeEffect]) -> None:
+        """Do what the probes say, and set the timer for what they wait for."""
+        for effect in effects if not self._stopped else ():
+            match effect:
+                case TellSender(incarnation, message):
+                    self._tell(incarnation, message)
+                case ReadProbe(read_id, incarnation, local_block, remote_block, seed):
+                    self._mover.fill(read_id, local_block, seed)
+                    self._mover.read(read_id, incarnation, [ReadRange(local_block, remote_block, 1)], (local_block,))
+                case CancelRead(read_id):
+                    self._mover.cancel(read_id)
+                case PairProven(incarnation):
+                    self._proven(incarnation)
+                case EndLink(incarnation, error):
+                    self._end_link(incarnation, error)
+                case ProbeAgain(source):
+                    self._open_link(source)
+                case ReportFailure(detail, count):
+                    self._log.happened("%s, %d in a row: %s", KV_PROBE_FAILED, count, detail)
+        if self._timer is None and not self._stopped and (pause_s := self.probes.next_tick_s()) is not None:
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._watch.guarded(self._tick, "probes"))
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.carry_out(self.probes.tick())

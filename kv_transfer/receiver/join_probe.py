@@ -1,0 +1,408 @@
+"""The reader's side of join probes: before a sender is used for requests, a block of known bytes is read from it.
+
+Pure: a clock and chance go in, effects come out. The states are in `join_probe_machine`.
+
+The rules that it keeps:
+
+1. No request gets KV over a pair of incarnations before a probe of it has passed (`PairProven`). One is enough: later
+   links of the same two incarnations are used without.
+2. A probe goes the way of requests: the same memory, descriptors, mover and window. It touches probe blocks alone.
+3. The known bytes can't be there before they are read. The sender makes new ones, the reader fills its own block with
+   others first, and it learns the digest alone. Both compare: the reader says what it read.
+4. Every wait is bounded while the link lives: a probe of which nothing is heard for `max_quiet_ticks` ticks has timed
+   out. Own ticks are counted and no clock is read, so that a process that was itself stopped hears what came meanwhile
+   before it judges. A dead or stopped sender ends its link, which ends the probe and is no failure of it.
+5. A read that was started is never taken back. It may write to its probe block whenever it likes: that can make the
+   probe fail that uses the block then, and none pass. A sender has one such read at most.
+6. After a failure both nodes show the condition, requests for the pair are refused at once, and the pair is probed
+   again after a pause that doubles. The condition goes when a probe passes, or the sender is gone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.errors import TransferCause, TransferFailed
+from baton.machine import Machine
+from baton.messages.node import KVSource
+from baton.messages.node_report import FailedProbe, ProbeFault
+from kv_transfer.link.failed_probes import FailedProbes
+from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
+from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
+from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+
+FIRST_PROBE_READ_ID = -1
+"""Reads of probes have negative ids, from this one downwards; those of transfers have positive ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProbe:
+    """Fill this node's block with the bytes of the seed, then read the sender's block into it and digest it.
+
+    `filled` or `failed`, and `read_done` and `digested`, or `failed`, answer with the id.
+    """
+
+    read_id: int
+    incarnation: str
+    local_block: int
+    remote_block: int
+    seed: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairProven:
+    """The sender may be used for requests, as long as its link lives."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndLink:
+    """End the link to this sender with this error, if there is one."""
+
+    incarnation: str
+    error: TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAgain:
+    """Open a link to this sender, unless there is one."""
+
+    source: KVSource
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFailure:
+    """Log that a probe failed, and how often it has in a row."""
+
+    detail: str
+    count: int
+
+
+ProbeEffect = TellSender | ReadProbe | CancelRead | PairProven | EndLink | ProbeAgain | ReportFailure
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTimes:
+    """Bounds of a probe's waits and pauses."""
+
+    tick_s: float = 1.0
+    """The interval between two ticks."""
+    max_quiet_ticks: int = 5
+    """A probe times out after so many ticks in which nothing was heard of it, like a handshake after HANDSHAKE_S."""
+    first_pause_s: float = 1.0
+    max_pause_s: float = 60.0
+    """The pause before a pair is probed again doubles from `first_pause_s` up to this value."""
+
+
+@dataclass(slots=True)
+class _Probe:
+    source: KVSource
+    number: int
+    machine: Machine[ProbeState, ProbeEvent]
+    is_connected: bool = False
+    """The sender's memory is connected here."""
+    remote_block: int = 0
+    """The sender's block with the known bytes."""
+    known_digest: int = 0
+    read_id: int = 0
+    """The id of the read; 0 before there is one."""
+    local_block: int = 0
+    digest_before: int | None = None
+    """Digest of what the local block was filled with before the read."""
+    digest: int | None = None
+    """Digest of what was read; None: not known yet."""
+    is_read: bool = False
+    quiet_ticks: int = 0
+    fault: ProbeFault | None = None
+    detail: str = ""
+    may_be_gone: bool = False
+    """The probe failed in a way in which one fails whose sender dies."""
+
+    @property
+    def state(self) -> ProbeState:
+        return self.machine.state
+
+
+class JoinProbes:
+    """The probes of one reader: one for each link. Every method returns at once with the effects, in order."""
+
+    def __init__(
+        self,
+        node_id: str,
+        incarnation: str,
+        clock: Clock,
+        times: ProbeTimes | None = None,
+        new_nonce: Callable[[], str] = secrets.token_hex,
+    ) -> None:
+        """`new_nonce`: returns text that it never returned before, and that nobody can guess."""
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._clock = clock
+        self._times = times or ProbeTimes()
+        self._new_nonce = new_nonce
+        self.local_blocks: Sequence[int] = ()
+        """The ids of this node's probe blocks."""
+        self._probes: dict[str, _Probe] = {}
+        """The probe on each link, by the sender's incarnation."""
+        self._proven: set[str] = set()
+        """Incarnations that passed and may be read again."""
+        self._late_reads: dict[int, _Probe] = {}
+        """Reads that still run though their probe has failed, by id."""
+        self._failed = FailedProbes(clock)
+        self._again: dict[str, tuple[KVSource, float]] = {}
+        """When to probe each failed sender again, by incarnation."""
+        self._last_number = 0
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        """Probes that ended, by sender and outcome: "passed", or the fault."""
+        self.counters: Counter[str] = Counter()
+        """Messages and events that changed nothing, by kind."""
+
+    # What the link and the mover did.
+
+    def link_up(self, source: KVSource) -> list[ProbeEffect]:
+        """A link to this sender is up; its memory is being connected."""
+        self._last_number += 1
+        machine = Machine(f"probe of {source.incarnation}", ProbeState.ASKED, PROBE_TABLE)
+        self._probes[source.incarnation] = _Probe(source, self._last_number, machine)
+        if source.incarnation in self._proven:
+            return []
+        return [TellSender(source.incarnation, AskProbe(self._last_number))]
+
+    def connected(self, incarnation: str) -> list[ProbeEffect]:
+        """The sender's memory is connected."""
+        probe = self._probes.get(incarnation)
+        if probe is None:
+            return []
+        if incarnation in self._proven:
+            return [PairProven(incarnation)]
+        probe.is_connected = True
+        return self._start_waiting()
+
+    def connect_failed(self, incarnation: str, error: TransferFailed) -> list[ProbeEffect]:
+        """The transfer agent can't connect to the sender's memory."""
+        probe = self._probes.get(incarnation)
+        is_open = probe is not None and probe.state in (ProbeState.ASKED, ProbeState.WAITING)
+        if probe is None or not is_open or incarnation in self._proven or error.cause is TransferCause.LAYOUT_MISMATCH:
+            return [EndLink(incarnation, error)]
+        probe.may_be_gone = error.cause is TransferCause.PEER_GONE
+        return self._fail(probe, ProbeFault.READ_FAILED, error.detail)
+
+    def received(self, incarnation: str, ready: ProbeReady) -> list[ProbeEffect]:
+        """The sender has put known bytes into a probe block."""
+        probe = self._probes.get(incarnation)
+        if probe is None or ready.probe != probe.number or not probe.machine.accepts(ProbeEvent.READY):
+            self.counters["ProbeReady_unknown"] += 1
+            return []
+        probe.machine.feed(ProbeEvent.READY)
+        probe.remote_block, probe.known_digest, probe.quiet_ticks = ready.block, ready.digest, 0
+        return self._start_waiting()
+
+    def filled(self, read_id: int, digest: int) -> list[ProbeEffect]:
+        """The local block of a read was filled before it."""
+        probe = self._reading(read_id)
+        if probe is not None:
+            probe.digest_before = digest
+        return []
+
+    def read_done(self, read_id: int) -> list[ProbeEffect]:
+        """All bytes of a read are here, and none of it writes any more."""
+        if self._late_reads.pop(read_id, None) is not None:
+            return self._start_waiting()
+        probe = self._reading(read_id)
+        if probe is None:
+            return []
+        probe.is_read, probe.quiet_ticks = True, 0
+        return self._compare(probe)
+
+    def digested(self, read_id: int, digests: Mapping[int, int]) -> list[ProbeEffect]:
+        """The digest of what a read brought is known, maybe before `read_done`."""
+        probe = self._reading(read_id)
+        if probe is None:
+            return []
+        probe.digest, probe.quiet_ticks = digests[probe.local_block], 0
+        return self._compare(probe)
+
+    def read_failed(self, read_id: int, cause: TransferCause, detail: str) -> list[ProbeEffect]:
+        """A read brought nothing, and none of it writes any more."""
+        if self._late_reads.pop(read_id, None) is not None:
+            return self._start_waiting()
+        probe = self._reading(read_id)
+        if probe is None:
+            return []
+        # Its read has ended, so nothing is left to wait for.
+        probe.is_read, probe.may_be_gone = True, cause is TransferCause.PEER_GONE
+        return self._fail(probe, ProbeFault.READ_FAILED, detail)
+
+    def failed(self, read_id: int, detail: str) -> list[ProbeEffect]:
+        """The local block could not be filled, or what was read could not be digested."""
+        probe = self._reading(read_id)
+        return [] if probe is None else self._fail(probe, ProbeFault.READ_FAILED, detail)
+
+    def read_stalled(self, read_id: int, detail: str) -> list[ProbeEffect]:
+        """The bytes don't come; the read may still write."""
+        probe = self._reading(read_id)
+        return [] if probe is None else self._fail(probe, ProbeFault.TIMED_OUT, detail)
+
+    def link_lost(self, source: KVSource, cause: TransferCause, detail: str) -> list[ProbeEffect]:
+        """The link ended, or did not open. The cause is PROBE_FAILED if its sender ended it because of the probe."""
+        incarnation = source.incarnation
+        probe = self._probes.pop(incarnation, None)
+        is_failed = probe is not None and probe.state is ProbeState.FAILED
+        if probe is not None and probe.state is ProbeState.READING and not probe.is_read:
+            self._late_reads[probe.read_id] = probe
+        if not (is_failed or cause is TransferCause.PROBE_FAILED) or (
+            probe is not None and probe.may_be_gone and cause is TransferCause.PEER_GONE
+        ):
+            # It is gone, or can't be told from one that is; should it be back, it is probed with the next request.
+            self._failed.forget(incarnation)
+            self._again.pop(incarnation, None)
+            return self._start_waiting()
+        self._proven.discard(incarnation)
+        # The sender, which compares too, may find a fault in a probe that passed here.
+        has_passed = probe is not None and probe.state is ProbeState.PASSED
+        fault = (probe and probe.fault) or (ProbeFault.WRONG_BYTES if has_passed else ProbeFault.READ_FAILED)
+        told = (probe and probe.detail) or detail
+        count = self._failed.failed(incarnation, source.node_id, fault, told)
+        pause_s = min(self._times.first_pause_s * 2.0 ** (count - 1), self._times.max_pause_s)
+        self._again[incarnation] = (source, self._clock.monotonic() + pause_s)
+        self.outcomes[source.node_id, fault.value] += 1
+        return [ReportFailure(told, count), *self._start_waiting()]
+
+    def sender_dropped(self, incarnation: str) -> None:
+        """The sender's memory is disconnected: it is gone."""
+        self._proven.discard(incarnation)
+        self._failed.forget(incarnation)
+        self._again.pop(incarnation, None)
+
+    # Time.
+
+    def next_tick_s(self) -> float | None:
+        """In how many seconds `tick` is to be called; None: not before something else happens."""
+        if any(self._is_waited_for(probe) for probe in self._probes.values()):
+            return self._times.tick_s
+        if not self._again:
+            return None
+        return max(0.0, min(at for _, at in self._again.values()) - self._clock.monotonic())
+
+    def tick(self) -> list[ProbeEffect]:
+        """Give up what takes too long, and probe again what is due."""
+        effects: list[ProbeEffect] = []
+        for probe in [probe for probe in self._probes.values() if self._is_waited_for(probe)]:
+            effects += self._tick(probe)
+        now = self._clock.monotonic()
+        due = [source for source, at in self._again.values() if at <= now]
+        for source in due:
+            del self._again[source.incarnation]
+        return [*effects, *map(ProbeAgain, due)]
+
+    def _tick(self, probe: _Probe) -> list[ProbeEffect]:
+        if probe.state is ProbeState.FAILED:
+            return [EndLink(probe.source.incarnation, TransferFailed(TransferCause.PROBE_FAILED, probe.detail))]
+        probe.quiet_ticks += 1
+        if probe.quiet_ticks < self._times.max_quiet_ticks or self._waits_for_others(probe):
+            return []
+        what = {
+            ProbeState.ASKED: "it did not provide them",
+            ProbeState.WAITING: "an earlier read of them still runs"
+            if self._has_late_read(probe)
+            else "the transfer agent did not connect to their memory",
+            ProbeState.READING: "they did not arrive",
+        }[probe.state]
+        within = f"within {self._times.max_quiet_ticks * self._times.tick_s:g} s"
+        return self._fail(probe, ProbeFault.TIMED_OUT, f"{what} {within}")
+
+    # What others may know.
+
+    def objection(self, incarnation: str) -> TransferFailed | None:
+        """Why requests get no KV from this sender: its last probe failed. None: they do, or wait for the first one."""
+        detail = self._failed.detail(incarnation)
+        return None if detail is None else TransferFailed(TransferCause.PROBE_FAILED, detail)
+
+    def failures(self) -> list[FailedProbe]:
+        """The latest failure of each sender, latest first."""
+        return self._failed.latest()
+
+    @property
+    def awaits_digest(self) -> bool:
+        """Whether a probe would end if the digest of what it has read were known."""
+        return any(p.state is ProbeState.READING and p.is_read for p in self._probes.values())
+
+    def state(self, incarnation: str) -> ProbeState | None:
+        """The state of the probe on a sender's link; None: it has no link."""
+        probe = self._probes.get(incarnation)
+        return probe.state if probe is not None else None
+
+    # From the known bytes to the verdict.
+
+    def _is_waited_for(self, probe: _Probe) -> bool:
+        return probe.state is not ProbeState.PASSED and probe.source.incarnation not in self._proven
+
+    def _reading(self, read_id: int) -> _Probe | None:
+        for probe in self._probes.values():
+            if probe.read_id == read_id and probe.state is ProbeState.READING:
+                return probe
+        self.counters["read_unknown"] += 1
+        return None
+
+    def _waits_for_others(self, probe: _Probe) -> bool:
+        """Whether all that it waits for is a probe block: those before it end soon, each by its own ticks."""
+        return probe.state is ProbeState.WAITING and probe.is_connected and not self._has_late_read(probe)
+
+    def _has_late_read(self, probe: _Probe) -> bool:
+        return any(late.source.incarnation == probe.source.incarnation for late in self._late_reads.values())
+
+    def _start_waiting(self) -> list[ProbeEffect]:
+        """Start every probe that can be read now, in the order in which their links came up."""
+        effects: list[ProbeEffect] = []
+        for probe in list(self._probes.values()):
+            if probe.state is ProbeState.WAITING and probe.is_connected and not self._has_late_read(probe):
+                effects += self._start(probe)
+        return effects
+
+    def _start(self, probe: _Probe) -> list[ProbeEffect]:
+        if not self.local_blocks:
+            return self._fail(probe, ProbeFault.READ_FAILED, f"{self._node_id} has no probe blocks")
+        busy = {other.local_block for other in self._probes.values() if other.state is ProbeState.READING}
+        late = Counter(read.local_block for read in self._late_reads.values())
+        free = [block for block in self.local_blocks if block not in busy]
+        if not free:
+            return []
+        probe.machine.feed(ProbeEvent.START)
+        probe.local_block = min(free, key=lambda block: late[block])
+        probe.read_id, probe.quiet_ticks = FIRST_PROBE_READ_ID - probe.number, 0
+        seed = f"{self._incarnation}/{self._new_nonce()}"
+        return [ReadProbe(probe.read_id, probe.source.incarnation, probe.local_block, probe.remote_block, seed)]
+
+    def _compare(self, probe: _Probe) -> list[ProbeEffect]:
+        """End a probe whose bytes and digest are here."""
+        if not probe.is_read or probe.digest is None:
+            return []
+        if probe.digest == probe.digest_before:
+            return self._fail(probe, ProbeFault.WRONG_BYTES, "the read reported success and brought nothing")
+        if probe.digest != probe.known_digest:
+            return self._fail(probe, ProbeFault.WRONG_BYTES, "other bytes arrived")
+        probe.machine.feed(ProbeEvent.MATCH)
+        incarnation, node_id = probe.source.incarnation, probe.source.node_id
+        self._proven.add(incarnation)
+        self._failed.passed(incarnation, node_id)
+        self._again.pop(incarnation, None)
+        self.outcomes[node_id, "passed"] += 1
+        told = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
+        return [told, PairProven(incarnation), *self._start_waiting()]
+
+    def _fail(self, probe: _Probe, fault: ProbeFault, what: str) -> list[ProbeEffect]:
+        """End a probe: the sender is told, and ends the link."""
+        source, effects = probe.source, list[ProbeEffect]()
+        probe.fault = fault
+        probe.detail = f"{self._node_id} could not read known bytes of {source.node_id} ({source.incarnation}): {what}"
+        if probe.state is ProbeState.READING and not probe.is_read:
+            self._late_reads[probe.read_id] = probe
+            effects.append(CancelRead(probe.read_id))
+        probe.machine.feed(ProbeEvent.FAIL)
+        result = ProbeResult(probe.number, probe.digest or 0, fault, probe.detail)
+        return [*effects, TellSender(source.incarnation, result), *self._start_waiting()]

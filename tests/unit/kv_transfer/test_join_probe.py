@@ -1,0 +1,393 @@
+"""The reader's side of join probes: what passes, what fails and under which name, and that every wait ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from baton.errors import TransferCause, TransferFailed
+from baton.machine import Machine, render_mermaid
+from baton.messages.node import KVSource
+from baton.messages.node_report import ProbeFault
+from baton.testing.fake_clock import FakeClock
+from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
+from kv_transfer.receiver.join_probe import (
+    EndLink,
+    JoinProbes,
+    PairProven,
+    ProbeAgain,
+    ProbeEffect,
+    ProbeTimes,
+    ReadProbe,
+    ReportFailure,
+)
+from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
+from kv_transfer.receiver.transfer_values import CancelRead, TellSender
+from tests.support.transitions import check_pair, every_pair
+
+S, E = ProbeState, ProbeEvent
+P0 = KVSource("p0", "p0.x", "h:1")
+P1 = KVSource("p1", "p1.x", "h:2")
+KNOWN, OTHER, BEFORE = 71, 72, 73
+TIMES = ProbeTimes(tick_s=1.0, max_quiet_ticks=5, first_pause_s=1.0, max_pause_s=8.0)
+T = TypeVar("T")
+
+EXPECTED: dict[ProbeState, dict[str, ProbeState]] = {
+    S.ASKED: {"READY": S.WAITING, "FAIL": S.FAILED},
+    S.WAITING: {"START": S.READING, "FAIL": S.FAILED},
+    S.READING: {"MATCH": S.PASSED, "FAIL": S.FAILED},
+    S.PASSED: {},
+    S.FAILED: {},
+}
+PATHS: dict[ProbeState, list[ProbeEvent]] = {
+    S.ASKED: [],
+    S.WAITING: [E.READY],
+    S.READING: [E.READY, E.START],
+    S.PASSED: [E.READY, E.START, E.MATCH],
+    S.FAILED: [E.FAIL],
+}
+
+
+@every_pair(ProbeState, ProbeEvent)
+def test_every_pair_does_what_the_table_says(state: ProbeState, event: ProbeEvent) -> None:
+    machine = Machine("probe", S.ASKED, PROBE_TABLE)
+    for earlier in PATHS[state]:
+        machine.feed(earlier)
+    check_pair(machine.feed, lambda: machine.state, event, EXPECTED[state])
+
+
+def test_passed_and_failed_are_final() -> None:
+    diagram = render_mermaid(S.ASKED, PROBE_TABLE)
+    assert "PASSED --> [*]" in diagram
+    assert "FAILED --> [*]" in diagram
+
+
+class Rig:
+    """Probes of a reader with two probe blocks, 100 and 101."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock(10.0)
+        numbers = itertools.count()
+        self.probes = JoinProbes("d0", "d0.x", self.clock, TIMES, lambda: f"nonce-{next(numbers)}")
+        self.probes.local_blocks = (100, 101)
+
+    def ask(self, source: KVSource = P0) -> int:
+        """Open a link and connect; returns the probe's number."""
+        (asked,) = self.probes.link_up(source)
+        assert isinstance(asked, TellSender)
+        assert isinstance(asked.message, AskProbe)
+        assert self.probes.connected(source.incarnation) == []
+        return asked.message.probe
+
+    def start(self, source: KVSource = P0) -> ReadProbe:
+        """Take a probe of this sender to its read."""
+        return only(ReadProbe, self.probes.received(source.incarnation, ProbeReady(self.ask(source), 900, KNOWN)))
+
+    def end(self, read: ReadProbe, digest: int = KNOWN) -> list[ProbeEffect]:
+        """Let a read bring bytes with this digest."""
+        self.probes.filled(read.read_id, BEFORE)
+        assert self.probes.read_done(read.read_id) == []
+        return self.probes.digested(read.read_id, {read.local_block: digest})
+
+    def tick(self, count: int = 1) -> list[ProbeEffect]:
+        """Let so many seconds go by, with a tick in each."""
+        effects: list[ProbeEffect] = []
+        for _ in range(count):
+            self.clock.advance(1.0)
+            effects += self.probes.tick()
+        return effects
+
+    def sender_ends_link(self, source: KVSource = P0) -> list[ProbeEffect]:
+        return self.probes.link_lost(source, TransferCause.PROBE_FAILED, "the sender's words")
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def only(kind: type[T], effects: Iterable[ProbeEffect]) -> T:
+    """The only effect of this kind."""
+    (found,) = [effect for effect in effects if isinstance(effect, kind)]
+    return found
+
+
+def result(effects: Iterable[ProbeEffect]) -> ProbeResult:
+    """What the sender is told in the end."""
+    message = only(TellSender, effects).message
+    assert isinstance(message, ProbeResult)
+    return message
+
+
+# What passes.
+
+
+def test_a_sender_whose_bytes_arrive_is_used(rig: Rig) -> None:
+    read = rig.start()
+    assert (read.incarnation, read.local_block, read.remote_block) == ("p0.x", 100, 900)
+    effects = rig.end(read)
+    assert effects == [TellSender("p0.x", ProbeResult(1, KNOWN)), PairProven("p0.x")]
+    assert rig.probes.state("p0.x") is S.PASSED
+    assert rig.probes.failures() == []
+    assert rig.probes.next_tick_s() is None
+    assert rig.probes.outcomes == {("p0", "passed"): 1}
+
+
+def test_nothing_is_used_before_its_bytes_are_compared(rig: Rig) -> None:
+    number = rig.ask()
+    read = only(ReadProbe, rig.probes.received("p0.x", ProbeReady(number, 900, KNOWN)))
+    rig.probes.filled(read.read_id, BEFORE)
+    assert rig.probes.read_done(read.read_id) == []
+    assert rig.probes.awaits_digest
+    assert PairProven("p0.x") in rig.probes.digested(read.read_id, {100: KNOWN})
+    assert not rig.probes.awaits_digest
+
+
+def test_a_digest_may_come_before_the_read_is_reported(rig: Rig) -> None:
+    read = rig.start()
+    rig.probes.filled(read.read_id, BEFORE)
+    assert rig.probes.digested(read.read_id, {100: KNOWN}) == []
+    assert PairProven("p0.x") in rig.probes.read_done(read.read_id)
+
+
+def test_memory_may_be_connected_after_the_bytes_are_ready(rig: Rig) -> None:
+    rig.probes.link_up(P0)
+    assert rig.probes.received("p0.x", ProbeReady(1, 900, KNOWN)) == []
+    assert only(ReadProbe, rig.probes.connected("p0.x")).remote_block == 900
+
+
+def test_a_pair_is_probed_once(rig: Rig) -> None:
+    rig.end(rig.start())
+    rig.probes.link_lost(P0, TransferCause.PEER_GONE, "cut")
+    assert rig.probes.link_up(P0) == []
+    assert rig.probes.connected("p0.x") == [PairProven("p0.x")]
+    assert rig.probes.next_tick_s() is None
+    # Another incarnation is another pair, and so is one whose memory was dropped.
+    assert isinstance(only(TellSender, rig.probes.link_up(replace(P0, incarnation="p0.y"))).message, AskProbe)
+    rig.probes.link_lost(P0, TransferCause.PEER_GONE, "cut")
+    rig.probes.sender_dropped("p0.x")
+    assert isinstance(only(TellSender, rig.probes.link_up(P0)).message, AskProbe)
+
+
+def test_each_read_fills_its_block_with_other_bytes_first(rig: Rig) -> None:
+    first = rig.start(P0)
+    second = rig.start(P1)
+    assert (first.local_block, second.local_block) == (100, 101)
+    assert (first.seed, second.seed) == ("d0.x/nonce-0", "d0.x/nonce-1")
+
+
+# What fails.
+
+
+@pytest.mark.parametrize(("digest", "words"), [(OTHER, "other bytes arrived"), (BEFORE, "brought nothing")])
+def test_wrong_bytes_fail_the_probe(rig: Rig, digest: int, words: str) -> None:
+    told = result(rig.end(rig.start(), digest))
+    assert (told.fault, told.digest) == (ProbeFault.WRONG_BYTES, digest)
+    assert words in told.detail
+    # The condition is there when the sender has ended the link.
+    assert only(ReportFailure, rig.sender_ends_link()).count == 1
+    (failed,) = rig.probes.failures()
+    assert (failed.peer, failed.fault, failed.count) == ("p0", ProbeFault.WRONG_BYTES, 1)
+    assert "d0 could not read known bytes of p0 (p0.x)" in failed.detail
+    objection = rig.probes.objection("p0.x")
+    assert objection is not None
+    assert objection.cause is TransferCause.PROBE_FAILED
+    assert rig.probes.objection("p1.x") is None
+
+
+def test_bytes_that_do_not_come_time_out(rig: Rig) -> None:
+    read = rig.start()
+    assert rig.tick(4) == []
+    effects = rig.tick()
+    assert CancelRead(read.read_id) in effects
+    assert result(effects).fault is ProbeFault.TIMED_OUT
+    rig.sender_ends_link()
+    assert rig.probes.failures()[0].fault is ProbeFault.TIMED_OUT
+
+
+def test_a_sender_that_provides_no_bytes_times_out(rig: Rig) -> None:
+    rig.ask()
+    told = result(rig.tick(5))
+    assert told.fault is ProbeFault.TIMED_OUT
+    assert "it did not provide them within 5 s" in told.detail
+
+
+def test_an_agent_that_does_not_connect_times_out(rig: Rig) -> None:
+    rig.probes.link_up(P0)
+    rig.probes.received("p0.x", ProbeReady(1, 900, KNOWN))
+    assert "did not connect to their memory within 5 s" in result(rig.tick(5)).detail
+
+
+def test_a_stalled_read_times_out_at_once(rig: Rig) -> None:
+    read = rig.start()
+    assert result(rig.probes.read_stalled(read.read_id, "nothing arrived for 10 s")).fault is ProbeFault.TIMED_OUT
+
+
+def test_a_read_that_fails_is_named_with_its_error(rig: Rig) -> None:
+    read = rig.start()
+    told = result(rig.probes.read_failed(read.read_id, TransferCause.REFUSED, "NIXL refused"))
+    assert told.fault is ProbeFault.READ_FAILED
+    assert "NIXL refused" in told.detail
+
+
+def test_memory_that_cant_be_connected_fails_the_probe(rig: Rig) -> None:
+    rig.probes.link_up(P0)
+    refused = TransferFailed(TransferCause.REFUSED, "NIXL refused to connect")
+    told = result(rig.probes.connect_failed("p0.x", refused))
+    assert (told.fault, told.digest) == (ProbeFault.READ_FAILED, 0)
+    assert "NIXL refused to connect" in told.detail
+    # What is no matter of the way of the bytes refuses the link, and so does all that happens to a proven pair.
+    mismatch = TransferFailed(TransferCause.LAYOUT_MISMATCH, "blocks differ")
+    rig.probes.link_up(P1)
+    assert rig.probes.connect_failed("p1.x", mismatch) == [EndLink("p1.x", mismatch)]
+    rig.end(rig.start(replace(P1, incarnation="p1.y")))
+    assert rig.probes.connect_failed("p1.y", refused) == [EndLink("p1.y", refused)]
+    assert rig.probes.connect_failed("p9.x", refused) == [EndLink("p9.x", refused)]
+
+
+def test_a_digest_that_cant_be_computed_fails_the_probe(rig: Rig) -> None:
+    read = rig.start()
+    rig.probes.read_done(read.read_id)
+    assert result(rig.probes.failed(read.read_id, "no digest")).fault is ProbeFault.READ_FAILED
+
+
+def test_a_node_without_probe_blocks_says_so(rig: Rig) -> None:
+    rig.probes.local_blocks = ()
+    told = result(rig.probes.received("p0.x", ProbeReady(rig.ask(), 900, KNOWN)))
+    assert told.fault is ProbeFault.READ_FAILED
+    assert "d0 has no probe blocks" in told.detail
+
+
+def test_a_sender_that_finds_a_fault_in_a_passed_probe_is_believed(rig: Rig) -> None:
+    rig.end(rig.start())
+    rig.sender_ends_link()
+    (failed,) = rig.probes.failures()
+    assert (failed.fault, failed.detail) == (ProbeFault.WRONG_BYTES, "the sender's words")
+    assert isinstance(only(TellSender, rig.probes.link_up(P0)).message, AskProbe)
+
+
+def test_a_link_that_its_sender_does_not_end_is_ended(rig: Rig) -> None:
+    rig.end(rig.start(), OTHER)
+    ended = only(EndLink, rig.tick())
+    assert (ended.incarnation, ended.error.cause) == ("p0.x", TransferCause.PROBE_FAILED)
+
+
+def test_a_sender_that_dies_has_not_failed_its_probe(rig: Rig) -> None:
+    read = rig.start()
+    rig.probes.read_failed(read.read_id, TransferCause.PEER_GONE, "disconnected")
+    assert rig.probes.link_lost(P0, TransferCause.PEER_GONE, "connection reset") == []
+    assert rig.probes.failures() == []
+    rig.start(P1)
+    rig.probes.link_lost(P1, TransferCause.PEER_GONE, "connection reset")
+    assert rig.probes.failures() == []
+
+
+def test_a_data_port_that_is_refused_while_the_link_lives_is_a_failure(rig: Rig) -> None:
+    read = rig.start()
+    rig.probes.read_failed(read.read_id, TransferCause.PEER_GONE, "disconnected")
+    rig.sender_ends_link()
+    (failed,) = rig.probes.failures()
+    assert failed.fault is ProbeFault.READ_FAILED
+
+
+# After a failure.
+
+
+def fail(rig: Rig, source: KVSource = P0) -> None:
+    rig.end(rig.start(source), OTHER)
+    rig.sender_ends_link(source)
+
+
+def test_a_pair_is_probed_again_after_pauses_that_double(rig: Rig) -> None:
+    pauses = []
+    for _ in range(6):
+        fail(rig)
+        pause = rig.probes.next_tick_s()
+        assert pause is not None
+        pauses.append(pause)
+        rig.clock.advance(pause)
+        assert rig.probes.tick() == [ProbeAgain(P0)]
+        assert rig.probes.next_tick_s() is None
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    assert rig.probes.failures()[0].count == 6
+
+
+def test_requests_are_refused_until_a_probe_passes(rig: Rig) -> None:
+    fail(rig)
+    rig.tick()
+    read = rig.start()
+    assert rig.probes.objection("p0.x") is not None
+    rig.end(read)
+    assert rig.probes.objection("p0.x") is None
+    assert rig.probes.failures() == []
+
+
+def test_a_condition_goes_with_its_sender(rig: Rig) -> None:
+    fail(rig, P0)
+    rig.probes.link_lost(P0, TransferCause.PEER_GONE, "nobody listens")
+    assert (rig.probes.failures(), rig.probes.next_tick_s()) == ([], None)
+    fail(rig, P1)
+    rig.end(rig.start(replace(P1, incarnation="p1.y")))
+    assert rig.probes.failures() == []
+
+
+# Reads that outlive their probes, and several probes at once.
+
+
+def test_a_late_read_keeps_no_other_sender_from_being_probed(rig: Rig) -> None:
+    stuck = [rig.start(KVSource(f"p{n}", f"p{n}.x", "h:1")) for n in range(2)]
+    number = rig.ask(KVSource("p2", "p2.x", "h:1"))
+    assert rig.probes.received("p2.x", ProbeReady(number, 900, KNOWN)) == []
+    # As soon as one of those before it is given up, its block is used, though its read may still write.
+    read = only(ReadProbe, rig.tick(5))
+    assert read.incarnation == "p2.x"
+    assert read.local_block in {each.local_block for each in stuck}
+    assert PairProven("p2.x") in rig.end(read)
+
+
+def test_a_sender_has_one_read_at_most(rig: Rig) -> None:
+    late = rig.start()
+    rig.tick(5)
+    rig.sender_ends_link()
+    number = rig.ask()
+    assert rig.probes.received("p0.x", ProbeReady(number, 900, KNOWN)) == []
+    # Once it has ended, whatever it brought, a new one is started.
+    read = only(ReadProbe, rig.probes.read_done(late.read_id))
+    assert read.read_id != late.read_id
+    assert PairProven("p0.x") in rig.end(read)
+
+
+def test_a_probe_behind_a_read_that_never_ends_times_out(rig: Rig) -> None:
+    rig.start()
+    rig.tick(5)
+    rig.sender_ends_link()
+    number = rig.ask()
+    rig.probes.received("p0.x", ProbeReady(number, 900, KNOWN))
+    assert (
+        "an earlier read of them still runs"
+        in result([effect for effect in rig.tick(5) if not isinstance(effect, ProbeAgain)]).detail
+    )
+
+
+def test_a_link_that_ends_under_a_read_leaves_it_late(rig: Rig) -> None:
+    late = rig.start()
+    rig.probes.link_lost(P0, TransferCause.PEER_GONE, "cut")
+    number = rig.ask()
+    assert rig.probes.received("p0.x", ProbeReady(number, 900, KNOWN)) == []
+    assert only(ReadProbe, rig.probes.read_failed(late.read_id, TransferCause.CANCELLED, "")).incarnation == "p0.x"
+
+
+def test_late_and_foreign_messages_change_nothing(rig: Rig) -> None:
+    read = rig.start()
+    assert rig.probes.received("p0.x", ProbeReady(1, 7, OTHER)) == []
+    assert rig.probes.received("p0.x", ProbeReady(9, 7, OTHER)) == []
+    assert rig.probes.received("p9.x", ProbeReady(1, 7, OTHER)) == []
+    assert rig.probes.read_done(-77) == []
+    assert rig.probes.digested(-77, {7: 7}) == []
+    assert rig.probes.failed(-77, "") == []
+    assert rig.probes.counters == {"ProbeReady_unknown": 3, "read_unknown": 3}
+    assert PairProven("p0.x") in rig.end(read)

@@ -1,0 +1,64 @@
+"""A decode node meets every prefill node that it could read from, once, and no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.messages.node import KVSource
+from baton.registry import NodeRecord
+from decode_node.known_senders import KnownSenders, KVFormat
+
+FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 5)
+P0 = NodeRecord(
+    "p0",
+    "prefill",
+    "p0.x",
+    "h:1",
+    pid=1,
+    version="0",
+    started_at=0.0,
+    lease_s=10.0,
+    model="m",
+    model_fingerprint="m-1",
+    dtype="float32",
+    numerics="cpu-1",
+    vocab_size=1,
+    max_model_len=1,
+    block_size=16,
+    num_blocks=1,
+    link_protocol=5,
+)
+P1 = replace(P0, name="p1", incarnation="p1.x", address="h:2")
+
+
+def test_each_incarnation_is_met_once() -> None:
+    met: list[KVSource] = []
+    senders = KnownSenders(FORMAT, met.append)
+    senders.update({"p0": P0})
+    senders.update({"p0": P0, "p1": P1})
+    assert met == [KVSource("p0", "p0.x", "h:1"), KVSource("p1", "p1.x", "h:2")]
+    restarted = replace(P0, incarnation="p0.y")
+    senders.update({"p0": restarted, "p1": P1})
+    assert met[2:] == [KVSource("p0", "p0.y", "h:1")]
+    # One that left and is back is new.
+    senders.update({"p0": restarted})
+    senders.update({"p0": restarted, "p1": P1})
+    assert met[3:] == [KVSource("p1", "p1.x", "h:2")]
+
+
+def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
+    met: list[KVSource] = []
+    others = (
+        replace(P0, role="decode"),
+        replace(P0, model_fingerprint="m-2"),
+        replace(P0, numerics="cuda-1"),
+        replace(P0, dtype="bfloat16"),
+        replace(P0, block_size=32),
+        replace(P0, link_protocol=4),
+        # An older version does not say which it speaks.
+        replace(P0, link_protocol=0),
+    )
+    senders = KnownSenders(FORMAT, met.append)
+    for other in others:
+        senders.update({"p0": other})
+    assert met == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -35,7 +36,8 @@ ATTEMPT = AttemptKey("req", 1)
 THEIRS = [5, 6, 7, 20, 21]
 OURS = [40, 41, 42, 43, 10]
 KINDS = {"memory": None, "nixl": "", "nixl-tcp": "tcp,self"}
-SOON = ProbeTimes(tick_s=0.02, max_quiet_ticks=25, first_pause_s=0.05, max_pause_s=0.1)
+AGAIN = ProbeTimes(first_pause_s=0.05, max_pause_s=0.1)
+SOON = replace(AGAIN, tick_s=0.02, max_quiet_ticks=25)
 LIVES = (f"life-{number}" for number in itertools.count())
 
 
@@ -48,6 +50,7 @@ class Rigs:
 
     def new(self, faults: Faults | None = None, make_memory: Callable[[], KVMemory] = new_memory) -> HandoffRig:
         rig: HandoffRig
+        times = SOON if faults is not None and faults.stall else AGAIN
 
         def make_backend(incarnation: str, memory: KVMemory, recorder: Recorder) -> TransferBackend:
             inner: TransferBackend
@@ -60,7 +63,7 @@ class Rigs:
             self.receiver = FaultyTransferBackend(inner, faults, in_probes=True)
             return self.receiver
 
-        rig = HandoffRig(make_backend=make_backend, make_memory=make_memory, life=next(LIVES), probe_times=SOON)
+        rig = HandoffRig(make_backend=make_backend, make_memory=make_memory, life=next(LIVES), probe_times=times)
         return rig
 
 

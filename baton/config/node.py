@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -55,6 +55,11 @@ class NodeSettings(ClusterSettings):
         None,
         description="Threads that compute on a node. Default: one for each core; `baton up` divides the cores among "
         "its nodes.",
+    )
+    tp: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Processes that compute a node's model together, each its own columns of every product and its own "
+        "attention heads (tensor parallelism). They share its threads and its KV cache. The tokens are the same.",
     )
     metrics_port: Port | None = Field(
         None,

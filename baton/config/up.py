@@ -20,6 +20,8 @@ class UpConfig(RouterSettings, NodeSettings):
 
     prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Number of prefill nodes.")
     decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Number of decode nodes.")
+    prefill_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of prefill nodes. Default: tp.")
+    decode_tp: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="tp of decode nodes. Default: tp.")
     routers: Annotated[int, Field(ge=1, le=8)] = Field(
         1, description="Number of routers; clients survive the loss of one of two."
     )

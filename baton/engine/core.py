@@ -20,7 +20,7 @@ from baton.engine.batch import (
 )
 from baton.engine.connector import KVTransferOutput
 from baton.engine.request import Request, RequestStatus
-from baton.engine.runner import LazyExecutor, ModelRunner, StepExecutor
+from baton.engine.runner import LazyExecutor, ModelRunner, RunnerLost, StepExecutor
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
@@ -124,6 +124,8 @@ class EngineCore:
         began = max(decided_at, self._committed_at)
         try:
             computed = result()
+        except RunnerLost:
+            raise
         except Exception as exc:
             failed = dict.fromkeys(decided.num_scheduled_tokens, f"the runner failed: {exc!r}")
             computed = ModelRunnerOutput({}, failed=failed, lost=True)

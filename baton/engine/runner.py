@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
+from baton.errors import BatonError
 from baton.messages.node_report import ComputePath
 
 
@@ -173,6 +174,10 @@ class KVMemory:
         return self.num_all_blocks * self.block_bytes
 
 
+class RunnerLost(BatonError):
+    """The runner can't compute this step nor any later one: the engine ends, and its requests go on at other nodes."""
+
+
 class ModelRunner(Protocol):
     """Computes the steps of one model with its KV cache. Called from one thread at a time.
 
@@ -199,7 +204,18 @@ class ModelRunner(Protocol):
         ...
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        """Compute one step. A failure of one request is reported in `failed`, never raised. Raises RunnerLost."""
+        ...
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason, from any thread, once something that computes beside this process is lost.
+
+        No step can be computed then. It replaces the callback that was given before.
+        """
+        ...
+
+    def close(self) -> None:
+        """End whatever computes beside this process; idempotent. No step may be computed afterwards."""
         ...
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import closing
 
 import structlog
 
@@ -69,7 +70,7 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     # What is loaded by now stays: a full garbage collection of it would stop event loop and engine for 100 ms.
     gc.collect()
     gc.freeze()
-    with asyncio.Runner(loop_factory=ProbedEventLoop) as loop:
+    with closing(runner), asyncio.Runner(loop_factory=ProbedEventLoop) as loop:
         loop.run(_serve(config, runner, role, role_maker))
     return int(ExitCode.OK)
 

@@ -32,8 +32,11 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             device=config.device,
             quantization=None if config.quantization == "off" else config.quantization,
             dequantize=config.dequantize,
+            tensor_parallel=config.tp,
             draft=draft_spec(_speculation(config), config.model),
         )
+    if config.tp > 1:
+        raise ConfigError("the simulated runner computes in one process: leave --tp out")
     shape = SimulatedSpec()
     step_time = StepTime(
         per_step=config.simulated_step_ms / 1e3,

@@ -132,6 +132,7 @@ class Node:
             _log.error("the engine died", exc_info=error)
             end(error)
 
+        self._runner.on_lost(lambda reason: end(EngineFault(reason)))
         self._watch = watch = BackgroundWatch(end)
         current_watch.set(watch)
 

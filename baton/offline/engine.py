@@ -44,6 +44,7 @@ class OfflineEngine:
         self.description = describe(config, runner, "offline", key_fields, self.scheduler.max_model_len)
         self._news: queue.SimpleQueue[StepNews | BaseException] = queue.SimpleQueue()
         self._crash: BaseException | None = None
+        self._runner = runner
         self._driver = EngineDriver(core, self._news.put, self._news.put, grammars=load_compiler(config, runner.model))
         self._driver.start()
 
@@ -70,8 +71,9 @@ class OfflineEngine:
             self._driver.abort(list(live))
 
     def close(self) -> None:
-        """End the engine's thread after the current step, and free what it holds."""
+        """End the engine's thread after the current step and the runner, and free what they hold."""
         self._driver.stop()
+        self._runner.close()
 
     def _checked(self, place: int, request: RunningRequest) -> Sequence[Submit | Abort]:
         """The request's first messages; raises InvalidRequest that names the prompt by its place."""

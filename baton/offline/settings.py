@@ -23,6 +23,7 @@ class EngineSettings(TypedDict, total=False):
     dequantize: bool
     device: str
     threads: int | None
+    tp: int
     block_size: int
     kv_cache_memory: int | str
     kv_cache_dtype: KVCacheDtype

@@ -33,4 +33,5 @@ def load(spec: RunnerSpec) -> ModelRunner:
         quantization=spec.quantization,
         dequantize=spec.dequantize,
         draft=spec.draft,
+        tensor_parallel=spec.tensor_parallel,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,10 @@ import torch
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
 from baton.errors import ConfigError, InvalidRequest
+from baton.messages.node_report import ComputePath
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
@@ -35,10 +37,13 @@ from baton.runner.model import attention, layers
 from baton.runner.model.attention import UnsupportedAttention
 from baton.runner.model.quantization.quantize import Quantization
 from baton.runner.model.quantization.stored_weight import UnusableWeight
-from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
+from baton.runner.model.transformer import Transformer, elementwise_threads
 from baton.runner.model.weights import LoadedModel, load_model_for
+from baton.runner.ranks.first_rank import FirstRank, StartRanks
+from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.self_check import why_not_bit_exact
-from baton.runner.spec import DraftSpec
+from baton.runner.spec import CacheSpec, DraftSpec
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +60,12 @@ class TorchModelRunner:
         transformer: Transformer,
         host_cache_bytes: int = 0,
         draft_model: DraftModel | None = None,
+        first_rank: FirstRank | None = None,
     ) -> None:
+        """`first_rank`: of a model that several ranks compute; the runner ends them."""
         self._model = model
         self._drafter = draft_model
+        self._first_rank = first_rank
         self._num_draft_faults = 0
         """Faults of the draft model one after the other."""
         self._num_steps_without_drafts = 0
@@ -92,6 +100,16 @@ class TorchModelRunner:
     @property
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason, from any thread, once one of the other ranks is lost."""
+        if self._first_rank is not None:
+            self._first_rank.group.on_lost(callback)
+
+    def close(self) -> None:
+        """End the processes that compute beside this one; idempotent. No step may be computed afterwards."""
+        if self._first_rank is not None:
+            self._first_rank.close()
 
     @property
     def num_requests(self) -> int:
@@ -248,37 +266,66 @@ def load_runner(
     quantization: Quantization | None = None,
     dequantize: bool = False,
     draft: DraftSpec | None = None,
+    tensor_parallel: int = 1,
+    start_ranks: StartRanks = RankGroup,
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
 
     `cache_dtype` is auto, int8 or fp8; `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole
-    process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize` and `draft`: see
-    TorchSpec. Raises ConfigError.
+    process. `operations` replaces the machine's kernels (tests). `quantization`, `dequantize`, `draft` and
+    `tensor_parallel`: see TorchSpec; `start_ranks` starts the ranks behind the first. Raises ConfigError.
     """
+    where = resolve_device(device)
+    if tensor_parallel > 1 and where.type != "cpu":
+        raise ConfigError("a model on a GPU can't be divided among ranks so far; leave --tp out, or use --device cpu")
+    num_threads = max(1, num_threads // tensor_parallel)
     torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
     layers.register()
-    where = resolve_device(device)
-    chosen = choose_operations(num_threads, where) if operations is None else operations
-    loaded = load_model_for(chosen, model_dir, dtype, where, quantization, dequantize=dequantize)
-    drafting = LoadedDraftModel.load(draft, loaded, chosen, block_size, num_threads) if draft is not None else None
+    whole = choose_operations(num_threads, where) if operations is None else operations
+    loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
+    drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
+    first_rank = None
     try:
         cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
         if drafting is not None:
             bytes_beside = drafting.transformer.layout.block_bytes
             cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
-        transformer = Transformer(loaded, chosen, block_size, cache, num_threads)
-        info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
-    except UnusableWeight as error:
-        raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
-    except UnsupportedAttention as error:
-        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
-    except KernelArgumentError as error:
-        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
-    if drafting is None:
-        return TorchModelRunner(info, transformer, host_cache_bytes)
-    info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
-    return TorchModelRunner(info, transformer, host_cache_bytes, drafting.start(transformer, info))
+        if tensor_parallel > 1:
+            spec = RankSpec(
+                str(model_dir),
+                loaded.dtype,
+                block_size,
+                cache,
+                num_threads,
+                tensor_parallel,
+                quantization,
+                dequantize,
+            )
+            first_rank = FirstRank(spec, start_ranks)
+            transformer: Transformer = first_rank.transformer(loaded)
+        else:
+            transformer = Transformer(loaded, whole, block_size, cache, num_threads)
+        info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        if drafting is not None:
+            info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
+        if first_rank is not None:
+            ranks = ComputePath("ranks", f"{tensor_parallel} processes, threads of each: {num_threads}")
+            info = replace(info, compute_paths=(*info.compute_paths, ranks))
+        draft_model = None if drafting is None else drafting.start(transformer, info)
+        return TorchModelRunner(info, transformer, host_cache_bytes, draft_model, first_rank)
+    except BaseException as error:
+        if first_rank is not None:
+            first_rank.close()
+            if isinstance(error, RankLost):
+                raise ConfigError(f"{model_dir} can't be divided among ranks: {first_rank.group.lost}") from error
+        if isinstance(error, UnusableWeight):
+            raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
+        if isinstance(error, UnsupportedAttention):
+            raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+        if isinstance(error, KernelArgumentError):
+            raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+        raise
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:

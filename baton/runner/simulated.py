@@ -8,7 +8,7 @@ engine. Needs only numpy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -203,6 +203,12 @@ class SimulatedRunner:
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Nothing computes beside this process."""
+
+    def close(self) -> None:
+        """Nothing computes beside this process."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from baton.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
@@ -16,6 +18,31 @@ class DraftSpec:
     num_tokens: int
     """The most tokens that it drafts for one request in one step."""
     quantization: Literal["int8", "int4"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The size of a KV cache, in blocks or in bytes (exactly one of the two is set), and what it holds."""
+
+    num_blocks: int | None = None
+    cache_bytes: int | None = None
+    dtype: str = "auto"
+    """auto: the model's dtype; int8 or fp8: 8 bits for each number."""
+    block_bytes_beside: int = 0
+    """Bytes of a block in the cache of a draft model, which are part of `cache_bytes`."""
+    num_blocks_beside: int = 0
+    """How many such blocks more the draft model has."""
+
+    def blocks(self, block_bytes: int) -> int:
+        """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
+        if (self.num_blocks is None) == (self.cache_bytes is None):
+            raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
+        block_bytes += self.block_bytes_beside
+        cache_bytes = max(0, (self.cache_bytes or 0) - self.num_blocks_beside * self.block_bytes_beside)
+        blocks = self.num_blocks if self.num_blocks is not None else cache_bytes // block_bytes
+        if blocks < 2:
+            raise ConfigError(f"{blocks} KV blocks of {block_bytes} bytes are too few; make room for at least 2")
+        return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +71,8 @@ class TorchSpec:
     """Quantise plain weights while they are loaded; None: they stay plain."""
     dequantize: bool = False
     """Make quantised weights plain while they are loaded."""
+    tensor_parallel: int = 1
+    """How many ranks compute the model together, each its own columns and heads; they share `num_threads`."""
     draft: DraftSpec | None = None
     """The model that drafts; its cache is part of `cache_bytes`, or comes beside `num_blocks` blocks."""
 

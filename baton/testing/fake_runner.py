@@ -190,6 +190,12 @@ class FakeRunner:
             if place >= self.layout.block_size:
                 self._slots[place] = value
 
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Nothing computes beside this process."""
+
+    def close(self) -> None:
+        """Nothing computes beside this process."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
         if self.raise_first is not None:

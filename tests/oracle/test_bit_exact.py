@@ -17,14 +17,16 @@ from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cache_rows import keys_and_values, scales
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.attention import cache_views
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSpec, Transformer, elementwise_threads
+from baton.runner.model.transformer import Transformer, elementwise_threads
 from baton.runner.model.weights import load_model
 from baton.runner.self_check import why_not_bit_exact
+from baton.runner.spec import CacheSpec
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -152,7 +154,7 @@ class Run:
 
     def _kv(self, state: RequestState) -> torch.Tensor:
         rows, layout = [], self.transformer.layout
-        caches = cache_views(self.transformer.kv_cache, layout)
+        caches = cache_views(self.transformer.kv_cache, layout, Shard())
         for index, group in enumerate(layout.groups):
             blocks = state.block_table[index :: len(layout.groups)].tolist()
             for cache in (caches[layer] for layer in group.layers):

@@ -24,9 +24,10 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSpec, HiddenAndLogits, Transformer
+from baton.runner.model.transformer import HiddenAndLogits, Transformer
 from baton.runner.model.weights import load_model
 from baton.runner.model_runner import load_runner
+from baton.runner.spec import CacheSpec
 from baton.testing.fake_attention import fake_paged_attention
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS

@@ -20,8 +20,9 @@ from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model import attention, layers
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSpec, Transformer
+from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import load_model
+from baton.runner.spec import CacheSpec
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)

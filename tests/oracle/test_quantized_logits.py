@@ -22,6 +22,7 @@ from baton.runner.backends.cache_rows import read_blocks
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Activation
+from baton.runner.backends.ranks.shard import Shard
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model.attention import cache_views
 from baton.runner.model.transformer import Transformer
@@ -102,7 +103,7 @@ def record(written: MeantModel, dtype: str, cache_dtype: str = "auto") -> Comput
     operations.inputs.clear()
     logits = compute(runner, [len(TOKENS)])
     transformer, cached = runner._transformer, []
-    for view in cache_views(transformer.kv_cache, transformer.layout):
+    for view in cache_views(transformer.kv_cache, transformer.layout, Shard()):
         rows = read_blocks(view, torch.tensor([1, 2]), torch.float32)
         key, value = (each[:, : len(TOKENS)].transpose(0, 1) for each in rows)
         cached.append((key, value))

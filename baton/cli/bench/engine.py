@@ -11,10 +11,11 @@ from baton.cli.bench.load_options import DtypeOption, ShapeOption, speculation_c
 from baton.cli.bench.model import ModelOption, chosen_model
 from baton.cli.output import Format, OutputOption, print_json, print_table, print_text, print_yaml
 from baton.config.kinds import KVCacheDtype
+from baton.errors import UsageError
 from baton.models.resolve import FoundModel
 
 if TYPE_CHECKING:
-    from baton.bench.micro.engine import EngineReport
+    from baton.bench.micro.engine import EngineBenchConfig, EngineReport
 
 
 def engine(
@@ -38,6 +39,9 @@ def engine(
             callback=speculation_callback,
         ),
     ] = "",
+    tp: Annotated[
+        int, typer.Option(help="Measure instead that many ranks, against one process with as many threads.", min=1)
+    ] = 1,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
     output: OutputOption = Format.TEXT,
 ) -> None:
@@ -49,10 +53,13 @@ def engine(
     before and after each prompt. Run it on an otherwise idle machine.
 
     With --speculative chats of several kinds are decoded alone, with drafts and without by turns: ACCEPTED is the
-    number of tokens that a step with a draft yields, RATIO how many times as fast decoding is.
+    number of tokens that a step with a draft yields, RATIO how many times as fast decoding is. With --tp the model is
+    computed by ranks that share the threads, and by one process that has them all, by turns.
     """
     from baton.bench.results.host import set_compute_threads, usable_cores
 
+    if speculative and tp > 1:
+        raise UsageError("--speculative and --tp exclude each other")
     count = threads or usable_cores()
     set_compute_threads(count)
     with chosen_model(model, shape) as chosen:
@@ -72,6 +79,9 @@ def engine(
             steps,
             threads=count,
         )
+        if tp > 1:
+            _measure_ranks(config, tp, output)
+            return
         report = run(config)
     if output is Format.JSON:
         print_json(asdict(report))
@@ -79,6 +89,31 @@ def engine(
         print_yaml(asdict(report))
     else:
         _print(report)
+
+
+def _measure_ranks(config: EngineBenchConfig, ranks: int, output: Format) -> None:
+    from baton.bench.micro.ranks import measure
+
+    figures = measure(config, ranks)
+    if output is Format.JSON:
+        print_json([asdict(one) for one in figures])
+    elif output is Format.YAML:
+        print_yaml([asdict(one) for one in figures])
+    else:
+        print_table(
+            ["STEP", "TOKENS/S", "ONE PROCESS", "RATIO", "P10", "P90"],
+            [
+                [
+                    one.step,
+                    f"{one.tokens_per_s:.1f}",
+                    f"{one.one_process_tokens_per_s:.1f}",
+                    f"{one.ratio:.2f}",
+                    f"{one.ratio_p10:.2f}",
+                    f"{one.ratio_p90:.2f}",
+                ]
+                for one in figures
+            ],
+        )
 
 
 def _measure_speculation(

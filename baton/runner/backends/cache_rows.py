@@ -56,8 +56,7 @@ def scales(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
     size = (cache.num_blocks, cache.num_kv_heads, cache.block_size)
     stride = (cache.block_stride // 2, cache.block_size, 1)
     first = memory.storage_offset() + cache.scale_offset // 2
-    behind = first + cache.num_kv_heads * cache.block_size
-    return memory.as_strided(size, stride, first), memory.as_strided(size, stride, behind)
+    return memory.as_strided(size, stride, first), memory.as_strided(size, stride, first + cache.scales_apart)
 
 
 def write_rows(

@@ -11,6 +11,7 @@ from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU
 from baton.runner.backends.operations import Activation, Operations
 from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.ranks.ranks import ONE_RANK
 from baton.runner.backends.torch_operations import TorchOperations
 
 
@@ -18,25 +19,29 @@ class CompiledOperations:
     """The C kernels, run on a fixed number of threads."""
 
     packs_quantized = True
+    ranks = ONE_RANK
 
     def __init__(self, num_threads: int, numerics: str) -> None:
-        self._threads = num_threads
+        self.num_threads = num_threads
         self._numerics = numerics
 
     def numerics(self) -> str:
         return self._numerics
 
     def program(self, dtype: torch.dtype) -> Program:
-        return kernels.Program(dtype, self._threads)
+        return kernels.Program(dtype, self.num_threads)
 
     def pack(self, *weights: torch.Tensor | NarrowWeight) -> Packed:
         return kernels.pack(*weights)
+
+    def pack_own(self, *weights: torch.Tensor | NarrowWeight) -> Packed:
+        return self.pack(*weights)
 
     def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> Packed:
         return kernels.pack_gated(gate, up)
 
     def take_rows(self, weight: Packed, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return kernels.take_rows(weight, index, dtype, threads=self._threads)
+        return kernels.take_rows(weight, index, dtype, threads=self.num_threads)
 
     def linear(
         self,
@@ -46,21 +51,21 @@ class CompiledOperations:
         *,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        return kernels.linear(x, weight, bias, out_dtype=out_dtype, threads=self._threads)
+        return kernels.linear(x, weight, bias, out_dtype=out_dtype, threads=self.num_threads)
 
     def gated_linear(self, x: torch.Tensor, weight: Packed, *, activation: Activation) -> torch.Tensor:
-        return kernels.gated_linear(x, weight, activation=activation, threads=self._threads)
+        return kernels.gated_linear(x, weight, activation=activation, threads=self.num_threads)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
-        return kernels.rms_norm(x, weight, eps, plus_one=plus_one, threads=self._threads)
+        return kernels.rms_norm(x, weight, eps, plus_one=plus_one, threads=self.num_threads)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.add_rms_norm(x, residual, weight, eps, plus_one=plus_one, threads=self._threads)
+        return kernels.add_rms_norm(x, residual, weight, eps, plus_one=plus_one, threads=self.num_threads)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        kernels.rotate(x, cos, sin, threads=self._threads)
+        kernels.rotate(x, cos, sin, threads=self.num_threads)
 
     def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
         kernels.store_kv(key, value, cache, slots)
@@ -89,7 +94,7 @@ class CompiledOperations:
             window=window,
             softcap=softcap,
             sinks=sinks,
-            threads=self._threads,
+            threads=self.num_threads,
         )
 
 

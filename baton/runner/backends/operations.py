@@ -13,6 +13,7 @@ import torch
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.ranks.ranks import Ranks
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -23,6 +24,11 @@ class Operations(Protocol):
     @property
     def packs_quantized(self) -> bool:
         """Whether `pack` and `pack_gated` take quantised weights; without it they are dequantised before."""
+        ...
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that compute the model together; ONE_RANK where one process computes it alone."""
         ...
 
     def numerics(self) -> str:
@@ -39,6 +45,10 @@ class Operations(Protocol):
         Quantised weights stay as small as they are, and may differ in format. Raises a BatonError for one whose groups
         are not a multiple of 4, or for float8 of 32.
         """
+        ...
+
+    def pack_own(self, *weights: torch.Tensor | NarrowWeight) -> Any:
+        """Prepare what this rank has of stacked weights, for a `linear` whose result is not gathered from all ranks."""
         ...
 
     def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> Any:

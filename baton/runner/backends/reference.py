@@ -18,6 +18,7 @@ from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_product import narrow_product
 from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.ranks.ranks import ONE_RANK
 
 Array = npt.NDArray[np.float32]
 
@@ -40,6 +41,7 @@ class PackedStack:
 
 
 packs_quantized = True
+ranks = ONE_RANK
 
 
 def numerics() -> str:
@@ -62,6 +64,9 @@ def pack(*weights: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:
         PackedWeight(_array(weight), weight.dtype) if isinstance(weight, torch.Tensor) else weight for weight in weights
     )
     return PackedStack(tuple(parts))
+
+
+pack_own = pack
 
 
 def pack_gated(gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> PackedWeight | PackedStack:

@@ -21,6 +21,7 @@ from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.operations import Activation
 from baton.runner.backends.quantized_product import block_of, narrow_product, require_float8_groups
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.ranks.ranks import ONE_RANK
 
 ROWS_PER_CALL = (8, 16, 32, 64, 128)
 """The numbers of rows that the check at start tries, in this order."""
@@ -91,6 +92,7 @@ class TorchOperations:
     """torch's products in calls of `rows_per_call` rows. It may be set only before anything is computed."""
 
     packs_quantized = True
+    ranks = ONE_RANK
 
     def __init__(self, num_threads: int) -> None:
         self.rows_per_call = ROWS_PER_CALL[0]
@@ -113,6 +115,9 @@ class TorchOperations:
             elif isinstance(weight, Float8Weight):
                 require_float8_groups(weight)
         return TorchStack(weights)
+
+    def pack_own(self, *weights: torch.Tensor | NarrowWeight) -> TorchWeight | TorchStack:
+        return self.pack(*weights)
 
     def pack_gated(
         self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight

@@ -135,6 +135,9 @@ class UnpaddedOperations:
     def pack(self, *weights: torch.Tensor) -> torch.Tensor:
         return torch.cat(weights)
 
+    def pack_own(self, *weights: torch.Tensor) -> torch.Tensor:
+        return self.pack(*weights)
+
     def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.cat([gate, up])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import cast
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
@@ -52,6 +53,12 @@ class TimedRunner:
         output = self._runner.execute_model(scheduler_output)
         self._step_end = time.perf_counter()
         return output
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        self._runner.on_lost(callback)
+
+    def close(self) -> None:
+        self._runner.close()
 
     def split(self) -> StepSplit:
         """How the time of the last step divides that computed something. Called after the step has been timed."""

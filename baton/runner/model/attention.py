@@ -6,7 +6,7 @@ Every attention module has an attribute `baton_attend`, to which it passes queri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +14,14 @@ from torch import nn
 
 from baton.engine.runner import KVLayout, LayerGeometry
 from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.attention import BFLOAT16_BYTES
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.cache import CacheView
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.ranks.ranks import ONE_RANK, Ranks
+from baton.runner.backends.ranks.shard import HeadRange, Shard
 
 ATTENTION_NAME = "baton_paged"
 
@@ -30,12 +33,22 @@ class AttentionParameters:
     """The parameters of an attention layer besides its weights."""
 
     scale: float
+    num_kv_heads: int
+    """KH of the whole layer, of which a rank may have a part."""
     window: int | None = None
     """The most keys that a query attends to, its own included; None: all of them."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap); None: they are not capped."""
     sinks: torch.Tensor | None = None
     """[H]: one more score for each head, which has no value; None: there are none."""
+
+
+def of_own_heads(how: AttentionParameters, own: HeadRange) -> AttentionParameters:
+    """The parameters of a rank's own heads; sinks are copied."""
+    if how.sinks is None:
+        return how
+    sinks = how.sinks.detach()[own.first_query : own.first_query + own.num_queries].clone()
+    return replace(how, sinks=sinks)
 
 
 class UnsupportedAttention(ConfigError):
@@ -45,7 +58,8 @@ class UnsupportedAttention(ConfigError):
 class Attend(Protocol):
     """Computes one layer's attention: query [T, H, KD], key [T, KH, KD] and value [T, KH, VD] to [T, H, VD].
 
-    With `sampling` the query has only the rows that sample; key and value have all rows.
+    H and KH count the heads of this rank. With `sampling` the query has only the rows that sample; key and value have
+    all rows.
     """
 
     def attend(
@@ -60,10 +74,10 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
+def cache_views(memory: torch.Tensor, layout: KVLayout, shard: Shard) -> list[CacheView]:
     """Each layer's view of the blocks of its group, in a flat block-major cache [num_blocks * block_elements].
 
-    A cache in 8 bits is int8 memory, also for fp8.
+    A view has the key/value heads of the shard. A cache in 8 bits is int8 memory, also for fp8.
     """
     if layout.dtype == "fp8":
         memory = memory.view(torch.float8_e4m3fn)
@@ -72,18 +86,21 @@ def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
         offset = 0
         for index in group.layers:
             layer = layout.layers[index]
-            key_elements = layer.num_kv_heads * layout.block_size * layer.key_dim
+            first, count = shard.kv_heads(layer.num_kv_heads)
+            size, all_heads = layout.block_size, layer.num_kv_heads
+            scales = offset + size * (layer.token_elements + first * BFLOAT16_BYTES) if layout.has_scales else None
             views[index] = CacheView(
                 memory=memory,
                 num_blocks=memory.numel() // layout.block_elements,
                 block_stride=layout.block_elements,
-                key_offset=offset,
-                value_offset=offset + key_elements,
-                num_kv_heads=layer.num_kv_heads,
-                block_size=layout.block_size,
+                key_offset=offset + first * size * layer.key_dim,
+                value_offset=offset + size * (all_heads * layer.key_dim + first * layer.value_dim),
+                num_kv_heads=count,
+                block_size=size,
                 key_dim=layer.key_dim,
                 value_dim=layer.value_dim,
-                scale_offset=offset + layout.block_size * layer.token_elements if layout.has_scales else None,
+                scale_offset=scales,
+                heads_of_block=all_heads,
             )
             offset += layout.layer_elements(index)
     return [views[index] for index in range(layout.num_layers)]
@@ -95,7 +112,7 @@ class PagedAttention:
     def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout) -> None:
         """`memory`: the cache, flat, [num_blocks * block_elements]."""
         self._operations = operations
-        self._caches = cache_views(memory, layout)
+        self._caches = cache_views(memory, layout, operations.ranks.shard)
         self._groups = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.layout: StepLayout | None = None
         """The step that is being computed; None between steps."""
@@ -170,7 +187,7 @@ class ProbeAttention:
         sampling: bool = False,
     ) -> torch.Tensor:
         self.windows[layer] = how.window
-        self.layers[layer] = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
+        self.layers[layer] = LayerGeometry(how.num_kv_heads, key.shape[2], value.shape[2])
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -200,12 +217,43 @@ class EchoAttention:
         return mixed
 
 
-def bind(module: nn.Module, attend: Attend) -> None:
-    """Make every attention layer of a model pass its rows to `attend`."""
+class OwnHeads:
+    """Takes this rank's heads out of queries, keys and values of all heads, and gathers what all ranks attended."""
+
+    def __init__(self, attend: Attend, ranks: Ranks) -> None:
+        self._attend = attend
+        self._ranks = ranks
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
+    ) -> torch.Tensor:
+        shard = self._ranks.shard
+        own = shard.heads(query.shape[1], key.shape[1])
+        queries = slice(own.first_query, own.first_query + own.num_queries)
+        kv = slice(own.first_kv, own.first_kv + own.num_kv)
+        attended = self._attend.attend(
+            layer, query[:, queries], key[:, kv], value[:, kv], of_own_heads(how, own), sampling=sampling
+        )
+        rows = attended.reshape(attended.shape[0], -1)
+        every = self._ranks.gather(rows, [rows.shape[1]] * shard.size)
+        return every.view(every.shape[0], query.shape[1], -1)
+
+
+def bind(module: nn.Module, attend: Attend, ranks: Ranks = ONE_RANK) -> None:
+    """Make every attention layer of a model pass its rows to `attend`: those of this rank's heads."""
+    of_all_heads = attend if ranks.shard.size == 1 else OwnHeads(attend, ranks)
     for part in module.modules():
         if getattr(part, "layer_idx", None) is not None:
+            has_own_heads = hasattr(part, "own_heads")
             # nn.Module's own __setattr__ would register it as a submodule.
-            object.__setattr__(part, "baton_attend", attend)
+            object.__setattr__(part, "baton_attend", attend if has_own_heads else of_all_heads)
 
 
 def _forward(
@@ -226,6 +274,7 @@ def _forward(
             raise UnsupportedAttention(f"a model with {meaning} is not supported; choose another model")
     how = AttentionParameters(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        num_kv_heads=key.shape[1],
         window=sliding_window or None,
         softcap=softcap or None,
         sinks=s_aux,

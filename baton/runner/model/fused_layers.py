@@ -14,7 +14,8 @@ from torch import nn
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
-from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention
+from baton.runner.backends.weight_rows import rows_of
+from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention, of_own_heads
 from baton.runner.model.quantized_layers import Weight
 
 
@@ -102,14 +103,28 @@ class FusedAttention(nn.Module):
         self.layer_idx = layer_idx
         self.half_angles = half_angles
         self._operations = operations
-        self._heads, self._kv_heads, self._head_dim = heads
+        num_heads, num_kv_heads, self._head_dim = heads
+        self.own_heads = operations.ranks.shard.heads(num_heads, num_kv_heads)
+        """The heads that this rank computes."""
+        self._heads, self._kv_heads = self.own_heads.num_queries, self.own_heads.num_kv
         self._norms = norms
-        sinks = None if how.sinks is None else how.sinks.detach().clone()
-        self._how = AttentionParameters(how.scale, how.window, how.softcap, sinks)
-        self._qkv = operations.pack(*weights)
-        self._qkv_bias = _joined_bias(weights, biases)
+        self._how = of_own_heads(how, self.own_heads)
+        own_rows = self._own_rows(num_heads, num_kv_heads)
+        self._qkv = operations.pack_own(*_taken(weights, own_rows))
+        bias = _joined_bias(weights, biases)
+        self._qkv_bias = None if bias is None else torch.cat([bias[first:stop] for first, stop in own_rows])
         self._out = operations.pack(out[0])
         self._out_bias = None if out[1] is None else out[1].detach().clone()
+
+    def _own_rows(self, num_heads: int, num_kv_heads: int) -> list[tuple[int, int]]:
+        """Where the own queries, keys and values are among the outputs of the stacked weights."""
+        own, dim = self.own_heads, self._head_dim
+        starts = (
+            (own.first_query, own.num_queries),
+            (num_heads + own.first_kv, own.num_kv),
+            (num_heads + num_kv_heads + own.first_kv, own.num_kv),
+        )
+        return [(first * dim, (first + count) * dim) for first, count in starts]
 
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
@@ -132,7 +147,9 @@ class FusedAttention(nn.Module):
         )
         if attended.shape[0] == 0:
             return x[:0]
-        return operations.linear(attended.view(attended.shape[0], -1), self._out, self._out_bias)
+        own = attended.view(attended.shape[0], -1)
+        every = operations.ranks.gather(own, [own.shape[1]] * operations.ranks.shard.size)
+        return operations.linear(every, self._out, self._out_bias)
 
     def record(
         self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
@@ -164,6 +181,19 @@ class FusedAttention(nn.Module):
         cos, sin = (whole_angles(angles[0], self.half_angles) for angles in position_embeddings)
         out = self.rows(hidden_states[0].contiguous(), cos, sin)
         return out.unsqueeze(0), None
+
+
+def _taken(weights: tuple[Weight, ...], ranges: list[tuple[int, int]]) -> list[Weight]:
+    """The outputs in these ranges, which are in order, of stacked weights."""
+    taken: list[Weight] = []
+    start = 0
+    for weight in weights:
+        stop = start + weight.shape[0]
+        for first, last in ranges:
+            if max(first, start) < min(last, stop):
+                taken.append(rows_of(weight, max(first, start) - start, min(last, stop) - start))
+        start = stop
+    return taken
 
 
 def whole_angles(angles: torch.Tensor, half: bool) -> torch.Tensor:

@@ -133,6 +133,37 @@ class InterceptedWeight(torch.Tensor):
             return out
 
 
+class DividedTable(torch.Tensor):
+    """Stands for the weight of an embedding whose rows are divided among ranks: it has a shape, but no numbers."""
+
+    gathered_rows: Callable[[torch.Tensor], torch.Tensor]
+
+    @staticmethod
+    def of(weight: torch.Tensor, operations: Operations) -> DividedTable:
+        divided = torch.empty((), dtype=weight.dtype).expand(weight.shape).as_subclass(DividedTable)
+        packed = operations.pack(weight)
+
+        def gathered_rows(token_ids: torch.Tensor) -> torch.Tensor:
+            rows = operations.take_rows(packed, token_ids.reshape(-1), weight.dtype)
+            return rows.view(*token_ids.shape, -1)
+
+        divided.gathered_rows = gathered_rows
+        return divided
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.embedding:
+                return args[1].gathered_rows(args[0])
+            return func(*args, **(kwargs or {}))
+
+
 class PackedExperts:
     """The weights of one experts module, packed for each expert; `release` is called before the module loses them."""
 
@@ -262,6 +293,8 @@ def replace_products(
             setattr(parent, name, PackedEmbedding(packed))
     for part in module.modules():
         if isinstance(part, nn.Embedding):
+            if operations.ranks.shard.size > 1:
+                _divide_embedding(part, operations, release)
             continue
         if is_experts(part):
             object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
@@ -274,6 +307,15 @@ def replace_products(
     # The other parameters (embeddings, norms) are in the mapped file; copies let its pages be unmapped.
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
+
+
+def _divide_embedding(embedding: nn.Embedding, operations: Operations, release: Callable[[nn.Module], None]) -> None:
+    """Leave this rank its part of an embedding's rows; each row comes from the rank that has it."""
+    weight = embedding.weight.detach()
+    divided = DividedTable.of(weight, operations)
+    release(embedding)
+    delattr(embedding, "weight")
+    object.__setattr__(embedding, "weight", divided)
 
 
 def _embeddings(module: nn.Module) -> dict[int, tuple[nn.Module, str]]:

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_product import narrow_product
-from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.weight_rows import rows_of
 from baton.runner.model.quantization.stored_weight import StoredWeight
 
 Weight: TypeAlias = torch.Tensor | NarrowWeight
@@ -101,30 +101,8 @@ def weight_of(linear: nn.Linear) -> Weight:
 
 def halves_of(weight: Weight) -> tuple[Weight, Weight]:
     """The first and the second half of a weight's outputs."""
-    if isinstance(weight, torch.Tensor):
-        first, second = weight.chunk(2)
-        return first, second
     half = weight.shape[0] // 2
-    return _rows(weight, 0, half), _rows(weight, half, 2 * half)
-
-
-def _rows(weight: NarrowWeight, first: int, stop: int) -> NarrowWeight:
-    if isinstance(weight, Float8Weight):
-        return Float8Weight(weight.codes[first:stop], weight.scales[first:stop], weight.group)
-
-    def part(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values[first:stop]
-
-    return QuantizedWeight(
-        codes=weight.codes[first:stop],
-        bits=weight.bits,
-        group=weight.group,
-        scales=weight.scales[first:stop],
-        scale_factors=part(weight.scale_factors),
-        zeros=weight.zeros if isinstance(weight.zeros, int) else weight.zeros[first:stop],
-        offsets=part(weight.offsets),
-        offset_factors=part(weight.offset_factors),
-    )
+    return rows_of(weight, 0, half), rows_of(weight, half, 2 * half)
 
 
 def forget_weights(module: nn.Module) -> None:

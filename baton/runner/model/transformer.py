@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +11,11 @@ import torch
 
 from baton.engine.runner import PROBE_BLOCKS, KVLayout
 from baton.errors import ConfigError
-from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.cuda.shared_splits import Int32Array, find_in_groups
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.ranks.ranks import Ranks
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.attention import (
@@ -35,36 +34,12 @@ from baton.runner.model.quantization.stored_weight import UnusableWeight
 from baton.runner.model.quantized_layers import widths_of
 from baton.runner.model.recognition import fuse
 from baton.runner.model.weights import DTYPES, LoadedModel
+from baton.runner.spec import CacheSpec
 
 _VECTOR = 64
 """The most elements that one iteration of a torch elementwise kernel processes (AVX-512: two registers of bfloat16)."""
 _MAX_ELEMENTWISE_THREADS = 2
 _PROBE_ROWS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """The size of a KV cache, in blocks or in bytes (exactly one of the two is set), and what it holds."""
-
-    num_blocks: int | None = None
-    cache_bytes: int | None = None
-    dtype: str = "auto"
-    """auto: the model's dtype; int8 or fp8: 8 bits for each number."""
-    block_bytes_beside: int = 0
-    """Bytes of a block in the cache of a draft model, which are part of `cache_bytes`."""
-    num_blocks_beside: int = 0
-    """How many such blocks more the draft model has."""
-
-    def blocks(self, block_bytes: int) -> int:
-        """The number of blocks; raises ConfigError for fewer than two (the first one is the null block)."""
-        if (self.num_blocks is None) == (self.cache_bytes is None):
-            raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
-        block_bytes += self.block_bytes_beside
-        cache_bytes = max(0, (self.cache_bytes or 0) - self.num_blocks_beside * self.block_bytes_beside)
-        blocks = self.num_blocks if self.num_blocks is not None else cache_bytes // block_bytes
-        if blocks < 2:
-            raise ConfigError(f"{blocks} KV blocks of {block_bytes} bytes are too few; make room for at least 2")
-        return blocks
 
 
 def row_quantum(widths: list[int], num_threads: int) -> int:
@@ -128,7 +103,7 @@ class Transformer:
             head.register_forward_pre_hook(self._keep_hidden)
         probe = ProbeAttention()
         watch = ProductWatch()
-        bind(model.module, probe)
+        bind(model.module, probe, operations.ranks)
         try:
             with watch:
                 self.hidden_size: int = self._probe().hidden.shape[1]
@@ -160,11 +135,11 @@ class Transformer:
         """Allocate the KV cache; called once. Raises ConfigError when there is no memory for it."""
         self.num_blocks = num_blocks
         memory_dtype = torch.int8 if self.layout.has_scales else self._dtype
-        block_elements = self.layout.block_elements
-        self.kv_memory = _cache_memory((num_blocks + PROBE_BLOCKS) * block_elements, memory_dtype, self.device)
+        block_elements, ranks = self.layout.block_elements, self._operations.ranks
+        self.kv_memory = _cache_memory((num_blocks + PROBE_BLOCKS) * block_elements, memory_dtype, self.device, ranks)
         self.kv_cache = self.kv_memory[: num_blocks * block_elements]
         self._attention = PagedAttention(self._operations, self.kv_cache, self.layout)
-        bind(self._module, self._attention)
+        bind(self._module, self._attention, ranks)
         if self._decoder is not None and self._decoder.is_fused:
             self.row_quantum = 1
             self._decoder.record(self._operations, self._attention)
@@ -285,7 +260,7 @@ class Transformer:
         except NotAPlainDecoder as reason:
             self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_fused)))
             return None
-        bind(self._module, EchoAttention())
+        bind(self._module, EchoAttention(), self._operations.ranks)
         token_ids, positions, rows = self._probe_rows()
         with torch.inference_mode():
             expected = self._forward(token_ids, positions, rows).logits
@@ -327,17 +302,16 @@ def _on_host(rows: torch.Tensor, copy: bool = False) -> npt.NDArray[np.float32]:
     return wide
 
 
-def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        try:
-            return torch.zeros(elements, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
-            size = elements * dtype.itemsize
-            raise ConfigError(
-                f"{device} has no memory for a KV cache of {size} bytes beside the weights; make the cache smaller"
-            ) from error
-    # Written once, since the first prompts would be 5 % slower if they had to wait for the system to map pages.
-    return zeros_for_reading(elements, dtype).zero_()
+def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
+    size = elements * dtype.itemsize
+    if device.type == "cpu":
+        return ranks.cache_memory(size).view(dtype)
+    try:
+        return torch.zeros(elements, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{device} has no memory for a KV cache of {size} bytes beside the weights; make the cache smaller"
+        ) from error
 
 
 def _widths(model: LoadedModel) -> list[int]:

@@ -156,6 +156,20 @@ def test_each_process_gets_its_own_ports_and_its_share_of_the_cores() -> None:
     assert [each.get("--http-port") for each in flags] == [None, None, "0", "0"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({}, ["1", "1"]),
+        ({"tp": 4}, ["4", "4"]),
+        ({"prefill_tp": 1, "decode_tp": 2}, ["1", "2"]),
+        ({"tp": 2, "decode_tp": 1}, ["2", "1"]),
+    ],
+)
+def test_nodes_of_a_role_have_its_number_of_ranks(settings: dict[str, int], ranks: list[str]) -> None:
+    children = plan_nodes(UpConfig.model_validate(settings), "redis://r", 6, None)
+    assert [command_and_flags(child.command)[1].get("--tp", "1") for child in children[:2]] == ranks
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 3600.0, 1234567.5, 1e-9, 1e17])
 def test_a_number_is_the_same_after_its_way_to_another_process(value: float) -> None:
     words = [f"--{key.replace('_', '-')}={text}" for key, text in REQUIRED.items() if key != "router_id"]

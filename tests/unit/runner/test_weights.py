@@ -22,9 +22,10 @@ from baton.runner.model import weights as weights_module
 from baton.runner.model.checkpoint import open_checkpoint
 from baton.runner.model.gguf.convert import convert
 from baton.runner.model.random_model import write_random_model
-from baton.runner.model.transformer import CacheSpec, row_quantum
+from baton.runner.model.transformer import row_quantum
 from baton.runner.model.weights import load_model, resolve_dtype
 from baton.runner.model_runner import load_runner
+from baton.runner.spec import CacheSpec
 from tests.support.gguf_models import random_module, write_module
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS

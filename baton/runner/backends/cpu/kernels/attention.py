@@ -69,8 +69,10 @@ def paged_attention(
         cache.key_offset,
         cache.value_offset,
         cache.scale_offset or 0,
+        cache.scales_apart,
         rows,
         query_stride,
+        heads * cache.value_dim,
         seq_lens.shape[0],
         block_tables.shape[1],
         table_stride,
@@ -132,6 +134,7 @@ def store_call(cache: CacheView, dtype: torch.dtype, key_stride: int, value_stri
         key_offset=cache.key_offset * size,
         value_offset=cache.value_offset * size,
         scale_offset=cache.scale_offset or 0,
+        scales_apart=cache.scales_apart,
         format=cache_format(cache),
         dtype=DTYPES[dtype],
     )
@@ -199,7 +202,8 @@ def require_cache(cache: CacheView) -> None:
             raise KernelArgumentError(name, f"must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {dim}")
     parts = [("keys", cache.key_offset, cache.key_dim), ("values", cache.value_offset, cache.value_dim)]
     if cache.scale_offset is not None:
-        parts.append(("scales", cache.scale_offset, SCALE_BYTES))
+        behind = cache.scale_offset + cache.scales_apart * BFLOAT16_BYTES
+        parts += [("scales", offset, BFLOAT16_BYTES) for offset in (cache.scale_offset, behind)]
         if (cache.scale_offset | cache.block_stride | memory.data_ptr()) % BFLOAT16_BYTES != 0:
             raise KernelArgumentError("cache", "has scales at odd addresses")
     for name, offset, width in parts:

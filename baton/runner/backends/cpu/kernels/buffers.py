@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.meeting import GrowingMemory
 
+_CACHE_LINE = 64
 _GROWTH = 64
 """The number of rows for which scratch memory is allocated is a multiple of this."""
 
@@ -35,14 +37,27 @@ class Rows:
         return replace(self, first=self.first + first, width=end - first)
 
 
+@dataclass(slots=True)
+class _SharedBuffer:
+    """A buffer in shared memory."""
+
+    number: int
+    row_bytes: int = 0
+    first: int = 0
+    """Where it begins in the latest step, in bytes."""
+
+
 class Buffers:
     """Numbered buffers of a row for each token, or for each token that samples.
 
     All buffers are declared while operations are recorded, before `addresses` is called for the first step.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shared_memory: GrowingMemory | None = None) -> None:
+        """`shared_memory`: for rows that this process shares with others, who declare the same ones."""
         self._dtype = dtype
+        self._shared_memory = shared_memory
+        self._shared: dict[str, _SharedBuffer] = {}
         self._arguments: list[Rows] = []
         self._scratch: dict[str, int] = {}
         self._scratch_widths: dict[int, int] = {}
@@ -62,6 +77,21 @@ class Buffers:
         buffer = self._scratch[name]
         self._scratch_widths[buffer] = max(width, self._scratch_widths.get(buffer, 0))
         return Rows(buffer, 0, width, width, sampled, self._dtype)
+
+    def shared(self, name: str, width: int, sampled: bool, dtype: torch.dtype) -> Rows:
+        """Rows of the shared buffer with this name, which is as wide as its widest use."""
+        if name not in self._shared:
+            self._shared[name] = _SharedBuffer(self._count())
+        buffer = self._shared[name]
+        buffer.row_bytes = max(width * dtype.itemsize, buffer.row_bytes)
+        return Rows(buffer.number, 0, width, width, sampled, dtype)
+
+    def shared_rows(self, rows: Rows, num_rows: int) -> torch.Tensor:
+        """The first rows of a shared buffer in the latest step: [num_rows, width]."""
+        buffer = next(buffer for buffer in self._shared.values() if buffer.number == rows.buffer)
+        size = num_rows * rows.stride * rows.dtype.itemsize
+        memory = self._shared_bytes(buffer.first + size)[buffer.first : buffer.first + size]
+        return memory.view(rows.dtype).view(num_rows, rows.stride)
 
     def require_arguments(self, arguments: Sequence[torch.Tensor], num_rows: int, num_sampled: int) -> None:
         """Raises KernelArgumentError for tensors that differ from what was declared."""
@@ -87,7 +117,24 @@ class Buffers:
         for buffer, width in self._scratch_widths.items():
             addresses[buffer] = address
             address += self._capacity * width * self._dtype.itemsize
+        self._place_shared(addresses, rows)
         return addresses
 
+    def _place_shared(self, addresses: ctypes.Array[ctypes.c_void_p], rows: int) -> None:
+        """Lay out the shared buffers one after the other: for equal steps alike in all processes."""
+        end = 0
+        for buffer in self._shared.values():
+            buffer.first = end
+            end += -(-rows * buffer.row_bytes // _CACHE_LINE) * _CACHE_LINE
+        if self._shared:
+            base = self._shared_bytes(end).data_ptr()
+            for buffer in self._shared.values():
+                addresses[buffer.number] = base + buffer.first
+
+    def _shared_bytes(self, size: int) -> torch.Tensor:
+        if self._shared_memory is None:
+            raise KernelArgumentError("into", "is shared, but this program shares no memory")
+        return self._shared_memory.at_least(size)
+
     def _count(self) -> int:
-        return len(self._arguments) + len(self._scratch)
+        return len(self._arguments) + len(self._scratch) + len(self._shared)

@@ -26,5 +26,12 @@ class CacheView:
     key_dim: int
     value_dim: int
     scale_offset: int | None = None
-    """In 8 bits: where a block has a scale for each key, and then one for each value: bfloat16 [num_kv_heads,
-    block_size] each. None: keys and values are stored as they are."""
+    """In 8 bits: where a block has a scale for each key: bfloat16 [num_kv_heads, block_size]. None: keys and values are
+    stored as they are."""
+    heads_of_block: int | None = None
+    """How many key/value heads the layer has in a block; None: num_kv_heads, all of which this view has."""
+
+    @property
+    def scales_apart(self) -> int:
+        """In 8 bits: how many scales the scale of a value is behind that of its key."""
+        return (self.heads_of_block or self.num_kv_heads) * self.block_size

@@ -89,7 +89,7 @@ class StoreCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "key value cache slots"),
         *_fields(_INT64, "tokens kv_heads num_blocks block_size key_size value_size key_stride value_stride"),
-        *_fields(_INT64, "block_stride key_offset value_offset scale_offset tokens_per_task"),
+        *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart tokens_per_task"),
         *_fields(_INT, "format dtype"),
     ]
 
@@ -97,7 +97,8 @@ class StoreCall(ctypes.Structure):
 class AttentionCall(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks"),
-        *_fields(_INT64, "block_stride key_offset value_offset scale_offset rows query_stride num_seqs"),
+        *_fields(_INT64, "block_stride key_offset value_offset scale_offset scales_apart rows query_stride"),
+        *_fields(_INT64, "out_stride num_seqs"),
         *_fields(_INT64, "table_width table_stride num_blocks heads kv_heads key_dim value_dim block_size window"),
         *_fields(_FLOAT, "scale softcap"),
         ("format", _INT),
@@ -106,6 +107,10 @@ class AttentionCall(ctypes.Structure):
 
 class TakeRowsCall(ctypes.Structure):
     _fields_ = [*_fields(_POINTER, "x out index"), *_fields(_INT64, "rows row_bytes x_stride")]
+
+
+class MeetCall(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "meeting"), *_fields(_INT64, "ranks")]
 
 
 class OperationKind(IntEnum):
@@ -118,6 +123,7 @@ class OperationKind(IntEnum):
     ATTENTION = 4
     TAKE_ROWS = 5
     QUANTIZE = 6
+    MEET = 7
 
 
 class CacheFormat(IntEnum):
@@ -137,6 +143,7 @@ class Call(ctypes.Union):
         ("attention", AttentionCall),
         ("take", TakeRowsCall),
         ("quantize", QuantizeCall),
+        ("meet", MeetCall),
     ]
 
 
@@ -175,6 +182,7 @@ _STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
     "store_call": StoreCall,
     "attention_call": AttentionCall,
     "take_rows_call": TakeRowsCall,
+    "meet_call": MeetCall,
     "call": Call,
     "place": Place,
     "operation": Operation,

@@ -1,7 +1,8 @@
-"""The error for arguments that the kernels can't take."""
+"""The errors of the kernels: arguments that they can't take, and ranks that are lost."""
 
 from __future__ import annotations
 
+from baton.engine.runner import RunnerLost
 from baton.errors import BatonError
 
 
@@ -12,3 +13,7 @@ class KernelArgumentError(BatonError):
         super().__init__(f"{argument}: {reason}")
         self.argument = argument
         self.reason = reason
+
+
+class RankLost(RunnerLost):
+    """Another rank of the model has ended or hangs: the step is void, and this incarnation of the node is over."""

@@ -13,7 +13,7 @@ import torch
 
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
 from baton.runner.backends.cpu.kernels.call_structs import CacheFormat, check_layout, layout_of
-from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError, RankLost
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CACHE_FORMATS = {torch.int8: CacheFormat.INT8, torch.float8_e4m3fn: CacheFormat.E4M3}
@@ -26,6 +26,8 @@ _STATUS = {
     5: ("slots", "names a slot outside the cache"),
     6: ("index", "names a row outside the weight"),
 }
+
+_RANK_LOST = 7
 
 
 @dataclass(slots=True)
@@ -50,9 +52,11 @@ class Library:
 
 
 def check_status(status: int) -> None:
-    """Raise the error for a status that the library returned: KernelArgumentError or MemoryError; none for 0."""
+    """Raise what a status of the library stands for: KernelArgumentError, RankLost or MemoryError; nothing for 0."""
     if status == 0:
         return
+    if status == _RANK_LOST:
+        raise RankLost("another rank of this model has ended, so the step can't be computed")
     if status in _STATUS:
         raise KernelArgumentError(*_STATUS[status])
     raise MemoryError("the kernels could not allocate scratch memory")
@@ -93,6 +97,10 @@ def library() -> Library:
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
+    functions.baton_meeting_bytes.restype = size
+    functions.baton_meet.argtypes = [pointer, ctypes.c_uint32]
+    functions.baton_lose_rank.argtypes = [pointer]
+    functions.baton_lose_rank.restype = None
     functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]
     fork_join = _torch_fork_join()
     if fork_join is not None:

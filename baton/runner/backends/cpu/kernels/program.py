@@ -41,6 +41,7 @@ from baton.runner.backends.cpu.kernels.call_structs import (
 from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
 from baton.runner.backends.cpu.kernels.float8 import PackedFloat8Weight
 from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.meeting import GrowingMemory
 from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
 from baton.runner.backends.cpu.kernels.quantized import PackedQuantizedWeight
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
@@ -54,6 +55,7 @@ _NAMES = {
     OperationKind.ATTENTION: "paged_attention",
     OperationKind.TAKE_ROWS: "take_rows",
     OperationKind.QUANTIZE: "linear",
+    OperationKind.MEET: "meet",
 }
 
 
@@ -65,7 +67,8 @@ class Program:
     so for the tensors of a step, before anything is computed.
     """
 
-    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+    def __init__(self, dtype: torch.dtype, threads: int, shared_memory: GrowingMemory | None = None) -> None:
+        """`shared_memory`: for rows that this process shares with others."""
         if dtype not in DTYPES:
             raise KernelArgumentError("dtype", f"must be float32 or bfloat16, is {dtype}")
         self.timing = False
@@ -78,7 +81,7 @@ class Program:
         self._recorded: list[Operation] = []
         self._operations = (Operation * 0)()
         self._kept: list[object] = []
-        self._buffers = Buffers(dtype)
+        self._buffers = Buffers(dtype, shared_memory)
         self._num_groups = 0
         self._times: list[ctypes.Array[ctypes.c_int64]] = []
 
@@ -93,22 +96,15 @@ class Program:
 
     def linear(self, x: Rows, w: Packed, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
         """Record the product of x and the weight transposed, plus bias; float32 rows `into` keep the sums unrounded."""
-        if w.gated:
-            raise KernelArgumentError("w", "is gated: use gated_linear")
-        if bias is not None and (bias.shape != (w.n,) or bias.dtype != self._dtype or not bias.is_contiguous()):
-            raise KernelArgumentError("bias", f"must be [{w.n}] {self._dtype}, contiguous")
+        self._require_bias(bias, w.n)
         out = self._out(into, w.n, x.sampled)
-        for first, part in columns_of(w.parts if isinstance(w, StackedWeight) else (w,)):
-            own_bias = None if bias is None else bias[first : first + part.n]
-            self._multiply(x, part, own_bias, NOT_GATED, out.columns(first, first + part.n))
+        self._multiply_all(x, w, bias, out)
         return out
 
     def gated_linear(self, x: Rows, w: Packed, activation: Activation, *, into: str | Rows) -> Rows:
         """Record the gated product activation(x gateᵀ) * (x upᵀ)."""
-        if not w.gated or isinstance(w, StackedWeight):
-            raise KernelArgumentError("w", "is not gated: use pack_gated")
         out = self._out(into, w.n, x.sampled)
-        self._multiply(x, w, None, ACTIVATIONS[activation], out)
+        self._multiply_gated(x, w, activation, out)
         return out
 
     def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
@@ -165,7 +161,7 @@ class Program:
         sinks = require_attention(heads, cache, scale, window, softcap, sinks)
         if query.width != heads * cache.key_dim:
             raise KernelArgumentError("query", f"of {query.width} columns has no heads of {cache.key_dim}")
-        out = self._buffers.scratch(into, heads * cache.value_dim, query.sampled)
+        out, attended = self._attention_rows(into, heads * cache.value_dim, query.sampled)
         call = AttentionCall(
             cache=cache.memory.data_ptr(),
             sinks=None if sinks is None else sinks.data_ptr(),
@@ -173,7 +169,9 @@ class Program:
             key_offset=cache.key_offset,
             value_offset=cache.value_offset,
             scale_offset=cache.scale_offset or 0,
+            scales_apart=cache.scales_apart,
             query_stride=query.stride,
+            out_stride=out.stride,
             num_blocks=cache.num_blocks,
             heads=heads,
             kv_heads=cache.num_kv_heads,
@@ -187,7 +185,8 @@ class Program:
         )
         self._kept += [cache.memory, sinks]
         self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)
-        return out
+        self._attended()
+        return attended
 
     def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
         """Record the copy of those rows of x that sample."""
@@ -243,6 +242,31 @@ class Program:
             for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
                 taken[_NAMES[operation.kind]] += (after - before) / 1e9
         return taken
+
+    def _attention_rows(self, into: str, width: int, sampled: bool) -> tuple[Rows, Rows]:
+        """The rows that attention writes, and those that are its result: the same, if no other rank writes any."""
+        out = self._buffers.scratch(into, width, sampled)
+        return out, out
+
+    def _attended(self) -> None:
+        """Called when attention is recorded."""
+
+    def _require_bias(self, bias: torch.Tensor | None, n: int) -> None:
+        if bias is not None and (bias.shape != (n,) or bias.dtype != self._dtype or not bias.is_contiguous()):
+            raise KernelArgumentError("bias", f"must be [{n}] {self._dtype}, contiguous")
+
+    def _multiply_all(self, x: Rows, w: Packed, bias: torch.Tensor | None, out: Rows) -> None:
+        """Record the product with each part of a weight, plus its columns of the bias."""
+        if w.gated:
+            raise KernelArgumentError("w", "is gated: use gated_linear")
+        for first, part in columns_of(w.parts if isinstance(w, StackedWeight) else (w,)):
+            own_bias = None if bias is None else bias[first : first + part.n]
+            self._multiply(x, part, own_bias, NOT_GATED, out.columns(first, first + part.n))
+
+    def _multiply_gated(self, x: Rows, w: Packed, activation: Activation, out: Rows) -> None:
+        if not w.gated or isinstance(w, StackedWeight):
+            raise KernelArgumentError("w", "is not gated: use pack_gated")
+        self._multiply(x, w, None, ACTIVATIONS[activation], out)
 
     def _multiply(
         self,
@@ -306,7 +330,7 @@ class Program:
     def _record(
         self,
         kind: OperationKind,
-        x: Rows,
+        x: Rows | None,
         call: Call,
         *,
         out: Rows | None = None,
@@ -319,7 +343,7 @@ class Program:
         if any(rows is not None and rows.dtype != self._dtype for rows in others):
             raise KernelArgumentError("into", f"and all operands must be {self._dtype}; only products can be float32")
         places = [self._place(rows) for rows in (x, out, second, third)]
-        self._recorded.append(Operation(kind, of.sampled, group, *places, call))
+        self._recorded.append(Operation(kind, of is not None and of.sampled, group, *places, call))
         self._num_groups = max(self._num_groups, group + 1)
 
     def _place(self, rows: Rows | None) -> Place:

@@ -188,7 +188,7 @@ INLINE void store_outputs(const enum dtype dtype, const struct attention_call *c
     for (int64_t token = 0; token < task->token_count; token++)
         for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
             float sum = v_total(v_load(state->sum + row * LANES)), *output = state->output + row * state->out_stride;
-            size_t to = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
+            size_t to = (size_t)((first_row + token) * call->out_stride) + (size_t)(task->head_start + head) * dim;
             v16 divisor = v_set1(sum), factor = v_set1(1.0f);
             if (call->sinks != NULL) { /* one more score, which has no value */
                 float sink = call->sinks[task->head_start + head] * LOG2_E, reference = state->reference[row];

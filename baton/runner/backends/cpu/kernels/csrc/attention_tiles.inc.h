@@ -85,7 +85,7 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
             const uint16_t *scale = (const uint16_t *)((const char *)call->cache + start + call->scale_offset) + token;
             for (int64_t i = 0; i < count; i++) rows->scale[j + i] = scale + i;
             __builtin_prefetch(scale);
-            __builtin_prefetch(scale + call->kv_heads * call->block_size);
+            __builtin_prefetch(scale + call->scales_apart);
         }
         j += count;
     }
@@ -146,7 +146,7 @@ INLINE void widen_tile_from(const enum dtype dtype, const enum cache_format form
     char *key = state->widened, *value = key + KEY_TILE * key_bytes;
     for (int64_t j = rows->start; j < rows->end; j++, key += key_bytes, value += value_bytes) {
         widen_codes(dtype, format, rows->key[j], *rows->scale[j], key_dim, key);
-        widen_codes(dtype, format, rows->value[j], rows->scale[j][call->kv_heads * call->block_size], value_dim, value);
+        widen_codes(dtype, format, rows->value[j], rows->scale[j][call->scales_apart], value_dim, value);
         rows->key[j] = key;
         rows->value[j] = value;
     }

@@ -37,6 +37,7 @@ enum status {
     STATUS_BAD_BLOCK = 4,
     STATUS_BAD_SLOT = 5,
     STATUS_BAD_INDEX = 6,
+    STATUS_RANK_LOST = 7,
 };
 
 struct quantized_format;
@@ -116,18 +117,19 @@ struct store_call {
     void *cache;
     const int64_t *slots;
     int64_t tokens, kv_heads, num_blocks, block_size, key_size, value_size, key_stride, value_stride;
-    int64_t block_stride, key_offset, value_offset, scale_offset, tokens_per_task;
+    int64_t block_stride, key_offset, value_offset, scale_offset, scales_apart, tokens_per_task;
     int format, dtype; /* enum cache_format, enum dtype */
 };
 
 struct attention_call {
     const void *query; /* [rows, heads, key_dim]; query_stride: elements from row to row */
-    void *out;         /* [rows, heads, value_dim] */
+    void *out;         /* [rows, heads, value_dim]; out_stride: elements from row to row */
     const void *cache;
     const int32_t *query_start, *seq_lens, *block_tables;
     const float *sinks; /* [heads] or NULL */
     int64_t block_stride, key_offset, value_offset, scale_offset; /* in elements of the cache; scale_offset only with 8 bits */
-    int64_t rows, query_stride, num_seqs, table_width, table_stride, num_blocks;
+    int64_t scales_apart; /* with 8 bits: how many scales the scale of a value is behind that of its key */
+    int64_t rows, query_stride, out_stride, num_seqs, table_width, table_stride, num_blocks;
     int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* the most keys that a query attends to; 0: all */
     float scale, softcap; /* softcap 0: none */
@@ -212,6 +214,15 @@ static inline size_t state_floats(int64_t value_dim) { return padded_columns(val
  * most KV heads of a task. */
 enum { ATTENTION_ROWS = 128, SCORE_ROWS = 32, TASK_KV_HEADS = 8 };
 
+/* Tells the processor that a loop waits. */
+static inline void pause_briefly(void) {
+#if defined(__SSE__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 /* Independent tasks: they may run in any order on any threads, and their results are the same. */
 struct work {
     task_function function;
@@ -224,6 +235,12 @@ struct work {
 /* Runs every task exactly once on at most n_threads threads; the tasks of a work run after those of all works before it.
  * times: NULL, or [n_works + 1] nanoseconds of the monotonic clock: at the start, and when each work was done. */
 int run_works(struct work *works, size_t n_works, int n_threads, int64_t *times);
+
+/* A place where ranks meet (meeting.c), in memory that they share. */
+struct meeting;
+/* Waits until all `ranks` have come; returns an enum status. */
+int baton_meet(struct meeting *meeting, uint32_t ranks);
+int baton_rank_lost(struct meeting *meeting);
 
 /* Cut calls into tasks. */
 struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads);

@@ -47,15 +47,17 @@ static const struct layout_entry layout[] = {
     FIELD(store_call, tokens), FIELD(store_call, kv_heads), FIELD(store_call, num_blocks), FIELD(store_call, block_size),
     FIELD(store_call, key_size), FIELD(store_call, value_size), FIELD(store_call, key_stride),
     FIELD(store_call, value_stride), FIELD(store_call, block_stride), FIELD(store_call, key_offset),
-    FIELD(store_call, value_offset), FIELD(store_call, scale_offset), FIELD(store_call, tokens_per_task),
+    FIELD(store_call, value_offset), FIELD(store_call, scale_offset), FIELD(store_call, scales_apart),
+    FIELD(store_call, tokens_per_task),
     FIELD(store_call, format), FIELD(store_call, dtype),
 
     WHOLE(struct attention_call, "attention_call"),
     FIELD(attention_call, query), FIELD(attention_call, out), FIELD(attention_call, cache),
     FIELD(attention_call, query_start), FIELD(attention_call, seq_lens), FIELD(attention_call, block_tables),
     FIELD(attention_call, sinks), FIELD(attention_call, block_stride), FIELD(attention_call, key_offset),
-    FIELD(attention_call, value_offset), FIELD(attention_call, scale_offset), FIELD(attention_call, rows), FIELD(attention_call, query_stride),
-    FIELD(attention_call, num_seqs), FIELD(attention_call, table_width), FIELD(attention_call, table_stride),
+    FIELD(attention_call, value_offset), FIELD(attention_call, scale_offset), FIELD(attention_call, scales_apart),
+    FIELD(attention_call, rows),
+    FIELD(attention_call, query_stride), FIELD(attention_call, out_stride), FIELD(attention_call, num_seqs), FIELD(attention_call, table_width), FIELD(attention_call, table_stride),
     FIELD(attention_call, num_blocks), FIELD(attention_call, heads), FIELD(attention_call, kv_heads),
     FIELD(attention_call, key_dim), FIELD(attention_call, value_dim), FIELD(attention_call, block_size),
     FIELD(attention_call, window), FIELD(attention_call, scale), FIELD(attention_call, softcap), FIELD(attention_call, format),
@@ -63,6 +65,9 @@ static const struct layout_entry layout[] = {
     WHOLE(struct take_rows_call, "take_rows_call"),
     FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
     FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),
+
+    WHOLE(struct meet_call, "meet_call"),
+    FIELD(meet_call, meeting), FIELD(meet_call, ranks),
 
     WHOLE(union call, "call"),
 
@@ -84,7 +89,7 @@ static const struct layout_entry layout[] = {
     VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
     VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
     VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
-    VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE),
+    VALUE("operation_kind", "QUANTIZE", OP_QUANTIZE), VALUE("operation_kind", "MEET", OP_MEET),
 
     VALUE("cache_format", "AS_IT_IS", CACHE_AS_IT_IS), VALUE("cache_format", "INT8", CACHE_INT8),
     VALUE("cache_format", "E4M3", CACHE_E4M3),

@@ -70,9 +70,9 @@ int check_attention(const struct attention_call *call) {
 }
 
 void clear_unused_rows(const struct attention_call *call, enum dtype dtype) {
-    size_t row_bytes = (size_t)(call->heads * call->value_dim) * (dtype == DTYPE_FLOAT32 ? 4 : 2);
-    size_t used = (size_t)call->query_start[call->num_seqs];
-    memset((char *)call->out + used * row_bytes, 0, ((size_t)call->rows - used) * row_bytes);
+    size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, row_bytes = (size_t)(call->heads * call->value_dim) * size;
+    for (int64_t row = call->query_start[call->num_seqs]; row < call->rows; row++)
+        memset((char *)call->out + (size_t)(row * call->out_stride) * size, 0, row_bytes);
 }
 
 int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads) {
@@ -129,7 +129,7 @@ int check_store(const struct store_call *call) {
 
 static void store_token_8bit(const struct store_call *call, const char *key, const char *value, char *block, int64_t offset) {
     int64_t size = call->dtype == DTYPE_FLOAT32 ? 4 : 2;
-    uint16_t *scales = (uint16_t *)(block + call->scale_offset), *value_scales = scales + call->kv_heads * call->block_size;
+    uint16_t *scales = (uint16_t *)(block + call->scale_offset), *value_scales = scales + call->scales_apart;
     for (int64_t head = 0; head < call->kv_heads; head++) {
         int64_t place = head * call->block_size + offset;
         store_8bit((enum cache_format)call->format, (enum dtype)call->dtype, key + head * call->key_size * size, (size_t)call->key_size,

@@ -86,14 +86,6 @@ static fp_state flush_subnormals(void) { return 0; }
 static void restore_fp(fp_state old) { (void)old; }
 #endif
 
-#if defined(__SSE__)
-static void pause_briefly(void) { _mm_pause(); }
-#elif defined(__aarch64__)
-static void pause_briefly(void) { __asm__ volatile("yield"); }
-#else
-static void pause_briefly(void) {}
-#endif
-
 /* Tasks are short. A thread that waits for longer than this many spins waits for a thread that has lost its core, and yields. */
 enum { SPINS = 4000 };
 

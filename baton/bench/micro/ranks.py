@@ -1,0 +1,95 @@
+"""`baton bench engine --tp`: a model on several ranks, by turns with the same model on as many threads of one process.
+
+Both engines compute the same prompts and batches, in turns, so that drift of the machine's speed affects both. Their
+outputs are compared: a difference is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+
+from baton.bench.micro.engine import EngineBenchConfig
+from baton.bench.micro.engine_drive import EngineDrive
+from baton.bench.results.spread import Spread
+from baton.runner import TorchSpec, load
+
+_BATCHES = (1, 8, 16)
+_BLOCK_SIZE = 16
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class RanksFigures:
+    """One kind of step; medians over the rounds."""
+
+    step: str
+    """`prefill`, or `decode` and the batch size."""
+    tokens_per_s: float
+    """On ranks."""
+    one_process_tokens_per_s: float
+    ratio: float
+    """How many times as fast the ranks are."""
+    ratio_p10: float
+    ratio_p90: float
+
+
+def measure(config: EngineBenchConfig, ranks: int) -> list[RanksFigures]:
+    """Measure prefill, and decoding at each batch size, with all threads in one process and divided among ranks.
+
+    Raises ConfigError.
+    """
+    blocks = 2 + max(_BATCHES) * (-(-(config.context_tokens + config.steps + 4) // _BLOCK_SIZE) + 1)
+    specs = [
+        TorchSpec(
+            config.model_dir,
+            dtype=config.dtype,
+            block_size=_BLOCK_SIZE,
+            num_blocks=blocks,
+            cache_dtype=config.cache_dtype,
+            num_threads=config.threads,
+            quantization=config.quantization,
+            dequantize=config.dequantize,
+            tensor_parallel=size,
+        )
+        for size in (1, ranks)
+    ]
+    with closing(load(specs[0])) as whole, closing(load(specs[1])) as divided:
+        drives = [EngineDrive(runner, config.context_tokens, max(_BATCHES)) for runner in (whole, divided)]
+        rng = Random(0)
+        length, vocab_size = config.context_tokens, whole.model.vocab_size
+        prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(max(_BATCHES))]
+        prefill: list[list[float]] = [[], []]
+        for turn in range(_ROUNDS + 1):
+            prompt = prompts[turn % len(prompts)]
+            for which in _order(turn):
+                seconds = drives[which].prefill([turn, *prompt[1:]])
+                if turn:  # the first one warms up
+                    prefill[which].append(seconds)
+        for prompt in prompts:
+            for drive in drives:
+                drive.prefill(prompt)
+        figures = [_figures("prefill", length, prefill)]
+        for batch in _BATCHES:
+            decode: list[list[float]] = [[], []]
+            for turn in range(_ROUNDS):
+                for which in _order(turn):
+                    steps = drives[which].decode(prompts[:batch], max(1, config.steps // _ROUNDS))
+                    decode[which].append(median(steps))
+            figures.append(_figures(f"decode {batch}", batch, decode))
+        return figures
+
+
+def _order(turn: int) -> Sequence[int]:
+    return (0, 1) if turn % 2 else (1, 0)
+
+
+def _figures(step: str, num_tokens: int, seconds: Sequence[Sequence[float]]) -> RanksFigures:
+    whole, divided = seconds
+    ratio = Spread.of([one / other for one, other in zip(whole, divided, strict=True)])
+    return RanksFigures(
+        step, num_tokens / median(divided), num_tokens / median(whole), ratio.median, ratio.p10, ratio.p90
+    )

@@ -1,0 +1,81 @@
+/* Meetings of ranks: processes, or threads of one process, that compute a model together. Each rank writes its own columns of a
+ * result into memory that all of them share, and reads those of the others after they have met. */
+#include "kernels.h"
+
+#include <sched.h>
+#include <time.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+/* In shared memory, all zeros before the first meeting. */
+struct meeting {
+    _Alignas(64) _Atomic uint32_t arrived;    /* ranks that have come to the meeting that is being held */
+    _Alignas(64) _Atomic uint32_t generation; /* number of meetings that are over */
+    _Alignas(64) _Atomic uint32_t asleep;     /* ranks that wait for `generation` in the kernel */
+    _Alignas(64) _Atomic uint32_t lost;       /* a rank is lost: no meeting is held any more */
+};
+
+size_t baton_meeting_bytes(void) { return sizeof(struct meeting); }
+
+/* A rank that waits for longer than a step may be idle: it sleeps, and looks again now and then, whether a rank is lost. */
+enum { SPINS = 4000, YIELD_NS = 1000000, SLEEP_NS = 200000000 };
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+#if defined(__linux__)
+static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
+    struct timespec limit = {.tv_nsec = SLEEP_NS};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, NULL, 0);
+}
+static void wake_all(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0); }
+#else
+static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
+    struct timespec time = {.tv_nsec = 100000};
+    if (atomic_load(word) == value) nanosleep(&time, NULL);
+}
+static void wake_all(_Atomic uint32_t *word) { (void)word; }
+#endif
+
+/* Waits until all ranks have come, and what each wrote before is visible to all. Returns an enum status. */
+int baton_meet(struct meeting *meeting, uint32_t ranks) {
+    uint32_t generation = atomic_load(&meeting->generation);
+    if (atomic_load(&meeting->lost)) return STATUS_RANK_LOST;
+    if (atomic_fetch_add(&meeting->arrived, 1) + 1 == ranks) {
+        atomic_store(&meeting->arrived, 0);
+        atomic_fetch_add(&meeting->generation, 1);
+        if (atomic_load(&meeting->asleep) > 0) wake_all(&meeting->generation);
+        return STATUS_OK;
+    }
+    int64_t started = 0;
+    for (int spins = 0; atomic_load(&meeting->generation) == generation; spins++) {
+        if (atomic_load(&meeting->lost)) return STATUS_RANK_LOST;
+        if (spins < SPINS) {
+            pause_briefly();
+            continue;
+        }
+        if (started == 0) started = now();
+        if (now() - started < YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        atomic_fetch_add(&meeting->asleep, 1);
+        sleep_while(&meeting->generation, generation);
+        atomic_fetch_sub(&meeting->asleep, 1);
+    }
+    return STATUS_OK;
+}
+
+/* Ends all meetings, those to come included: every rank that waits returns at once. */
+void baton_lose_rank(struct meeting *meeting) {
+    atomic_store(&meeting->lost, 1);
+    wake_all(&meeting->generation);
+}
+
+int baton_rank_lost(struct meeting *meeting) { return atomic_load(&meeting->lost) != 0; }

@@ -1,0 +1,1 @@
+"""What ranks are, which part of a model each computes, and how they exchange what they have computed."""

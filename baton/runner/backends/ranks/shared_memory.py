@@ -1,0 +1,63 @@
+"""Memory that the ranks of one host share: files without a name, so that nothing is left behind however a rank ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+import torch
+
+
+def make_shared_file() -> int:
+    """A descriptor of an empty file in memory, which goes away with its last descriptor and mapping."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class SharedMemory:
+    """One process's mapping of a shared file, which grows as it is needed. All processes must ask for equal sizes."""
+
+    def __init__(self, descriptor: int) -> None:
+        """`descriptor`: of a file from `make_shared_file`; the caller keeps it open."""
+        self._descriptor = descriptor
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def at_least(self, num_bytes: int) -> torch.Tensor:
+        """The shared memory, uint8 with at least `num_bytes` elements; new bytes are zero.
+
+        Tensors of earlier calls stay valid, and share what they have with later ones.
+        """
+        if self._bytes.numel() < num_bytes:
+            self._map(1 << (num_bytes - 1).bit_length())
+        return self._bytes
+
+    def exactly(self, num_bytes: int) -> torch.Tensor:
+        """The shared memory, uint8 [num_bytes], for a size that does not change."""
+        if self._bytes.numel() < num_bytes:
+            self._map(num_bytes)
+        return self._bytes[:num_bytes]
+
+    def _map(self, num_bytes: int) -> None:
+        size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Ranks grow the file at about the same time and to the same size: none makes it smaller.
+        if os.fstat(self._descriptor).st_size < size:
+            os.ftruncate(self._descriptor, size)
+        self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+
+
+class MemoryInTurns:
+    """Two pieces of shared memory, written in turns, so that ranks have to meet only once for each exchange.
+
+    Before a piece is written again, all ranks have met for the exchange in the other one, and had read this one before.
+    """
+
+    def __init__(self, descriptors: tuple[int, int]) -> None:
+        self._memory = [SharedMemory(descriptor) for descriptor in descriptors]
+
+    def next(self) -> SharedMemory:
+        """The piece for the next exchange; every rank calls it once for each."""
+        self._memory.reverse()
+        return self._memory[0]

@@ -1,0 +1,107 @@
+"""The operations of one rank: it computes its own columns of every product, and its own heads of attention.
+
+An output of a product is a sum over k in one fixed order, which no rank divides. So results have the bits that one
+process computes, with any number of ranks. Norms, rotations and everything between products are computed on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from baton.runner.backends.cpu.kernels import Packed
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.operations import Activation
+from baton.runner.backends.quantized_weight import NarrowWeight
+from baton.runner.backends.ranks.host_ranks import HostRanks
+from baton.runner.backends.ranks.shard import column_bounds
+from baton.runner.backends.sharded.sharded_program import ShardedProgram
+from baton.runner.backends.sharded.sharded_weight import ShardedWeight
+from baton.runner.backends.weight_rows import rows_of
+
+
+class ShardedOperations:
+    """One rank's operations on the C kernels; all ranks call the same ones in the same order."""
+
+    packs_quantized = True
+
+    def __init__(self, inner: CompiledOperations, ranks: HostRanks) -> None:
+        self._inner = inner
+        self.ranks = ranks
+        self.pack_own = inner.pack
+        self.rms_norm = inner.rms_norm
+        self.add_rms_norm = inner.add_rms_norm
+        self.rotate = inner.rotate
+        self.store_kv = inner.store_kv
+        self.paged_attention = inner.paged_attention
+
+    def numerics(self) -> str:
+        return self._inner.numerics()
+
+    def program(self, dtype: torch.dtype) -> ShardedProgram:
+        return ShardedProgram(dtype, self._inner.num_threads, self.ranks)
+
+    def pack(self, *weights: torch.Tensor | NarrowWeight) -> ShardedWeight:
+        """Pack this rank's columns of the stacked weights."""
+        num_columns = sum(weight.shape[0] for weight in weights)
+        first, end = self.ranks.shard.columns(num_columns)
+        own, start = [], 0
+        for weight in weights:
+            stop = start + weight.shape[0]
+            if max(first, start) < min(end, stop):
+                own.append(rows_of(weight, max(first, start) - start, min(end, stop) - start))
+            start = stop
+        return self._sharded(num_columns, weights[0].shape[1], own, self._inner.pack)
+
+    def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> ShardedWeight:
+        num_columns = gate.shape[0]
+        first, end = self.ranks.shard.columns(num_columns)
+        own = [rows_of(weight, first, end) for weight in (gate, up)] if first < end else []
+        return self._sharded(num_columns, gate.shape[1], own, self._inner.pack_gated)
+
+    def take_rows(self, weight: ShardedWeight, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        first, end = weight.columns
+        places = ((index >= first) & (index < end)).nonzero().flatten()
+        if weight.own is None:
+            own = torch.empty(0, weight.k, dtype=dtype)
+        else:
+            own = self._inner.take_rows(weight.own, index[places] - first, dtype)
+        return self.ranks.merge_rows(own, places, index.shape[0])
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Any,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """All columns of the product with a weight from `pack`; with one from `pack_own` those of this rank alone."""
+        if not isinstance(weight, ShardedWeight):
+            return self._inner.linear(x, weight, bias, out_dtype=out_dtype)
+        first, end = weight.columns
+        if weight.own is None:
+            own = x.new_empty(x.shape[0], 0, dtype=out_dtype)
+        else:
+            own = self._inner.linear(x, weight.own, None if bias is None else bias[first:end], out_dtype=out_dtype)
+        return self.ranks.gather(own, weight.widths)
+
+    def gated_linear(self, x: torch.Tensor, weight: ShardedWeight, *, activation: Activation) -> torch.Tensor:
+        if weight.own is None:
+            own = x.new_empty(x.shape[0], 0)
+        else:
+            own = self._inner.gated_linear(x, weight.own, activation=activation)
+        return self.ranks.gather(own, weight.widths)
+
+    def _sharded(
+        self, num_columns: int, k: int, own: Sequence[torch.Tensor | NarrowWeight], pack: Callable[..., Packed]
+    ) -> ShardedWeight:
+        bounds = column_bounds(num_columns, self.ranks.shard.size)
+        return ShardedWeight(
+            own=pack(*own) if own else None,
+            k=k,
+            columns=bounds[self.ranks.shard.rank],
+            widths=tuple(end - first for first, end in bounds),
+        )

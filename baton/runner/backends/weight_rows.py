@@ -1,0 +1,30 @@
+"""Some of the outputs of a weight, plain or quantised."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.runner.backends.float8_weight import Float8Weight
+from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+
+
+def rows_of(weight: torch.Tensor | NarrowWeight, first: int, stop: int) -> torch.Tensor | NarrowWeight:
+    """The rows `first` to before `stop` of a weight [N, K], which share its memory."""
+    if isinstance(weight, torch.Tensor):
+        return weight[first:stop]
+    if isinstance(weight, Float8Weight):
+        return Float8Weight(weight.codes[first:stop], weight.scales[first:stop], weight.group)
+
+    def part(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[first:stop]
+
+    return QuantizedWeight(
+        codes=weight.codes[first:stop],
+        bits=weight.bits,
+        group=weight.group,
+        scales=weight.scales[first:stop],
+        scale_factors=part(weight.scale_factors),
+        zeros=weight.zeros if isinstance(weight.zeros, int) else weight.zeros[first:stop],
+        offsets=part(weight.offsets),
+        offset_factors=part(weight.offset_factors),
+    )

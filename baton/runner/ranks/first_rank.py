@@ -1,0 +1,61 @@
+"""The rank in the process of the node: it starts the others, and leads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
+from baton.runner.backends.ranks.shard import Shard
+from baton.runner.model.weights import LoadedModel
+from baton.runner.ranks.following_rank import sharded_operations
+from baton.runner.ranks.leading_transformer import LeadingTransformer
+from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.step_board import StepBoard
+
+
+class FollowingRanks(Protocol):
+    """The ranks behind the first one, as `RankGroup` runs them in processes."""
+
+    @property
+    def lost(self) -> str: ...
+
+    def on_lost(self, callback: Callable[[str], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+StartRanks = Callable[[RankSpec, SharedFiles, Meeting], FollowingRanks]
+
+
+class FirstRank:
+    """The first rank of a model, and the others in its hands until `close`."""
+
+    def __init__(self, spec: RankSpec, start_ranks: StartRanks = RankGroup) -> None:
+        """Start the other ranks. Raises ConfigError where no ranks can compute."""
+        self._spec = spec
+        files = SharedFiles.make()
+        try:
+            ranks = HostRanks(Shard(0, spec.size), files)
+            self.operations = sharded_operations(spec.num_threads, ranks)
+            self._board = StepBoard(ranks, files)
+            self.group = start_ranks(spec, files, ranks.meeting)
+        except BaseException:
+            files.close()
+            raise
+        self._files = files
+        self._is_closed = False
+
+    def transformer(self, model: LoadedModel) -> LeadingTransformer:
+        """This rank's part of the model, which all ranks load at the same time; raises RankLost if one does not."""
+        spec = self._spec
+        return LeadingTransformer(model, self.operations, spec.block_size, spec.cache, spec.num_threads, self._board)
+
+    def close(self) -> None:
+        """End the other ranks; idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.group.close()
+            self._files.close()

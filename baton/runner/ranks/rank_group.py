@@ -1,0 +1,199 @@
+"""The processes of the ranks behind the first one: started, watched and ended by the process of the first rank.
+
+A rank that ends, or gives no sign of life for a while, can't be replaced: its part of the KV cache is lost with it.
+Then the group is lost: every meeting ends with RankLost, the other processes are killed, and whoever asked is told. A
+rank's process ends by itself when the first rank's process does, in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.sign_of_life import INTERVAL_S, SIGN
+
+_MISSED_SIGNS = 10
+"""A rank is lost after so many intervals without a sign. They are counted and not timed, since this process may have
+been stopped itself."""
+_FIRST_SIGN = 240
+"""The intervals that a new process has for its first sign: its interpreter has to start."""
+_END_S = 10.0
+_MAX_WORDS = 4096
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    signs_left: int = _FIRST_SIGN
+    """How many more intervals it may be silent."""
+    last_words: bytearray = field(default_factory=bytearray)
+
+
+class RankGroup:
+    """The ranks behind the first one. It ends them when it is closed or no longer referenced."""
+
+    def __init__(self, spec: RankSpec, files: SharedFiles, meeting: Meeting) -> None:
+        """Start the processes; `meeting` is where the first rank meets them."""
+        self._watch = _Watch(meeting)
+        self._finalizer = weakref.finalize(self, self._watch.close)
+        try:
+            for rank in range(1, spec.size):
+                self._watch.processes.append(_start(spec, rank, files))
+        except BaseException:
+            self.close()
+            raise
+        self._watch.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks behind the first one, in order."""
+        return [one.process.pid for one in self._watch.processes]
+
+    @property
+    def lost(self) -> str:
+        """Why the group is lost; empty while it is not."""
+        return self._watch.lost
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason once the group is lost, from a thread of its own, or now if it is lost."""
+        self._watch.tell(callback)
+
+    def close(self) -> None:
+        """End the processes and wait for them; idempotent."""
+        self._finalizer()
+
+
+class _Watch:
+    """Watches the processes in a thread. It does not know the group, which may be forgotten meanwhile."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.processes: list[_Process] = []
+        self.lost = ""
+        self._meeting = meeting
+        self._lock = threading.Lock()
+        self._callback: Callable[[str], None] | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="baton-ranks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, callback: Callable[[str], None]) -> None:
+        with self._lock:
+            self._callback = callback
+            lost = self.lost
+        if lost:
+            callback(lost)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        self._meeting.lose()
+        for one in self.processes:
+            with contextlib.suppress(OSError):  # the other end is gone already
+                one.channel.shutdown(socket.SHUT_RDWR)
+        for one in self.processes:
+            try:
+                one.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        for one in self.processes:
+            one.channel.close()
+
+    def _run(self) -> None:
+        reason = self._wait_for_loss()
+        with self._lock:
+            if self._closing:
+                return
+            self.lost, callback = reason, self._callback
+        _log.error("%s: the ranks of this model are lost", reason)
+        self._meeting.lose()
+        for one in self.processes:
+            one.process.kill()
+        if callback is not None:
+            callback(reason)
+
+    def _wait_for_loss(self) -> str:
+        """Returns why the first rank is lost, or anything while the group is closed."""
+        with selectors.DefaultSelector() as selector:
+            for one in self.processes:
+                selector.register(one.channel, selectors.EVENT_READ, one)
+            counted = time.monotonic()
+            while True:
+                for key, _ in selector.select(INTERVAL_S):
+                    one = key.data
+                    said = _receive(one.channel)
+                    if not said:
+                        return _end_of(one)
+                    one.signs_left = _MISSED_SIGNS
+                    one.last_words += said.replace(SIGN, b"")[: _MAX_WORDS - len(one.last_words)]
+                if time.monotonic() - counted < INTERVAL_S:
+                    continue
+                counted = time.monotonic()
+                for one in self.processes:
+                    one.signs_left -= 1
+                    if one.signs_left < 0:
+                        return f"rank {one.rank} (process {one.process.pid}) gives no sign of life"
+
+
+def _receive(channel: socket.socket) -> bytes:
+    try:
+        return channel.recv(_MAX_WORDS)
+    except OSError:
+        return b""
+
+
+def _end_of(one: _Process) -> str:
+    name = f"rank {one.rank} (process {one.process.pid})"
+    try:
+        code = one.process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return f"{name} has closed its connection"
+    if code < 0:
+        return f"{name} was ended by {signal.Signals(-code).name}"
+    words = one.last_words.decode(errors="replace").strip()
+    return f"{name} has ended with exit code {code}" + (f": {words}" if words else "")
+
+
+def _start(spec: RankSpec, rank: int, files: SharedFiles) -> _Process:
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(  # the interpreter that runs this, and arguments of our own
+            [
+                sys.executable,
+                "-m",
+                "baton.runner.ranks.rank_process",
+                str(rank),
+                ",".join(map(str, files.descriptors)),
+                str(theirs.fileno()),
+                spec.to_json(),
+            ],
+            pass_fds=(*files.descriptors, theirs.fileno()),
+            stdin=subprocess.DEVNULL,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return _Process(rank, process, ours)

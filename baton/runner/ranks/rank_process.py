@@ -1,0 +1,49 @@
+"""The process of a rank behind the first: `python -m baton.runner.ranks.rank_process RANK FILES CHANNEL SPEC`.
+
+Only `RankGroup` starts it, with the descriptors that it shares.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from baton.errors import BatonError
+from baton.runner.ranks.rank_spec import RankSpec
+from baton.runner.ranks.sign_of_life import give_signs
+
+_FAULT = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Follow the first rank until one is lost; returns the exit code."""
+    rank, descriptors, channel_descriptor, spec = arguments
+    channel = socket.socket(fileno=int(channel_descriptor))
+    # What ends a whole group of processes lets the first rank drain: this one computes for it until its process ends.
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    give_signs(channel)
+    # Imported only now, since torch and transformers take seconds.
+    from baton.runner.backends.cpu.kernels.errors import RankLost
+    from baton.runner.backends.ranks.host_ranks import SharedFiles
+    from baton.runner.ranks.following_rank import FollowingRank
+
+    files = SharedFiles.of([int(one) for one in descriptors.split(",")])
+    try:
+        follower = FollowingRank(RankSpec.from_json(spec), int(rank), files)
+        follower.load()
+        follower.follow()
+    except RankLost:
+        return 0
+    except BatonError as error:
+        channel.sendall(str(error).encode())
+        return _FAULT
+    except Exception as error:
+        channel.sendall(f"{type(error).__name__}: {error}".encode())
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

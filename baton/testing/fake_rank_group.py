@@ -1,0 +1,51 @@
+"""Ranks in threads of this process: they load their model one after the other, and compute at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.ranks.following_rank import FollowingRank
+from baton.runner.ranks.rank_spec import RankSpec
+
+
+class FakeRankGroup:
+    """Stands for `RankGroup`: its ranks are threads, which can be lost only by `lose`."""
+
+    def __init__(self, spec: RankSpec, files: SharedFiles, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._callback: Callable[[str], None] | None = None
+        self.lost = ""
+        followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.size)]
+        for follower in followers:
+            follower.load()
+        self._threads = [threading.Thread(target=self._follow, args=(follower,)) for follower in followers]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, follower: FollowingRank) -> None:
+        try:
+            follower.follow()
+        except RankLost:
+            return
+        except Exception as error:
+            self.lose(f"{type(error).__name__}: {error}")
+
+    def lose(self, reason: str) -> None:
+        """Lose the ranks, as if one of them had ended."""
+        self.lost = reason
+        self._meeting.lose()
+        if self._callback is not None:
+            self._callback(reason)
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        self._callback = callback
+
+    def close(self) -> None:
+        self._meeting.lose()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()

@@ -1,0 +1,104 @@
+"""Prefill and decode nodes of different numbers of ranks: tokens are generate()'s, and a lost rank loses no stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.engine.request import Request
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_rank_group import FakeRankGroup
+from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_engine, make_prompts, run_all
+from tests.support.caller import TokenCount
+from tests.support.mini_cluster import mini_cluster
+from tests.support.tiny_models import TINY_MODELS
+
+
+class Runners:
+    """Makes the runner of each node, with as many ranks as `sizes` says, and ends them."""
+
+    def __init__(self, directory: Path, sizes: Mapping[str, int], stack: ExitStack) -> None:
+        self.made: dict[str, TorchModelRunner] = {}
+        self._directory = directory
+        self._sizes = sizes
+        self._stack = stack
+
+    def __call__(self, node_id: str) -> TorchModelRunner:
+        size = self._sizes[node_id]
+        runner = load_runner(
+            self._directory, dtype="float32", num_blocks=96, tensor_parallel=size, start_ranks=FakeRankGroup
+        )
+        self.made[node_id] = self._stack.enter_context(closing(runner))
+        return runner
+
+    def lose_ranks(self, node_id: str) -> None:
+        first_rank = self.made[node_id]._first_rank
+        assert first_rank is not None
+        assert isinstance(first_rank.group, FakeRankGroup)
+        first_rank.group.lose("rank 1 was ended by a test")
+
+
+@contextmanager
+def runners(directory: Path, sizes: Mapping[str, int]) -> Iterator[Runners]:
+    with ExitStack() as stack:
+        yield Runners(directory, sizes, stack)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "name"),
+    [(1, 2, "qwen3"), (2, 1, "gemma3_text"), (2, 2, "deepseek_v3"), (4, 2, "llama"), (1, 4, "gpt_oss")],
+)
+async def test_tokens_through_nodes_of_different_sizes(tmp_path: Path, prefill: int, decode: int, name: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    prompts = make_prompts(256)
+    expected = generate_with_transformers(tmp_path, prompts)
+    with runners(tmp_path, {"prefill-0": prefill, "decode-0": decode}) as make_runner:
+        async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=24, max_num_seqs=8) as cluster:
+            requests = [
+                GenerateRequest(prompt, request_id=key, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+                for key, prompt in prompts.items()
+            ]
+            answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+            await cluster.wait_until_idle()
+    block_bytes = make_runner.made["decode-0"].layout.block_bytes
+    for key, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[key], key
+        path = answer.end.path
+        assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
+        # As many bytes as between nodes of one size.
+        assert answer.end.kv_bytes % block_bytes == 0 < answer.end.kv_bytes
+
+
+async def test_a_stream_goes_on_at_a_node_of_another_size_when_a_rank_is_lost(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    prompt = make_prompts(256)["prompt-33"]
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=400, ignore_eos=True)
+    alone = load_runner(tmp_path, dtype="float32", num_blocks=96)
+    expected = run_all(make_engine(alone), [Request("alone", prompt, params)])["alone"]
+    assert len(set(expected)) > 20
+    sizes = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}
+    with runners(tmp_path, sizes) as make_runner:
+        async with mini_cluster(make_runner, tmp_path, decode=2) as cluster:
+            count = TokenCount()
+            request = GenerateRequest(
+                prompt, request_id="lost", temperature=1.0, seed=7, max_tokens=400, ignore_eos=True
+            )
+            answering = asyncio.create_task(cluster.generate(request, on_event=count))
+            await count.wait_for_tokens(4)
+            lost = next(name for name in ("decode-0", "decode-1") if cluster.nodes[name].num_blocks_in_use)
+            make_runner.lose_ranks(lost)
+            answer = await answering
+            other = next(name for name in ("decode-0", "decode-1") if name != lost)
+            await cluster.wait_until_idle("prefill-0", other)
+            del cluster.nodes[lost]
+    assert answer.token_ids == expected
+    assert answer.indices == list(range(len(expected)))
+    assert answer.end.path.attempts == 2
+    assert answer.end.path.decode_node == other

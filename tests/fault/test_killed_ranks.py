@@ -1,0 +1,102 @@
+"""Processes of ranks that are killed or stopped, and the death of the process that started them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.engine.batch import NewRequestData, SchedulerOutput
+from baton.errors import ConfigError
+from baton.messages.sampling import SamplingParams
+from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.runner.backends.ranks.host_ranks import SharedFiles
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.ranks.rank_group import RankGroup
+from baton.runner.ranks.rank_spec import RankSpec
+from tests.support.tiny_models import TINY_MODELS
+
+BOUND_S = 100.0
+_LOAD_AND_WAIT = """
+import sys
+from pathlib import Path
+from baton.runner.model_runner import load_runner
+runner = load_runner(Path(sys.argv[1]), dtype="float32", num_blocks=16, tensor_parallel=2)
+print(*runner._first_rank.group.pids, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_random_model(directory, TINY_MODELS["llama"], seed=5)
+    return directory
+
+
+def pids_of(runner: TorchModelRunner) -> list[int]:
+    first_rank = runner._first_rank
+    assert first_rank is not None
+    assert isinstance(first_rank.group, RankGroup)
+    return first_rank.group.pids
+
+
+def step(request_id: str) -> SchedulerOutput:
+    request = NewRequestData(request_id, [1, 2, 3], (), SamplingParams(temperature=0.0), range(1, 2), 0)
+    return SchedulerOutput(0, [request], [], {request_id: 3}, 3)
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline, f"process {pid} is left behind"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gives no sign of life")]
+)
+def test_a_killed_or_stopped_rank_ends_the_group(model: Path, number: signal.Signals, reason: str) -> None:
+    shared, told = os.listdir("/dev/shm"), queue.SimpleQueue[str]()
+    with closing(load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2)) as runner:
+        (pid,) = pids_of(runner)
+        runner.on_lost(told.put)
+        # Whoever ends a group of processes with these lets the first rank finish its work.
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+        assert runner.execute_model(step("before")).sampled_token_ids["before"]
+        os.kill(pid, number)
+        why = told.get(timeout=BOUND_S)
+        assert why == f"rank 1 (process {pid}) {reason}"
+        with pytest.raises(RankLost):
+            runner.execute_model(step("behind"))
+    wait_until_gone(pid)
+    assert os.listdir("/dev/shm") == shared
+
+
+def test_ranks_end_with_the_process_that_started_them(model: Path) -> None:
+    command = [sys.executable, "-c", _LOAD_AND_WAIT, str(model)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        pids = [int(pid) for pid in first.stdout.readline().split()]
+        first.kill()
+    assert len(pids) == 1
+    wait_until_gone(pids[0])
+
+
+def test_a_rank_that_can_not_load_the_model_says_why(model: Path) -> None:
+    def start(spec: RankSpec, files: SharedFiles, meeting: Meeting) -> RankGroup:
+        return RankGroup(replace(spec, model_dir="/nowhere"), files, meeting)
+
+    with pytest.raises(ConfigError, match=r"can't be divided among ranks: rank 1 .* exit code 1: .*/nowhere"):
+        load_runner(model, dtype="float32", num_blocks=16, tensor_parallel=2, start_ranks=start)

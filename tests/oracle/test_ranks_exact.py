@@ -1,0 +1,171 @@
+"""A model on several ranks gives the bits of one process: logits, keys and values, for every supported architecture.
+
+The ranks are threads of this process: the same code as in processes of their own, except that nothing has to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.errors import ConfigError
+from baton.messages.sampling import SamplingParams
+from baton.messages.speculation import SpeculationConfig
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_clock import FakeClock
+from baton.testing.fake_rank_group import FakeRankGroup
+from tests.oracle.test_token_exact import make_prompts, run_all
+from tests.support.tiny_models import TINY_MODELS
+
+DTYPES = ("float32", "bfloat16")
+NEW_TOKENS = 12
+NAMED = ("llama", "qwen3", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3")
+"""One of each kind: plain, with norms of heads, with windows, with experts, with sinks, with latent attention."""
+
+
+@dataclass
+class Run:
+    """What one runner computed."""
+
+    logits: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    """The bits of every step's logits."""
+    tokens: list[dict[str, list[int]]] = field(default_factory=list)
+    kv: bytes = b""
+    num_preemptions: int = 0
+
+    def check_equal(self, other: Run) -> None:
+        assert self.tokens == other.tokens
+        assert len(self.logits) == len(other.logits)
+        assert all(map(np.array_equal, self.logits, other.logits))
+        assert self.kv == other.kv
+
+
+@contextmanager
+def loaded(directory: Path, ranks: int, **settings: Any) -> Iterator[TorchModelRunner]:
+    settings = {"block_size": 16, "num_blocks": 64} | settings
+    runner = load_runner(directory, tensor_parallel=ranks, start_ranks=FakeRankGroup, **settings)
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def record_logits(runner: TorchModelRunner, run: Run) -> None:
+    transformer = runner._transformer
+    compute = transformer.compute
+
+    def recorded(batch: FlatBatch, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
+        logits = compute(batch, rows)
+        run.logits.append(logits.copy().view(np.uint32))
+        return logits
+
+    transformer.compute = recorded  # type: ignore[method-assign,assignment]
+
+
+def compute(runner: TorchModelRunner, sampling: SamplingParams, **limits: Any) -> Run:
+    """All prompts at once, in chunks beside decoding requests, and then once more from the prefix cache."""
+    run = Run()
+    record_logits(runner, run)
+    config = SchedulerConfig(
+        num_blocks=runner.memory.num_blocks,
+        block_size=runner.layout.block_size,
+        windows=runner.layout.windows,
+        **{"max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": runner.model.max_model_len, **limits},
+    )
+    fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
+    engine = EngineCore(Scheduler(config, fields, FakeClock()), runner)
+    prompts = make_prompts(runner.model.vocab_size)
+    for turn in range(2):
+        requests = [Request(f"{key}-{turn}", prompt, sampling) for key, prompt in prompts.items()]
+        run.tokens.append(run_all(engine, requests))
+    assert len({token for tokens in run.tokens[0].values() for token in tokens}) > 20
+    run.num_preemptions = engine.make_stats().num_preemptions
+    run.kv = runner._transformer.kv_cache.view(torch.uint8).numpy().tobytes()
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_ranks_give_the_bits_of_one_process(tmp_path: Path, name: str, dtype: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=NEW_TOKENS, repetition_penalty=1.1)
+    with loaded(tmp_path, 1, dtype=dtype) as alone:
+        expected = compute(alone, sampling)
+        info = alone.model
+        layout = alone.layout
+    for ranks in (2, 4) if name in NAMED else (2,):
+        with loaded(tmp_path, ranks, dtype=dtype) as divided:
+            compute(divided, sampling).check_equal(expected)
+            # Nodes of other sizes take each other's blocks and streams.
+            assert divided.layout == layout
+            assert (divided.model.numerics, divided.model.fingerprint) == (info.numerics, info.fingerprint)
+            assert divided.model.bit_exact
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("how", ["recompute", "swap"])
+def test_preempted_and_swapped_requests_have_the_same_bits(tmp_path: Path, name: str, how: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS)
+    swap = how == "swap"
+    runs = []
+    for ranks in (1, 2):
+        host = 64 << 20 if swap else 0
+        groups = 3 if name in ("gemma3_text", "gpt_oss") else 1
+        with loaded(tmp_path, ranks, dtype="float32", num_blocks=12 * groups, host_cache_bytes=host) as runner:
+            limits = {"preemption_mode": how, "num_host_blocks": runner.num_host_blocks if swap else 0}
+            runs.append(compute(runner, sampling, **limits))
+    assert runs[0].num_preemptions > 0
+    runs[1].check_equal(runs[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache_dtype": "int8"},
+        {"cache_dtype": "fp8", "dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"quantization": "int4", "dtype": "bfloat16"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_quantised_weights_and_caches_have_the_same_bits(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    runs = []
+    for ranks in (1, 2):
+        with loaded(tmp_path, ranks, **({"dtype": "float32"} | settings)) as runner:
+            runs.append(compute(runner, sampling))
+    runs[1].check_equal(runs[0])
+
+
+def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen3"], seed=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=3 * NEW_TOKENS, prompt_logprobs=2, logprobs=2)
+    runs = []
+    for ranks in (1, 2):
+        with loaded(tmp_path, ranks, dtype="float32") as runner:
+            runs.append(compute(runner, sampling, speculation=SpeculationConfig(prompt_lookup_min=1)))
+    # How long drafts are depends on measured times, and so do the steps; the tokens do not.
+    assert runs[1].tokens == runs[0].tokens
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    with pytest.raises(ConfigError, match=r"4 attention heads over 2 key/value heads .* 3 ranks; 1, 2, 4 would do"):
+        load_runner(tmp_path, dtype="float32", num_blocks=16, tensor_parallel=3, start_ranks=FakeRankGroup)

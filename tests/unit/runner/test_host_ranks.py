@@ -1,0 +1,126 @@
+"""What ranks of one host exchange through shared memory. The ranks are threads of this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
+from baton.runner.backends.ranks.shard import Shard
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.ranks.step_board import StepBoard, Task, arrays_of, batch_of
+
+
+@pytest.fixture
+def files() -> Iterator[SharedFiles]:
+    made = SharedFiles.make()
+    yield made
+    made.close()
+
+
+def on_every_rank(files: SharedFiles, size: int, run: Callable[[HostRanks], None]) -> None:
+    with ThreadPoolExecutor(size) as pool:
+        for done in [pool.submit(run, HostRanks(Shard(rank, size), files)) for rank in range(size)]:
+            done.result()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_columns_of_all_ranks_come_side_by_side(files: SharedFiles, size: int) -> None:
+    widths = [3 + rank for rank in range(size)]
+
+    def run(ranks: HostRanks) -> None:
+        rank, rng = ranks.shard.rank, Random(7)
+        for turn in range(200):
+            rows = rng.randrange(0, 1 + 20 * turn)
+            own = torch.full((rows, widths[rank]), float(turn * size + rank))
+            gathered = ranks.gather(own, widths)
+            expected = torch.cat([torch.full((rows, n), float(turn * size + k)) for k, n in enumerate(widths)], dim=1)
+            assert torch.equal(gathered, expected)
+
+    on_every_rank(files, size, run)
+
+
+def test_rows_of_all_ranks_come_to_their_places(files: SharedFiles) -> None:
+    def run(ranks: HostRanks) -> None:
+        rank, rng = ranks.shard.rank, np.random.default_rng(3)
+        for _ in range(100):
+            owners = torch.from_numpy(rng.integers(0, 2, size=37))
+            places = (owners == rank).nonzero().flatten()
+            own = places[:, None].to(torch.bfloat16).expand(-1, 8).contiguous()
+            merged = ranks.merge_rows(own, places, 37)
+            assert torch.equal(merged, torch.arange(37)[:, None].to(torch.bfloat16).expand(-1, 8))
+
+    on_every_rank(files, 2, run)
+
+
+def test_a_lost_rank_ends_the_meetings_of_all(files: SharedFiles) -> None:
+    first, second = (HostRanks(Shard(rank, 3), files) for rank in range(2))
+    arrived = threading.Barrier(3)
+
+    def wait(ranks: HostRanks) -> None:
+        arrived.wait()
+        with pytest.raises(RankLost):
+            ranks.meeting.meet()
+        with pytest.raises(RankLost):
+            ranks.gather(torch.zeros(1, 1), [1, 1, 1])
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait, ranks) for ranks in (first, second)]
+        arrived.wait()
+        first.meeting.lose()
+        for one in waiting:
+            one.result(timeout=60)
+
+
+def test_shared_files_have_no_name_and_go_away_with_their_descriptors() -> None:
+    before, in_shm = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    files = SharedFiles.make()
+    HostRanks(Shard(), files).cache_memory(1 << 20)
+    assert os.listdir("/dev/shm") == in_shm
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def a_batch(rng: np.random.Generator) -> FlatBatch:
+    rows, seqs, width = (int(n) for n in rng.integers(0, 50, size=3))
+    whole = {name: rng.integers(0, 99, size=rows) for name in ("token_ids", "positions")}
+    return FlatBatch(
+        **whole,
+        slots=rng.integers(-1, 99, size=(2, rows)),
+        query_start=rng.integers(0, 9, size=seqs + 1).astype(np.int32),
+        sample_start=rng.integers(0, 9, size=seqs + 1).astype(np.int32),
+        seq_lens=rng.integers(0, 9, size=seqs).astype(np.int32),
+        block_tables=rng.integers(0, 9, size=(2, seqs, width)).astype(np.int32),
+        logits_rows=rng.integers(0, 9, size=seqs),
+    )
+
+
+def test_all_ranks_get_the_step_that_the_first_one_announces(files: SharedFiles) -> None:
+    rng = np.random.default_rng(5)
+    steps = [
+        (Task(1 + turn % 2), a_batch(rng), rng.integers(0, 9, size=turn) if turn % 3 else None) for turn in range(60)
+    ]
+
+    def run(ranks: HostRanks) -> None:
+        board = StepBoard(ranks, files)
+        for task, batch, rows in steps:
+            if ranks.shard.rank == 0:
+                board.announce(task, arrays_of(batch, rows))
+            else:
+                got, arrays = board.next()
+                their_batch, their_rows = batch_of(arrays)
+                assert got is task
+                assert all(map(np.array_equal, arrays_of(their_batch, their_rows), arrays_of(batch, rows)))
+                assert [a.dtype for a in arrays_of(their_batch, None)] == [a.dtype for a in arrays_of(batch, None)]
+                assert (their_rows is None) == (rows is None)
+            board.done()
+
+    on_every_rank(files, 3, run)

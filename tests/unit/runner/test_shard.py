@@ -1,0 +1,48 @@
+"""Which columns and heads each rank computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.runner.backends.ranks.shard import Shard, column_bounds
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_columns", [0, 1, 5, 63, 64, 100, 128, 896, 32000, 151937])
+def test_every_column_is_one_ranks(num_columns: int, size: int) -> None:
+    bounds = column_bounds(num_columns, size)
+    owners = [rank for rank, (first, end) in enumerate(bounds) for _ in range(first, end)]
+    assert len(bounds) == size
+    assert len(owners) == num_columns
+    assert [Shard(rank, size).columns(num_columns) for rank in range(size)] == bounds
+    widths = [end - first for first, end in bounds]
+    # By groups of columns no share can be more than one group larger than another one.
+    assert max(widths) - min(widths) <= 64
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (14, 2, 2), (9, 3, 3), (9, 3, 9), (8, 1, 4), (16, 16, 8)]
+)
+def test_every_query_head_has_its_key_value_head(heads: int, kv_heads: int, size: int) -> None:
+    found = []
+    for rank in range(size):
+        own = Shard(rank, size).heads(heads, kv_heads)
+        group = own.num_queries // own.num_kv
+        found += [(own.first_query + query, own.first_kv + query // group) for query in range(own.num_queries)]
+    assert found == [(head, head // (heads // kv_heads)) for head in range(heads)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "possible"), [(9, 3, 2, "1, 3, 9"), (14, 2, 4, "1, 2, 14"), (12, 4, 3, "1, 2, 4, 12")]
+)
+def test_other_numbers_of_heads_are_refused_with_the_sizes_that_would_do(
+    heads: int, kv_heads: int, size: int, possible: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"divided among {size} ranks; {possible} would do"):
+        Shard(0, size).heads(heads, kv_heads)
+
+
+def test_a_rank_is_one_of_its_ranks() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
+        Shard(2, 2)

@@ -49,11 +49,10 @@ def _flag_meant(option: str, ctx: Any, command_tree: Callable[[], Any]) -> str:
         return _question(meant)
     commands = command_tree().commands
     others = {name: _flags(commands[name]) for name in _MODEL_COMMANDS if f"baton {name}" != ctx.command_path}
-    is_known = any(option in flags for flags in others.values())
-    if not is_known and (meant := difflib.get_close_matches(option, sorted(own), cutoff=_LEAST_SIMILARITY)):
-        return _question(meant)
     # The shortest one is the option itself, if another command has it.
     flag = min((flag for flags in others.values() for flag in _extended(option, flags)), key=len, default="")
+    if not flag and (meant := difflib.get_close_matches(option, sorted(own), cutoff=_LEAST_SIMILARITY)):
+        return _question(meant)
     having = [f"`baton {name}`" for name, flags in others.items() if flag in flags]
     return f" {'It' if flag == option else flag} belongs to {_listed(having, 'and')}" if flag else ""
 

@@ -62,6 +62,8 @@ class PairProber:
         self._watch = current_watch.get()
         self._log = LimitedLog(_log)
         self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None
+        """When the timer fires, on the loop's clock."""
         self._stopped = False
 
     def started(self) -> None:
@@ -115,9 +117,21 @@ class PairProber:
                     self._open_link(source)
                 case ReportFailure(detail, count):
                     self._log.happened("%s, %d in a row: %s", KV_PROBE_FAILED, count, detail)
-        if self._timer is None and not self._stopped and (pause_s := self.probes.next_tick_s()) is not None:
-            self._timer = asyncio.get_running_loop().call_later(pause_s, self._watch.guarded(self._tick, "probes"))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        loop, pause_s = asyncio.get_running_loop(), self.probes.next_tick_s()
+        if self._stopped or pause_s is None:
+            return
+        due = loop.time() + pause_s
+        if self._due is not None and self._due <= due:
+            # A timer that fires too early finds nothing to do, and sets the next one.
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        self._timer = loop.call_at(due, self._watch.guarded(self._tick, "probes"))
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer = self._due = None
         self.carry_out(self.probes.tick())

@@ -10,8 +10,9 @@ The rules that it keeps:
 3. The known bytes can't be there before they are read. The sender makes new ones, the reader fills its own block with
    others first, and it learns the digest alone. Both compare: the reader says what it read.
 4. Every wait is bounded while the link lives: a probe of which nothing is heard for `max_quiet_ticks` ticks has timed
-   out. Own ticks are counted and no clock is read, so that a process that was itself stopped hears what came meanwhile
-   before it judges. A dead or stopped sender ends its link, which ends the probe and is no failure of it.
+   out. A tick counts for a probe that was waited for during the whole interval before it, and counts once however late
+   it is, so that a process that was itself stopped hears what came meanwhile before it judges. A dead or stopped sender
+   ends its link, which ends the probe and is no failure of it.
 5. A read that was started is never taken back. It may write to its probe block whenever it likes: that can make the
    probe fail that uses the block then, and none pass. A sender has one such read at most.
 6. After a failure both nodes show the condition, requests for the pair are refused at once, and the pair is probed
@@ -118,6 +119,8 @@ class _Probe:
     """Digest of what was read; None: not known yet."""
     is_read: bool = False
     quiet_ticks: int = 0
+    next_tick_at: float = 0.0
+    """From when on a tick counts for this probe, on the clock."""
     fault: ProbeFault | None = None
     detail: str = ""
     may_be_gone: bool = False
@@ -168,7 +171,8 @@ class JoinProbes:
         """A link to this sender is up; its memory is being connected."""
         self._last_number += 1
         machine = Machine(f"probe of {source.incarnation}", ProbeState.ASKED, PROBE_TABLE)
-        self._probes[source.incarnation] = _Probe(source, self._last_number, machine)
+        probe = self._probes[source.incarnation] = _Probe(source, self._last_number, machine)
+        self._heard(probe)
         if source.incarnation in self._proven:
             return []
         return [TellSender(source.incarnation, AskProbe(self._last_number))]
@@ -199,7 +203,8 @@ class JoinProbes:
             self.counters["ProbeReady_unknown"] += 1
             return []
         probe.machine.feed(ProbeEvent.READY)
-        probe.remote_block, probe.known_digest, probe.quiet_ticks = ready.block, ready.digest, 0
+        probe.remote_block, probe.known_digest = ready.block, ready.digest
+        self._heard(probe)
         return self._start_waiting()
 
     def filled(self, read_id: int, digest: int) -> list[ProbeEffect]:
@@ -216,7 +221,8 @@ class JoinProbes:
         probe = self._reading(read_id)
         if probe is None:
             return []
-        probe.is_read, probe.quiet_ticks = True, 0
+        probe.is_read = True
+        self._heard(probe)
         return self._compare(probe)
 
     def digested(self, read_id: int, digests: Mapping[int, int]) -> list[ProbeEffect]:
@@ -224,7 +230,8 @@ class JoinProbes:
         probe = self._reading(read_id)
         if probe is None:
             return []
-        probe.digest, probe.quiet_ticks = digests[probe.local_block], 0
+        probe.digest = digests[probe.local_block]
+        self._heard(probe)
         return self._compare(probe)
 
     def read_failed(self, read_id: int, cause: TransferCause, detail: str) -> list[ProbeEffect]:
@@ -283,18 +290,18 @@ class JoinProbes:
 
     def next_tick_s(self) -> float | None:
         """In how many seconds `tick` is to be called; None: not before something else happens."""
-        if any(self._is_waited_for(probe) for probe in self._probes.values()):
-            return self._times.tick_s
-        if not self._again:
-            return None
-        return max(0.0, min(at for _, at in self._again.values()) - self._clock.monotonic())
+        waited_for = [probe.next_tick_at for probe in self._probes.values() if self._is_waited_for(probe)]
+        due = min([*waited_for, *(at for _, at in self._again.values())], default=None)
+        return None if due is None else max(0.0, due - self._clock.monotonic())
 
     def tick(self) -> list[ProbeEffect]:
         """Give up what takes too long, and probe again what is due."""
         effects: list[ProbeEffect] = []
-        for probe in [probe for probe in self._probes.values() if self._is_waited_for(probe)]:
-            effects += self._tick(probe)
         now = self._clock.monotonic()
+        for probe in list(self._probes.values()):
+            if self._is_waited_for(probe) and probe.next_tick_at <= now:
+                probe.next_tick_at = now + self._times.tick_s
+                effects += self._tick(probe)
         due = [source for source, at in self._again.values() if at <= now]
         for source in due:
             del self._again[source.incarnation]
@@ -342,6 +349,10 @@ class JoinProbes:
     def _is_waited_for(self, probe: _Probe) -> bool:
         return probe.state is not ProbeState.PASSED and probe.source.incarnation not in self._proven
 
+    def _heard(self, probe: _Probe) -> None:
+        """Begin to count the ticks of a probe anew, since something happened to it."""
+        probe.quiet_ticks, probe.next_tick_at = 0, self._clock.monotonic() + self._times.tick_s
+
     def _reading(self, read_id: int) -> _Probe | None:
         for probe in self._probes.values():
             if probe.read_id == read_id and probe.state is ProbeState.READING:
@@ -374,7 +385,8 @@ class JoinProbes:
             return []
         probe.machine.feed(ProbeEvent.START)
         probe.local_block = min(free, key=lambda block: late[block])
-        probe.read_id, probe.quiet_ticks = FIRST_PROBE_READ_ID - probe.number, 0
+        probe.read_id = FIRST_PROBE_READ_ID - probe.number
+        self._heard(probe)
         seed = f"{self._incarnation}/{self._new_nonce()}"
         return [ReadProbe(probe.read_id, probe.source.incarnation, probe.local_block, probe.remote_block, seed)]
 
@@ -404,5 +416,6 @@ class JoinProbes:
             self._late_reads[probe.read_id] = probe
             effects.append(CancelRead(probe.read_id))
         probe.machine.feed(ProbeEvent.FAIL)
+        self._heard(probe)
         result = ProbeResult(probe.number, probe.digest or 0, fault, probe.detail)
         return [*effects, TellSender(source.incarnation, result), *self._start_waiting()]

@@ -349,6 +349,17 @@ def test_a_late_read_keeps_no_other_sender_from_being_probed(rig: Rig) -> None:
     assert PairProven("p2.x") in rig.end(read)
 
 
+def test_a_probe_that_begins_in_a_tick_has_the_whole_time_after_it(rig: Rig) -> None:
+    for n in range(2):
+        rig.start(KVSource(f"p{n}", f"p{n}.x", "h:1"))
+    last = KVSource("p2", "p2.x", "h:1")
+    rig.probes.received("p2.x", ProbeReady(rig.ask(last), 900, KNOWN))
+    assert only(ReadProbe, rig.tick(5)).incarnation == "p2.x"
+    effects = rig.tick(4)
+    assert not [each for each in effects if isinstance(each, TellSender) and each.incarnation == "p2.x"]
+    assert result(rig.tick()).fault is ProbeFault.TIMED_OUT
+
+
 def test_a_sender_has_one_read_at_most(rig: Rig) -> None:
     late = rig.start()
     rig.tick(5)

@@ -1,15 +1,16 @@
-"""Remembers which probes failed: the latest failure of each peer. Pure: a clock goes in."""
+"""Remembers which probes failed: the latest failure of each peer. Counts how probes ended. Pure: a clock goes in."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-
-from cachetools import FIFOCache
 
 from baton.clock import Clock
 from baton.messages.node_report import FailedProbe, ProbeFault
 
-_MAX_PEERS = 64
+MAX_SHOWN = 64
+"""The number of failed probes that operators are shown."""
+_MAX_OUTCOMES = 1024
 _MAX_NAME_CHARS = 128
 MAX_DETAIL_CHARS = 1024
 """The text may come from a peer and goes to routers, so its length is bounded."""
@@ -25,21 +26,29 @@ class _Failure:
 
 
 class FailedProbes:
-    """The failed probes of one node, by the peer's incarnation; of too many, the oldest is forgotten."""
+    """The failed probes of one node, by the peer's incarnation."""
 
-    def __init__(self, clock: Clock, kept_s: float | None = None) -> None:
-        """`kept_s`: a failure that is not repeated for so long is forgotten; None: none is."""
+    def __init__(self, clock: Clock, kept_s: float | None = None, max_kept: int | None = None) -> None:
+        """`kept_s`: a failure that is not repeated for so long is not shown any more; None: each is.
+
+        `max_kept`: of more failures than these, the one that was not repeated for the longest time is forgotten; None:
+        the owner forgets the peers that are gone.
+        """
         self._clock = clock
         self._kept_s = kept_s
-        self._latest: FIFOCache[str, _Failure] = FIFOCache(_MAX_PEERS)
+        self._max_kept = max_kept
+        self._latest: dict[str, _Failure] = {}
+        """The latest failure of each peer, by incarnation, in the order in which they began to fail."""
 
     def failed(self, incarnation: str, peer: str, fault: ProbeFault, detail: str) -> int:
         """A probe with this incarnation of the node `peer` failed. Returns how many have in a row."""
         peer = peer[:_MAX_NAME_CHARS]
-        before = self._latest.pop(incarnation, None)
+        before = self._latest.get(incarnation)
         count = before.count + 1 if before is not None else 1
         self._forget_older(incarnation, peer)
         self._latest[incarnation] = _Failure(peer, fault, detail[:MAX_DETAIL_CHARS], self._clock.monotonic(), count)
+        if self._max_kept is not None and len(self._latest) > self._max_kept:
+            self.forget(min(self._latest, key=lambda name: self._latest[name].at))
         return count
 
     def passed(self, incarnation: str, peer: str) -> None:
@@ -56,16 +65,24 @@ class FailedProbes:
         failure = self._latest.get(incarnation)
         return failure.detail if failure is not None else None
 
-    def latest(self) -> list[FailedProbe]:
-        """The latest failure of each peer, latest first; ages in seconds."""
+    def shown(self) -> list[FailedProbe]:
+        """The latest failure of each peer, of at most MAX_SHOWN; that which began to fail first comes first. Ages in
+        seconds."""
         now = self._clock.monotonic()
         failed = [
             FailedProbe(each.peer, each.fault, each.detail, now - each.at, each.count)
-            for each in reversed([*self._latest.values()])
+            for each in self._latest.values()
+            if self._kept_s is None or now - each.at < self._kept_s
         ]
-        return [each for each in failed if self._kept_s is None or each.age_s < self._kept_s]
+        return failed[:MAX_SHOWN]
 
     def _forget_older(self, incarnation: str, peer: str) -> None:
         """Forget earlier incarnations of a node: they are gone."""
         for other in [name for name, each in self._latest.items() if each.peer == peer and name != incarnation]:
             self.forget(other)
+
+
+def count_outcome(outcomes: Counter[tuple[str, str]], peer: str, outcome: str) -> None:
+    """Count how a probe with a peer ended. Peers name themselves, so of too many names the rest is counted as one."""
+    is_known = (peer, outcome) in outcomes or len(outcomes) < _MAX_OUTCOMES
+    outcomes[peer if is_known else "others", outcome] += 1

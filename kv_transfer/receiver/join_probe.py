@@ -31,7 +31,7 @@ from baton.errors import TransferCause, TransferFailed
 from baton.machine import Machine
 from baton.messages.node import KVSource
 from baton.messages.node_report import FailedProbe, ProbeFault
-from kv_transfer.link.failed_probes import FailedProbes
+from kv_transfer.link.failed_probes import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
@@ -157,6 +157,7 @@ class JoinProbes:
         self._late_reads: dict[int, _Probe] = {}
         """Reads that still run though their probe has failed, by id."""
         self._failed = FailedProbes(clock)
+        """The failures of senders that live: `link_lost` and `sender_dropped` forget the others."""
         self._again: dict[str, tuple[KVSource, float]] = {}
         """When to probe each failed sender again, by incarnation."""
         self._last_number = 0
@@ -277,7 +278,7 @@ class JoinProbes:
         count = self._failed.failed(incarnation, source.node_id, fault, told)
         pause_s = min(self._times.first_pause_s * 2.0 ** (count - 1), self._times.max_pause_s)
         self._again[incarnation] = (source, self._clock.monotonic() + pause_s)
-        self.outcomes[source.node_id, fault.value] += 1
+        count_outcome(self.outcomes, source.node_id, fault.value)
         return [ReportFailure(told, count), *self._start_waiting()]
 
     def sender_dropped(self, incarnation: str) -> None:
@@ -331,8 +332,8 @@ class JoinProbes:
         return None if detail is None else TransferFailed(TransferCause.PROBE_FAILED, detail)
 
     def failures(self) -> list[FailedProbe]:
-        """The latest failure of each sender, latest first."""
-        return self._failed.latest()
+        """The latest failure of each sender; that which began to fail first comes first."""
+        return self._failed.shown()
 
     @property
     def awaits_digest(self) -> bool:
@@ -403,7 +404,7 @@ class JoinProbes:
         self._proven.add(incarnation)
         self._failed.passed(incarnation, node_id)
         self._again.pop(incarnation, None)
-        self.outcomes[node_id, "passed"] += 1
+        count_outcome(self.outcomes, node_id, "passed")
         told = TellSender(incarnation, ProbeResult(probe.number, probe.digest))
         return [told, PairProven(incarnation), *self._start_waiting()]
 

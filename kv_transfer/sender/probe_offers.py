@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.messages.node_report import FailedProbe, ProbeFault
-from kv_transfer.link.failed_probes import MAX_DETAIL_CHARS, FailedProbes
+from kv_transfer.link.failed_probes import MAX_DETAIL_CHARS, FailedProbes, count_outcome
 from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.sender.lease_values import TellReader
 
-_MAX_OUTCOMES = 1024
+_MAX_FAILURES = 1024
+"""Readers name themselves, so the number of failures that are kept is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class ProbeOffers:
         self._is_filling = False
         self._digest = 0
         """Digest of the latest bytes, once the block is filled with them."""
-        self._failed = FailedProbes(clock, self._patience.kept_s)
+        self._failed = FailedProbes(clock, self._patience.kept_s, _MAX_FAILURES)
         self.outcomes: Counter[tuple[str, str]] = Counter()
         """Probes that ended, by reader and outcome: "passed", or the fault."""
         self.counters: Counter[str] = Counter()
@@ -163,7 +164,7 @@ class ProbeOffers:
             return self._fail(link, ProbeFault.WRONG_BYTES, words)
         del self._readers[link]
         self._failed.passed(reader.incarnation, reader.node_id)
-        self._count(reader, "passed")
+        count_outcome(self.outcomes, reader.node_id, "passed")
         return []
 
     def link_closed(self, link: int) -> None:
@@ -186,8 +187,8 @@ class ProbeOffers:
             del self._readers[link]
 
     def failures(self) -> list[FailedProbe]:
-        """The latest failure of each reader, latest first."""
-        return self._failed.latest()
+        """The latest failure of each reader; that which began to fail first comes first."""
+        return self._failed.shown()
 
     def _tell(self, link: int, reader: _Reader, block: int) -> TellReader:
         reader.told_digest = self._digest
@@ -196,10 +197,5 @@ class ProbeOffers:
     def _fail(self, link: int, fault: ProbeFault, detail: str) -> list[OfferEffect]:
         reader, detail = self._readers.pop(link), detail[:MAX_DETAIL_CHARS]
         self._failed.failed(reader.incarnation, reader.node_id, fault, detail)
-        self._count(reader, fault.value)
+        count_outcome(self.outcomes, reader.node_id, fault.value)
         return [FailLink(link, detail)]
-
-    def _count(self, reader: _Reader, outcome: str) -> None:
-        # Readers name themselves, so the number of names is bounded.
-        is_known = (reader.node_id, outcome) in self.outcomes or len(self.outcomes) < _MAX_OUTCOMES
-        self.outcomes[reader.node_id if is_known else "others", outcome] += 1

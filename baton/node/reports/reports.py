@@ -65,10 +65,15 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
 
 
 def handoff_notice(refused_links: Sequence[RefusedLink], failed_probes: Sequence[FailedProbe]) -> str:
-    """The latest failed probe, which stands until one passes; else why the latest link was refused, if that was in the
-    last minutes; otherwise empty."""
-    for probe in failed_probes:
-        return f"{KV_PROBE_FAILED}: {probe.detail}"
+    """The first of the failed probes and the number of the others; if there are none, why the latest link was refused,
+    if that was in the last minutes; otherwise empty.
+
+    Each new text is an event of the cluster. So this one stays the same while several pairs fail by turns.
+    """
+    if failed_probes:
+        others = len(failed_probes) - 1
+        more = f" (and {others} more pair{'s' if others > 1 else ''})" if others else ""
+        return f"{KV_PROBE_FAILED}: {failed_probes[0].detail}{more}"
     return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
 
 

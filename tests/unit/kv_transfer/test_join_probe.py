@@ -297,9 +297,9 @@ def test_a_data_port_that_is_refused_while_the_link_lives_is_a_failure(rig: Rig)
 # After a failure.
 
 
-def fail(rig: Rig, source: KVSource = P0) -> None:
+def fail(rig: Rig, source: KVSource = P0) -> list[ProbeEffect]:
     rig.end(rig.start(source), OTHER)
-    rig.sender_ends_link(source)
+    return rig.sender_ends_link(source)
 
 
 def test_a_pair_is_probed_again_after_pauses_that_double(rig: Rig) -> None:
@@ -333,6 +333,19 @@ def test_a_condition_goes_with_its_sender(rig: Rig) -> None:
     fail(rig, P1)
     rig.end(rig.start(replace(P1, incarnation="p1.y")))
     assert rig.probes.failures() == []
+
+
+def test_no_count_and_no_pause_is_lost_however_many_senders_fail(rig: Rig) -> None:
+    sources = [KVSource(f"p{number}", f"p{number}.x", "h:1") for number in range(70)]
+    for _ in range(2):
+        for source in sources:
+            fail(rig, source)
+    assert all(rig.probes.objection(source.incarnation) is not None for source in sources)
+    # The third pause is four seconds for each of them.
+    assert [only(ReportFailure, fail(rig, source)).count for source in sources] == [3] * 70
+    assert rig.probes.next_tick_s() == 4.0
+    # Operators are shown a bounded number of them.
+    assert [failed.peer for failed in rig.probes.failures()] == [source.node_id for source in sources[:64]]
 
 
 # Reads that outlive their probes, and several probes at once.

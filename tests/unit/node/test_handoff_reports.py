@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,11 @@ from baton.messages.node_report import (
     ProbeFault,
     RefusedLink,
 )
+from baton.node.reports.reports import handoff_notice
 from baton.observe.metrics import Distribution, Figure, declared_figures
 from baton.testing.fake_clock import FakeClock
 from kv_transfer.figures import failure_figures, probe_figures, read_figures, transfer_figures
-from kv_transfer.link.failed_probes import FailedProbes
+from kv_transfer.link.failed_probes import FailedProbes, count_outcome
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
 from kv_transfer.link.refused_links import RefusedLinks
 from kv_transfer.receiver.read_histograms import ReadHistograms
@@ -136,7 +138,7 @@ def test_refusals_are_bounded_in_number_and_length(clock: FakeClock) -> None:
     assert all(len(link.story) <= 1024 for link in kept)
 
 
-def test_the_latest_failed_probe_of_each_peer_is_kept_until_one_passes(clock: FakeClock) -> None:
+def test_the_latest_failure_of_each_peer_is_kept_until_a_probe_passes(clock: FakeClock) -> None:
     probes = FailedProbes(clock)
     assert probes.failed("p0.x", "p0", ProbeFault.TIMED_OUT, "first") == 1
     clock.advance(2)
@@ -145,24 +147,54 @@ def test_the_latest_failed_probe_of_each_peer_is_kept_until_one_passes(clock: Fa
     clock.advance(1)
     of_p0 = FailedProbe("p0", ProbeFault.READ_FAILED, "second", 1.0, 2)
     of_p1 = FailedProbe("p1", ProbeFault.WRONG_BYTES, "other bytes", 1.0, 1)
-    assert probes.latest() == [of_p0, of_p1]
+    # The one that began to fail first comes first.
+    assert probes.shown() == [of_p0, of_p1]
     assert probes.detail("p0.x") == "second"
     # Another incarnation of a node says that the one before is gone.
     probes.failed("p0.y", "p0", ProbeFault.TIMED_OUT, "anew")
-    assert [each.count for each in probes.latest()] == [1, 1]
+    assert [each.count for each in probes.shown()] == [1, 1]
     probes.passed("p0.z", "p0")
     probes.forget("p9.x")
-    assert probes.latest() == [of_p1]
+    assert probes.shown() == [of_p1]
 
 
 def test_failed_probes_are_bounded_in_number_length_and_time(clock: FakeClock) -> None:
-    probes = FailedProbes(clock, kept_s=60.0)
-    for number in range(100):
+    probes = FailedProbes(clock, kept_s=60.0, max_kept=100)
+    for number in range(101):
         probes.failed(f"p{number}.x", f"p{number}", ProbeFault.TIMED_OUT, "x" * 1_000_000)
-    assert [probe.peer for probe in probes.latest()] == [f"p{number}" for number in range(99, 35, -1)]
-    assert all(len(probe.detail) <= 1024 for probe in probes.latest())
+        clock.advance(0.125)
+    assert [probe.peer for probe in probes.shown()] == [f"p{number}" for number in range(1, 65)]
+    assert (probes.detail("p0.x"), probes.detail("p100.x")) == (None, "x" * 1024)
+    # The failure that was not repeated for the longest time is forgotten.
+    probes.failed("p1.x", "p1", ProbeFault.TIMED_OUT, "again")
+    probes.failed("p101.x", "p101", ProbeFault.TIMED_OUT, "anew")
+    assert (probes.detail("p1.x"), probes.detail("p2.x")) == ("again", None)
     clock.advance(60)
-    assert probes.latest() == []
+    assert probes.shown() == []
+
+
+def test_the_notice_of_failed_probes_stays_the_same_while_pairs_fail_by_turns(clock: FakeClock) -> None:
+    probes, notices = FailedProbes(clock), []
+    for number in range(3):
+        probes.failed(f"p{number}.x", f"p{number}", ProbeFault.TIMED_OUT, f"d0 could not read p{number}")
+        notices.append(handoff_notice((), probes.shown()))
+    for number in (0, 1, 2, 1, 0):
+        clock.advance(1.0)
+        probes.failed(f"p{number}.x", f"p{number}", ProbeFault.TIMED_OUT, f"d0 could not read p{number}")
+        notices.append(handoff_notice((), probes.shown()))
+    assert list(dict.fromkeys(notices)) == [
+        "KvProbeFailed: d0 could not read p0",
+        "KvProbeFailed: d0 could not read p0 (and 1 more pair)",
+        "KvProbeFailed: d0 could not read p0 (and 2 more pairs)",
+    ]
+
+
+def test_outcomes_are_counted_for_a_bounded_number_of_names() -> None:
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for number in range(2000):
+        count_outcome(outcomes, f"p{number}", "passed")
+    count_outcome(outcomes, "p7", "passed")
+    assert (outcomes["p7", "passed"], outcomes["others", "passed"], len(outcomes)) == (2, 976, 1025)
 
 
 def test_probe_metrics_have_every_outcome_and_every_standing_failure() -> None:

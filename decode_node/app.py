@@ -64,7 +64,9 @@ class DecodeRole:
             is_running=partial(is_running, dialer=context.dialer),
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
-        self._senders = KnownSenders(KVFormat.of(runner.model, runner.layout, protocol), self.intake.meet)
+        self._senders = KnownSenders(
+            KVFormat.of(runner.model, runner.layout, protocol), self.intake.meet, self.intake.part
+        )
         self._membership = context.membership
         self._watch = current_watch.get()
         self._following: asyncio.Task[None] | None = None
@@ -110,7 +112,7 @@ class DecodeRole:
             *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
             *failure_figures(self.intake.book.failures),
             *read_figures(self.intake.book.read_histograms),
-            *handshake_figures(self.intake.handshakes),
+            *handshake_figures(self.intake.links.handshakes),
             *transfer_figures(self.intake.report()),
             *probe_figures(self.intake.probes.outcomes, self.intake.failed_probes()),
         ]

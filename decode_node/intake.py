@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
@@ -34,10 +34,10 @@ from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource, Leg
 from baton.messages.node_report import FailedProbe, HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
-from baton.observe.metrics import Histogram
 from baton.wire.credentials import PLAINTEXT_DIALER
 from decode_node.absent_senders import AbsentSenders
 from decode_node.pair_prober import PairProber
+from decode_node.sender_links import SenderLinks
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
@@ -49,7 +49,6 @@ from kv_transfer.link.link_messages import (
     PartConfirmed,
     ProbeReady,
     ReadConfirmed,
-    ReaderMessage,
     SenderMessage,
     request_of,
 )
@@ -85,14 +84,9 @@ from kv_transfer.receiver.transfer_values import (
     TransferStats,
 )
 
-HANDSHAKE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-
 _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
 """Number of transfers whose statistics are kept."""
-_REOPEN_S = 1.0
-_MAX_REOPEN_S = 60.0
-"""The pause before a link is reopened, in seconds, doubles from _REOPEN_S up to this value while reopening fails."""
 
 
 class Intake:
@@ -142,24 +136,19 @@ class Intake:
         )
         self._refused = RefusedLinks(clock)
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
-        self._links: dict[str, LinkClient] = {}
+        self.links = SenderLinks(self._new_link, self._reopen, clock)
+        self._met: set[str] = set()
+        """Incarnations of senders that were met and have not left."""
         self.probes = JoinProbes(identity.node_id, identity.incarnation, clock, probe_times)
         self._prober = PairProber(
             self.probes,
             self.mover,
-            tell=self._tell,
+            tell=self.links.tell,
             proven=self._proven,
-            end_link=self._cut_link,
+            end_link=self.links.cut,
             open_link=lambda source: self._carry_out(self._book.open(source)),
         )
         self._absent = AbsentSenders(self._drop_sender, probe_port)
-        self._reopen_timers: dict[str, asyncio.TimerHandle] = {}
-        self._failed_reopens: Counter[str] = Counter()
-        """How often in a row a link was reopened without success, by incarnation."""
-        self._opened_at: dict[str, float] = {}
-        """When each link was opened whose sender may not be used yet, by incarnation."""
-        self.handshakes: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(HANDSHAKE_BUCKETS_S))
-        """Seconds from opening a link until the sender could be used, by sender."""
         self._num_blocks: dict[str, int] = {}
         """Size of each linked sender's pool in blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
@@ -179,11 +168,7 @@ class Intake:
         """End the links and the agent. Transfers that are not over are not reported any more."""
         self._stopped = True
         self._prober.stop()
-        for timer in self._reopen_timers.values():
-            timer.cancel()
-        links, self._links = list(self._links.values()), {}
-        for link in links:
-            await link.close()
+        await self.links.close()
         if self._mover_watch is not None:
             self._mover_watch.cancel()
             await asyncio.gather(self._mover_watch, return_exceptions=True)
@@ -191,9 +176,15 @@ class Intake:
         await asyncio.to_thread(self.mover.stop)
 
     def meet(self, source: KVSource) -> None:
-        """Open a link to a sender and probe it, before any request needs it. Does nothing if it has a link."""
+        """Open a link to a sender that joined the cluster and probe it, before any request needs it. Until `part`, the
+        link is opened again whenever it has ended."""
+        self._met.add(source.incarnation)
         if self.probes.objection(source.incarnation) is None:
             self._carry_out(self._book.open(source))
+
+    def part(self, incarnation: str) -> None:
+        """Note that a sender has left the cluster. Its link is kept as long as the sender keeps it."""
+        self._met.discard(incarnation)
 
     # Called for the engine, on the event loop.
 
@@ -241,8 +232,8 @@ class Intake:
                 num_probe_blocks=welcome.num_probe_blocks,
             )
         )
-        if (link := self._links.get(welcome.incarnation)) is not None:
-            self._prober.carry_out(self.probes.link_up(link.source))
+        if (source := self.links.source(welcome.incarnation)) is not None:
+            self._prober.carry_out(self.probes.link_up(source))
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
         step, request_id = type(message).__name__, request_of(message)
@@ -257,15 +248,16 @@ class Intake:
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
         self._ended_log.happened("link to %s ended: %s", incarnation, error)
-        link = self._links.pop(incarnation, None)
-        self._opened_at.pop(incarnation, None)
+        source = self.links.ended(incarnation)
         was_up = self._num_blocks.pop(incarnation, None) is not None
-        if link is not None:
-            self._refused.link_ended(link.source.node_id, error.cause, error.detail)
+        if source is not None:
+            self._refused.link_ended(source.node_id, error.cause, error.detail)
             if was_up and not self._stopped:
-                self._absent.link_ended(link.source)
-            self._prober.carry_out(self.probes.link_lost(link.source, error.cause, error.detail))
+                self._absent.link_ended(source)
+            self._prober.carry_out(self.probes.link_lost(source, error.cause, error.detail))
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.detail))
+        if source is not None and self._is_wanted(source) and not self._stopped:
+            self.links.reopen_later(source)
 
     # For the node.
 
@@ -304,7 +296,7 @@ class Intake:
 
     @property
     def num_links(self) -> int:
-        return len(self._links)
+        return len(self.links)
 
     # Called for the mover.
 
@@ -325,7 +317,7 @@ class Intake:
         failpoint(type(event).__name__)
         match event:
             case Connected(incarnation):
-                self._failed_reopens.pop(incarnation, None)
+                self.links.connected(incarnation)
                 # If the link has ended meanwhile, nothing waits for this memory.
                 if incarnation in self._num_blocks:
                     self._prober.carry_out(self.probes.connected(incarnation))
@@ -343,29 +335,17 @@ class Intake:
 
     def _proven(self, incarnation: str) -> None:
         """Use a sender for requests: known bytes were read from its memory."""
-        opened_at, link = self._opened_at.pop(incarnation, None), self._links.get(incarnation)
-        if opened_at is not None and link is not None:
-            self.handshakes[link.source.node_id].observe(self._clock.monotonic() - opened_at)
+        self.links.proven(incarnation)
         self._carry_out(self._book.peer_ready(incarnation, self._num_blocks[incarnation]))
 
     # Links, and carrying out what the book says.
-
-    def _cut_link(self, incarnation: str, error: TransferFailed) -> None:
-        link = self._links.get(incarnation)
-        if link is not None:
-            link.cut(error)
-
-    def _tell(self, incarnation: str, message: ReaderMessage) -> None:
-        if (link := self._links.get(incarnation)) is not None:
-            link.send(message)
 
     def _drop_sender(self, incarnation: str) -> None:
         self.mover.disconnect(incarnation)
         self.probes.sender_dropped(incarnation)
 
-    def _open(self, source: KVSource) -> None:
-        self._opened_at[source.incarnation] = self._clock.monotonic()
-        self._links[source.incarnation] = LinkClient(
+    def _new_link(self, source: KVSource) -> LinkClient:
+        return LinkClient(
             self._identity,
             source,
             self,
@@ -374,24 +354,15 @@ class Intake:
             is_running=self._is_running,
         )
 
-    def _reopen_later(self, source: KVSource) -> None:
-        """Open a link again for reads that are still running after its end, after a pause that doubles while opening
-        fails."""
-        incarnation = source.incarnation
+    def _is_wanted(self, source: KVSource) -> bool:
+        """Whether there is to be a link though nothing needs it now. After a failed probe, the probes open it."""
+        return source.incarnation in self._met and self.probes.objection(source.incarnation) is None
 
-        def reopen() -> None:
-            del self._reopen_timers[incarnation]
-            effects = self._book.reopen(source)
-            if not effects:
-                # The reads have ended, or the link has been opened again.
-                self._failed_reopens.pop(incarnation, None)
-            self._carry_out(effects)
-
-        if incarnation not in self._reopen_timers:
-            pause_s = min(_REOPEN_S * 2.0 ** self._failed_reopens[incarnation], _MAX_REOPEN_S)
-            self._failed_reopens[incarnation] += 1
-            guarded = self._watch.guarded(reopen, "reopen-link")
-            self._reopen_timers[incarnation] = asyncio.get_running_loop().call_later(pause_s, guarded)
+    def _reopen(self, source: KVSource) -> bool:
+        """Open a link again if reads are still running after its end, or the sender is still in the cluster."""
+        effects = self._book.open(source) if self._is_wanted(source) else self._book.reopen(source)
+        self._carry_out(effects)
+        return bool(effects)
 
     def _carry_out(self, effects: Iterable[TransferEffect]) -> None:
         if self._stopped:
@@ -399,17 +370,17 @@ class Intake:
         for effect in effects:
             match effect:
                 case OpenLink(source):
-                    self._open(source)
+                    self.links.open(source)
                 case ReopenLink(source):
-                    self._reopen_later(source)
+                    self.links.reopen_later(source)
                 case TellSender(incarnation, message):
-                    self._tell(incarnation, message)
+                    self.links.tell(incarnation, message)
                 case StartRead(read_id, incarnation, ranges, to_digest):
                     self.mover.read(read_id, incarnation, ranges, to_digest)
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):
-                    self._cut_link(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
+                    self.links.cut(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
                 case MayPlan(attempt):

@@ -37,10 +37,11 @@ class KVFormat:
 class KnownSenders:
     """The prefill nodes in the registry that a decode node can read from."""
 
-    def __init__(self, kv_format: KVFormat, meet: Callable[[KVSource], None]) -> None:
-        """`meet` is called once for each incarnation."""
+    def __init__(self, kv_format: KVFormat, meet: Callable[[KVSource], None], part: Callable[[str], None]) -> None:
+        """`meet` is called when an incarnation comes, and `part` when it has left."""
         self._format = kv_format
         self._meet = meet
+        self._part = part
         self._known: set[str] = set()
 
     async def follow(self, snapshots: AsyncIterator[Snapshot]) -> None:
@@ -54,4 +55,7 @@ class KnownSenders:
         for record in fitting:
             if record.incarnation not in self._known:
                 self._meet(KVSource(record.name, record.incarnation, record.address))
-        self._known = {record.incarnation for record in fitting}
+        known = {record.incarnation for record in fitting}
+        for incarnation in self._known - known:
+            self._part(incarnation)
+        self._known = known

@@ -266,7 +266,7 @@ class JoinProbes:
         if not (is_failed or cause is TransferCause.PROBE_FAILED) or (
             probe is not None and probe.may_be_gone and cause is TransferCause.PEER_GONE
         ):
-            # It is gone, or can't be told from one that is; should it be back, it is probed with the next request.
+            # It is gone, or can't be told from one that is; should it be back, it is probed with the next link.
             self._failed.forget(incarnation)
             self._again.pop(incarnation, None)
             return self._start_waiting()

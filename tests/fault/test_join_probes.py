@@ -128,6 +128,25 @@ def test_a_stopped_node_is_a_lost_one_and_no_failed_probe() -> None:
     run_virtually(main())
 
 
+def test_a_link_that_was_lost_is_opened_again_without_a_request() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
+            stopped = await cluster.start("prefill-1")
+            await cluster.wait_until_joined()
+            probes = intake(cluster).probes
+            cluster.stop(stopped)
+            await asyncio.sleep(FAILED_WITHIN_S)
+            assert probes.state(stopped.incarnation) is None
+            cluster.resume(stopped)
+            await asyncio.sleep(BACK_WITHIN_S)
+            # It has a link, and no other probe: one of two incarnations is enough.
+            assert probes.state(stopped.incarnation) is not None
+            assert probes.outcomes["prefill-1", "passed"] == 1
+            await cluster.wait_until_whole()
+
+    run_virtually(main())
+
+
 def test_without_another_pair_the_error_says_why() -> None:
     async def main() -> None:
         limits = replace(LIMITS, meets_senders=False, on_transfer_failure="fail")

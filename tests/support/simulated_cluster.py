@@ -305,7 +305,7 @@ class SimulatedNode:
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         kv_format = KVFormat.of(self.runner.model, self.runner.layout, identity.protocol)
-        self.senders = KnownSenders(kv_format, self._meet)
+        self.senders = KnownSenders(kv_format, self._meet, self._part)
         self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)
         core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
@@ -392,6 +392,10 @@ class SimulatedNode:
     def _meet(self, source: KVSource) -> None:
         if isinstance(self.half, Intake) and self._cluster.limits.meets_senders:
             self.half.meet(source)
+
+    def _part(self, incarnation: str) -> None:
+        if isinstance(self.half, Intake):
+            self.half.part(incarnation)
 
     def _tell_engine(self, news: KVTransferOutput) -> None:
         self.driver.tell_transfer(news)

@@ -33,17 +33,20 @@ P1 = replace(P0, name="p1", incarnation="p1.x", address="h:2")
 
 def test_each_incarnation_is_met_once() -> None:
     met: list[KVSource] = []
-    senders = KnownSenders(FORMAT, met.append)
+    parted: list[str] = []
+    senders = KnownSenders(FORMAT, met.append, parted.append)
     senders.update({"p0": P0})
     senders.update({"p0": P0, "p1": P1})
     assert met == [KVSource("p0", "p0.x", "h:1"), KVSource("p1", "p1.x", "h:2")]
     restarted = replace(P0, incarnation="p0.y")
     senders.update({"p0": restarted, "p1": P1})
     assert met[2:] == [KVSource("p0", "p0.y", "h:1")]
+    assert parted == ["p0.x"]
     # One that left and is back is new.
     senders.update({"p0": restarted})
     senders.update({"p0": restarted, "p1": P1})
     assert met[3:] == [KVSource("p1", "p1.x", "h:2")]
+    assert parted == ["p0.x", "p1.x"]
 
 
 def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
@@ -58,7 +61,7 @@ def test_nodes_that_can_hand_over_nothing_are_not_met() -> None:
         # An older version does not say which it speaks.
         replace(P0, link_protocol=0),
     )
-    senders = KnownSenders(FORMAT, met.append)
+    senders = KnownSenders(FORMAT, met.append, lambda incarnation: None)
     for other in others:
         senders.update({"p0": other})
     assert met == []

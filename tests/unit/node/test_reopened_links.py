@@ -1,0 +1,67 @@
+"""Links to senders that were met: opened again while the sender is in the cluster, after pauses that double."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from baton.messages.node import KVSource
+from baton.testing.fake_mover import FakeMover
+from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
+from decode_node.intake import Intake
+from kv_transfer.layout import LinkIdentity
+from tests.support.handoff_rig import LAYOUT, new_memory
+from tests.support.virtual_time import LoopClock, run_virtually
+
+P0 = KVSource("p0", "p0.x", "h:1")
+
+
+def opened_at(play: Callable[[Intake], Awaitable[None]]) -> list[float]:
+    """Play a test in virtual time, in which no link opens; returns when each was tried, in seconds."""
+    tried: list[float] = []
+
+    async def main() -> None:
+        loop, clock, memory, fabric = asyncio.get_running_loop(), LoopClock(), new_memory(), FakeTransferFabric()
+        start = loop.time()
+
+        def refuse(address: str) -> grpc.aio.Channel:
+            tried.append(loop.time() - start)
+            raise OSError(f"nobody listens on {address}")
+
+        intake = Intake(
+            LinkIdentity("c", "d0", "d0.x", LAYOUT),
+            lambda deliver: FakeMover(lambda: FakeTransferBackend(fabric, "d0.x", memory), deliver, clock),
+            lambda news: None,
+            lambda name, attempt, value, detail: None,
+            loop.call_soon,
+            make_channel=refuse,
+            clock=clock,
+        )
+        await play(intake)
+        await intake.links.close()
+
+    run_virtually(main())
+    return tried
+
+
+def test_a_link_that_does_not_open_is_tried_again_after_pauses_that_double() -> None:
+    async def play(intake: Intake) -> None:
+        intake.meet(P0)
+        await asyncio.sleep(250.0)
+
+    assert opened_at(play) == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 123.0, 183.0, 243.0]
+
+
+def test_a_sender_that_has_left_the_cluster_is_not_tried_again() -> None:
+    async def play(intake: Intake) -> None:
+        intake.meet(P0)
+        await asyncio.sleep(5.0)
+        intake.part("p0.x")
+        await asyncio.sleep(250.0)
+        # One that is back begins with the shortest pause.
+        intake.meet(P0)
+        await asyncio.sleep(2.0)
+
+    assert opened_at(play) == [0.0, 1.0, 3.0, 255.0, 256.0]

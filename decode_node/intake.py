@@ -360,7 +360,9 @@ class Intake:
 
     def _reopen(self, source: KVSource) -> bool:
         """Open a link again if reads are still running after its end, or the sender is still in the cluster."""
-        effects = self._book.open(source) if self._is_wanted(source) else self._book.reopen(source)
+        effects = self._book.reopen(source)
+        if not effects and self._is_wanted(source):
+            effects = self._book.open(source)
         self._carry_out(effects)
         return bool(effects)
 

@@ -17,6 +17,7 @@ from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
+from kv_transfer.link.link_client import LinkClient
 from kv_transfer.mover.mover import STALL_S
 from kv_transfer.sender.lease_values import LeaseTimes
 from prefill_node.handoff import HandOff
@@ -442,9 +443,9 @@ class CountingIntake(Intake):
 
     num_opened = 0
 
-    def _open(self, source: KVSource) -> None:
+    def _new_link(self, source: KVSource) -> LinkClient:
         self.num_opened += 1
-        super()._open(source)
+        return super()._new_link(source)
 
 
 class CountingCluster(SimulatedCluster):

@@ -22,6 +22,9 @@ from kv_transfer.link.liveness import IsRunning, is_running
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _NODE_STOPS = "the node stops"
+_MAX_ID_CHARS = 128
+_MAX_ADDRESS_CHARS = 300
+"""What a reader says of itself is kept and shown, so its length is bounded. A host's name has at most 253 characters."""
 
 
 class LinkServerHandler(Protocol):
@@ -145,7 +148,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         if refused is not None:
             cause, detail = refused
             self.counters[f"refused_{cause.value}"] += 1
-            self._handler.link_refused(hello.node_id, cause, detail)
+            self._handler.link_refused(hello.node_id[:_MAX_ID_CHARS], cause, detail)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail, ((CAUSE_KEY, cause.value),))
         await context.write(write_welcome(self._welcome()))
         if self._closed:
@@ -157,6 +160,12 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         ours = self._identity
         if self._closed:
             return TransferCause.REFUSED, f"node {ours.node_id} stops"
+        # What comes after this repeats the ids.
+        for name in ("node_id", "incarnation", "peer_incarnation"):
+            if (length := len(getattr(hello, name))) > _MAX_ID_CHARS:
+                return TransferCause.REFUSED, f"the hello's {name} has {length} characters, not {_MAX_ID_CHARS} at most"
+        if len(hello.address) > _MAX_ADDRESS_CHARS:
+            return TransferCause.REFUSED, f"the address of {hello.node_id} is too long: {len(hello.address)} characters"
         if hello.protocol_version != ours.protocol:
             return (
                 TransferCause.REFUSED,
@@ -166,7 +175,8 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         if hello.cluster != ours.cluster:
             return (
                 TransferCause.REFUSED,
-                f"clusters differ: {ours.node_id} is in {ours.cluster!r}, {hello.node_id} in {hello.cluster!r}",
+                f"clusters differ: {ours.node_id} is in {ours.cluster!r}, "
+                f"{hello.node_id} in {hello.cluster[:_MAX_ID_CHARS]!r}",
             )
         if not hello.node_id or not hello.incarnation:
             return TransferCause.REFUSED, "the hello has no node id or no incarnation"

@@ -1,7 +1,9 @@
-"""A case of the sender's end of links that a real link can't time; the rest is in tests/contract/test_kv_link.py."""
+"""Cases of the sender's end of links that a real link can't time or send; the rest is in
+tests/contract/test_kv_link.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,6 +17,9 @@ from kv_transfer.link.link_messages import LinkHello, ReaderMessage
 from kv_transfer.link.link_server import LinkServer
 from tests.support.handoff_rig import LAYOUT
 
+HELLO = LinkHello(PROTOCOL_VERSION, "c", "d0", "d0.first", "p0.first", LAYOUT)
+MEMORY = PeerMemory("p0.first", b"", 0, 1, 64, "DRAM", 0)
+
 
 class _Aborted(Exception):
     pass
@@ -25,8 +30,8 @@ class _WelcomeTakesAWhile:
 
     server: LinkServer
 
-    def __init__(self) -> None:
-        self._said = iter([write_hello(LinkHello(PROTOCOL_VERSION, "c", "d0", "d0.first", "p0.first", LAYOUT))])
+    def __init__(self, hello: LinkHello = HELLO) -> None:
+        self._said = iter([write_hello(hello)])
 
     async def read(self) -> Any:
         return next(self._said, grpc.aio.EOF)  # type: ignore[attr-defined]  # the stubs lack it
@@ -41,11 +46,13 @@ class _WelcomeTakesAWhile:
 class _Handler:
     def __init__(self) -> None:
         self.opened: list[str] = []
+        self.refused: list[tuple[str, TransferCause]] = []
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
         self.opened.append(incarnation)
 
-    def link_refused(self, node_id: str, cause: TransferCause, detail: str) -> None: ...
+    def link_refused(self, node_id: str, cause: TransferCause, detail: str) -> None:
+        self.refused.append((node_id, cause))
 
     def link_received(self, link: int, message: ReaderMessage) -> None: ...
 
@@ -54,9 +61,31 @@ class _Handler:
 
 async def test_a_link_in_its_handshake_when_the_node_stops_is_not_opened() -> None:
     handler, call = _Handler(), _WelcomeTakesAWhile()
-    memory = PeerMemory("p0.first", b"", 0, 1, 64, "DRAM", 0)
-    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), memory, handler)
+    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
     with pytest.raises(_Aborted, match="UNAVAILABLE the node stops"):
         await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert not handler.opened
     assert call.server.num_links == 0
+
+
+@pytest.mark.parametrize("name", ["node_id", "incarnation", "peer_incarnation", "address"])
+async def test_a_hello_with_a_name_that_is_too_long_is_refused_and_not_kept(name: str) -> None:
+    handler, call = _Handler(), _WelcomeTakesAWhile(replace(HELLO, **{name: "x" * 1_000_000}))
+    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    with pytest.raises(_Aborted, match=r"FAILED_PRECONDITION.* 1000000 characters") as refused:
+        await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
+    assert len(str(refused.value)) < 200
+    ((node_id, cause),) = handler.refused
+    assert len(node_id) <= 128
+    assert cause is TransferCause.REFUSED
+    assert not handler.opened
+
+
+async def test_a_hello_with_names_of_the_longest_length_opens_a_link() -> None:
+    hello = replace(HELLO, node_id="x" * 128, incarnation="y" * 128, address="z" * 300)
+    handler, call = _Handler(), _WelcomeTakesAWhile(hello)
+    call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    # It is welcomed, at which moment this server is closed.
+    with pytest.raises(_Aborted, match="UNAVAILABLE the node stops"):
+        await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
+    assert not handler.refused

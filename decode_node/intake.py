@@ -42,7 +42,7 @@ from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import LazyInbox
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
-from kv_transfer.link.link import HEARTBEAT_S
+from kv_transfer.link.link import HEARTBEAT_S, SPARED
 from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_messages import (
     LinkWelcome,
@@ -147,6 +147,9 @@ class Intake:
             proven=self._proven,
             end_link=self.links.cut,
             open_link=lambda source: self._carry_out(self._book.open(source)),
+            refuse=lambda incarnation, error: self._carry_out(
+                self._book.refuse_waiting(incarnation, error.cause, error.detail)
+            ),
         )
         self._absent = AbsentSenders(self._drop_sender, probe_port)
         self._num_blocks: dict[str, int] = {}
@@ -240,6 +243,8 @@ class Intake:
         failpoint(step, request_id)
         if isinstance(message, ProbeReady):
             self._prober.carry_out(self.probes.received(incarnation, message))
+        elif message == SPARED:
+            self.probes.spared(incarnation)
         else:
             self._carry_out(self._book.received(incarnation, message))
         if isinstance(message, (PartConfirmed, ReadConfirmed)):

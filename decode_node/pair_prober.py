@@ -31,6 +31,7 @@ from kv_transfer.receiver.join_probe import (
     ProbeAgain,
     ProbeEffect,
     ReadProbe,
+    RefuseWaiting,
     ReportFailure,
 )
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
@@ -49,9 +50,11 @@ class PairProber:
         proven: Callable[[str], None],
         end_link: Callable[[str, TransferFailed], None],
         open_link: Callable[[KVSource], None],
+        refuse: Callable[[str, TransferFailed], None],
     ) -> None:
         """`tell` sends a message on the link to an incarnation. `proven` is called when an incarnation may be used.
-        `end_link` ends a link with an error; `open_link` opens one, unless there is one.
+        `end_link` ends a link with an error; `open_link` opens one, unless there is one. `refuse` refuses
+        the requests that wait for an incarnation.
         """
         self.probes = probes
         self._mover = mover
@@ -59,6 +62,7 @@ class PairProber:
         self._proven = proven
         self._end_link = end_link
         self._open_link = open_link
+        self._refuse = refuse
         self._watch = current_watch.get()
         self._log = LimitedLog(_log)
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +117,8 @@ class PairProber:
                     self._proven(incarnation)
                 case EndLink(incarnation, error):
                     self._end_link(incarnation, error)
+                case RefuseWaiting(incarnation, error):
+                    self._refuse(incarnation, error)
                 case ProbeAgain(source):
                     self._open_link(source)
                 case ReportFailure(detail, count):

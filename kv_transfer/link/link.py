@@ -24,6 +24,8 @@ HEARTBEAT_S = 1.0
 MISSED_HEARTBEATS = 3
 MAX_SPARED = 10
 """How often in a row a silent peer is spared because its process runs: a loop that hangs for good must be lost, too."""
+SPARED = Heartbeat(0)
+"""What a link receives instead of the heartbeats of a peer that is spared; those of peers are numbered from 1."""
 HANDSHAKE_S = 5.0
 """How long either end waits for the other's first message."""
 CAUSE_KEY = "baton-transfer-cause"
@@ -127,7 +129,7 @@ class LinkStream(Generic[Out, In]):
         if not is_running or self._spares_left < 0:
             return False
         self._num_missed = 0
-        self._received(Heartbeat(0))
+        self._received(SPARED)
         return True
 
 

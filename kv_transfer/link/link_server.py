@@ -24,7 +24,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _NODE_STOPS = "the node stops"
 _MAX_ID_CHARS = 128
 _MAX_ADDRESS_CHARS = 300
-"""What a reader says of itself is kept and shown, so its length is bounded. A host's name has at most 253 characters."""
+"""What a reader says of itself is kept, so its length is bounded: a host's name has at most 253 characters."""
 
 
 class LinkServerHandler(Protocol):

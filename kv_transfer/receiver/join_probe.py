@@ -11,8 +11,11 @@ The rules that it keeps:
    others first, and it learns the digest alone. Both compare: the reader says what it read.
 4. Every wait is bounded while the link lives: a probe of which nothing is heard for `max_quiet_ticks` ticks has timed
    out. A tick counts for a probe that was waited for during the whole interval before it, and counts once however late
-   it is, so that a process that was itself stopped hears what came meanwhile before it judges. A dead or stopped sender
-   ends its link, which ends the probe and is no failure of it.
+   it is, so that a process that was itself stopped hears what came meanwhile before it judges. A sender whose loop is
+   busy counts as heard whenever its link spares it. A dead or stopped sender ends its link, which ends the probe and is
+   no failure of it. The wait for a probe block ends with the probes that have them: n senders whose bytes don't come
+   hold up the others for n divided by the number of blocks, times the time of a probe. Those that have failed before
+   come after the others, and requests don't wait for a block longer than for a probe: they are refused.
 5. A read that was started is never taken back. It may write to its probe block whenever it likes: that can make the
    probe fail that uses the block then, and none pass. A sender has one such read at most.
 6. After a failure both nodes show the condition, requests for the pair are refused at once, and the pair is probed
@@ -70,6 +73,14 @@ class EndLink:
 
 
 @dataclass(frozen=True, slots=True)
+class RefuseWaiting:
+    """Refuse the requests that wait for this sender; its link stays."""
+
+    incarnation: str
+    error: TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeAgain:
     """Open a link to this sender, unless there is one."""
 
@@ -84,7 +95,7 @@ class ReportFailure:
     count: int
 
 
-ProbeEffect = TellSender | ReadProbe | CancelRead | PairProven | EndLink | ProbeAgain | ReportFailure
+ProbeEffect = TellSender | ReadProbe | CancelRead | PairProven | EndLink | RefuseWaiting | ProbeAgain | ReportFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,8 @@ class ProbeTimes:
     """The interval between two ticks."""
     max_quiet_ticks: int = 5
     """A probe times out after so many ticks in which nothing was heard of it, like a handshake after HANDSHAKE_S."""
+    max_spared: int = 10
+    """How often a probe is spared whose sender is silent and runs, as often as a link is: MAX_SPARED."""
     first_pause_s: float = 1.0
     max_pause_s: float = 60.0
     """The pause before a pair is probed again doubles from `first_pause_s` up to this value."""
@@ -119,6 +132,7 @@ class _Probe:
     """Digest of what was read; None: not known yet."""
     is_read: bool = False
     quiet_ticks: int = 0
+    num_spared: int = 0
     next_tick_at: float = 0.0
     """From when on a tick counts for this probe, on the clock."""
     fault: ProbeFault | None = None
@@ -207,6 +221,13 @@ class JoinProbes:
         probe.remote_block, probe.known_digest = ready.block, ready.digest
         self._heard(probe)
         return self._start_waiting()
+
+    def spared(self, incarnation: str) -> None:
+        """The sender has sent nothing for some time, and its process runs: its event loop is busy."""
+        probe = self._probes.get(incarnation)
+        if probe is not None and probe.num_spared < self._times.max_spared:
+            probe.num_spared += 1
+            self._heard(probe)
 
     def filled(self, read_id: int, digest: int) -> list[ProbeEffect]:
         """The local block of a read was filled before it."""
@@ -312,8 +333,11 @@ class JoinProbes:
         if probe.state is ProbeState.FAILED:
             return [EndLink(probe.source.incarnation, TransferFailed(TransferCause.PROBE_FAILED, probe.detail))]
         probe.quiet_ticks += 1
-        if probe.quiet_ticks < self._times.max_quiet_ticks or self._waits_for_others(probe):
+        if probe.quiet_ticks < self._times.max_quiet_ticks:
             return []
+        if self._waits_for_others(probe):
+            objection = self.objection(probe.source.incarnation)
+            return [] if objection is None else [RefuseWaiting(probe.source.incarnation, objection)]
         what = {
             ProbeState.ASKED: "it did not provide them",
             ProbeState.WAITING: "an earlier read of them still runs"
@@ -327,8 +351,14 @@ class JoinProbes:
     # What others may know.
 
     def objection(self, incarnation: str) -> TransferFailed | None:
-        """Why requests get no KV from this sender: its last probe failed. None: they do, or wait for the first one."""
-        detail = self._failed.detail(incarnation)
+        """Why requests get no KV from this sender: its last probe failed, or can't begin. None: they do, or wait for
+        the first one."""
+        detail, probe = self._failed.detail(incarnation), self._probes.get(incarnation)
+        if detail is None and probe is not None and self._is_held_up(probe):
+            detail = (
+                f"{self._node_id} reads known bytes of other nodes, and has no probe block left for those of "
+                f"{probe.source.node_id} ({incarnation})"
+            )
         return None if detail is None else TransferFailed(TransferCause.PROBE_FAILED, detail)
 
     def failures(self) -> list[FailedProbe]:
@@ -365,13 +395,18 @@ class JoinProbes:
         """Whether all that it waits for is a probe block: those before it end soon, each by its own ticks."""
         return probe.state is ProbeState.WAITING and probe.is_connected and not self._has_late_read(probe)
 
+    def _is_held_up(self, probe: _Probe) -> bool:
+        """Whether it has waited for a probe block as long as a probe may take."""
+        return self._waits_for_others(probe) and probe.quiet_ticks >= self._times.max_quiet_ticks
+
     def _has_late_read(self, probe: _Probe) -> bool:
         return any(late.source.incarnation == probe.source.incarnation for late in self._late_reads.values())
 
     def _start_waiting(self) -> list[ProbeEffect]:
-        """Start every probe that can be read now, in the order in which their links came up."""
+        """Start every probe that can be read now, in the order in which their links came up; those of senders that have
+        failed come last."""
         effects: list[ProbeEffect] = []
-        for probe in list(self._probes.values()):
+        for probe in sorted(self._probes.values(), key=lambda p: self._failed.detail(p.source.incarnation) is not None):
             if probe.state is ProbeState.WAITING and probe.is_connected and not self._has_late_read(probe):
                 effects += self._start(probe)
         return effects

@@ -162,6 +162,11 @@ class TransferBook:
             return [OpenLink(plan.source)]
         return self._subscribe(transfer) if link.num_blocks is not None else []
 
+    def refuse_waiting(self, incarnation: str, cause: TransferCause, detail: str) -> list[TransferEffect]:
+        """The sender can't be used for some time: requests that wait for blocks fail, and its link stays."""
+        waiting = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
+        return [effect for attempt in waiting for effect in self._fail_expected(attempt, cause, detail)]
+
     def abandon(self, attempt: AttemptKey) -> list[TransferEffect]:
         """Nobody wants the attempt any more; the engine need not know yet. An unknown attempt changes nothing."""
         expected = self._expected.pop(attempt, None)
@@ -205,10 +210,7 @@ class TransferBook:
     def peer_lost(self, incarnation: str, cause: TransferCause, detail: str) -> list[TransferEffect]:
         """The link could not be opened, or it ended: every transfer that still needs its sender has failed."""
         self._links.pop(incarnation, None)
-        effects: list[TransferEffect] = []
-        for attempt, source in list(self._expected.items()):
-            if source.incarnation == incarnation:
-                effects += self._fail_expected(attempt, cause, detail)
+        effects = self.refuse_waiting(incarnation, cause, detail)
         for transfer in self._transfers_of(incarnation):
             # A transfer that its sender has confirmed waits for digests that are computed here, and for nothing else.
             if not transfer.is_quarantined and transfer.read_confirmed is None:

@@ -37,11 +37,13 @@ from kv_transfer.link.link_messages import (
     SenderMessage,
     Subscribe,
 )
+from kv_transfer.receiver.join_probe import ProbeTimes
 from kv_transfer.receiver.transfer_machine import TransferState
 from kv_transfer.sender.lease_machine import LeaseState
 from kv_transfer.sender.lease_values import LeaseTimes
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
+    HEARTBEAT_S,
     LAYOUT,
     NUM_BLOCKS,
     VOCAB_SIZE,
@@ -627,6 +629,8 @@ async def test_another_cluster_is_refused() -> None:
 class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
     """Welcomes a reader like a prefill node, and lets its probe pass; then sends what the test wants, no heartbeats."""
 
+    answers_probes = True
+
     def __init__(self, rig: HandoffRig, answers: Callable[[kv_link_pb2.OpenRequest], list[SenderMessage]]) -> None:
         self._answers = answers
         self._memory = memory = rig.sender.memory
@@ -640,7 +644,7 @@ class MisbehavingSender(kv_link_pb2_grpc.KvLinkServicer):
         await context.write(write_welcome(self._welcome))
         while isinstance(request := await context.read(), kv_link_pb2.OpenRequest):
             answers = self._answers(request)
-            if request.HasField("ask_probe"):
+            if request.HasField("ask_probe") and self.answers_probes:
                 digest = block_filler(self._memory)(NUM_BLOCKS, "known")
                 answers.append(ProbeReady(request.ask_probe.probe, NUM_BLOCKS, digest))
             for answer in answers:
@@ -697,6 +701,22 @@ async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: Han
     await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
     assert rig.receiver.recorder.probed_addresses == [source.address] * (MAX_SPARED + 1)
     await server.stop(None)
+
+
+async def test_a_silent_sender_whose_process_runs_is_lost_with_its_link_and_has_failed_no_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MisbehavingSender, "answers_probes", False)
+    # The link is lost later than a probe of which nothing is heard.
+    times = ProbeTimes(tick_s=HEARTBEAT_S, max_quiet_ticks=2 * MISSED_HEARTBEATS)
+    async with HandoffRig(probe_times=times) as rig:
+        source, server = await _misbehaving_source(rig, lambda request: [])
+        rig.receiver.recorder.is_peer_running = True
+        rig.receiver.intake.expect(ATTEMPT, source)
+        await rig.receiver.recorder.wait_until(lambda: KEY in rig.receiver.recorder.failed)
+        assert rig.receiver.recorder.failed[KEY].cause is TransferCause.PEER_GONE
+        assert not rig.receiver.intake.probes.outcomes
+        await server.stop(None)
 
 
 async def test_a_silent_reader_whose_process_runs_keeps_its_lease(rig: HandoffRig) -> None:

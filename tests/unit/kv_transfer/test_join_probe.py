@@ -23,6 +23,7 @@ from kv_transfer.receiver.join_probe import (
     ProbeEffect,
     ProbeTimes,
     ReadProbe,
+    RefuseWaiting,
     ReportFailure,
 )
 from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
@@ -286,6 +287,18 @@ def test_a_sender_that_dies_has_not_failed_its_probe(rig: Rig) -> None:
     assert rig.probes.failures() == []
 
 
+def test_a_sender_whose_event_loop_is_busy_is_given_time(rig: Rig) -> None:
+    rig.ask()
+    for _ in range(TIMES.max_spared):
+        assert rig.tick(4) == []
+        rig.probes.spared("p0.x")
+    assert rig.tick(4) == []
+    rig.probes.spared("p0.x")
+    rig.probes.spared("p9.x")
+    # It was spared often enough.
+    assert result(rig.tick()).fault is ProbeFault.TIMED_OUT
+
+
 def test_a_data_port_that_is_refused_while_the_link_lives_is_a_failure(rig: Rig) -> None:
     read = rig.start()
     rig.probes.read_failed(read.read_id, TransferCause.PEER_GONE, "disconnected")
@@ -371,6 +384,42 @@ def test_a_probe_that_begins_in_a_tick_has_the_whole_time_after_it(rig: Rig) -> 
     effects = rig.tick(4)
     assert not [each for each in effects if isinstance(each, TellSender) and each.incarnation == "p2.x"]
     assert result(rig.tick()).fault is ProbeFault.TIMED_OUT
+
+
+def test_requests_wait_for_a_probe_block_as_long_as_for_a_probe(rig: Rig) -> None:
+    def known(number: int) -> KVSource:
+        return KVSource(f"p{number}", f"p{number}.x", "h:1")
+
+    for number in range(6):
+        rig.probes.received(f"p{number}.x", ProbeReady(rig.ask(known(number)), 900, KNOWN))
+    # The bytes of the first ones, two at a time, don't come.
+    assert rig.tick(4) == []
+    assert rig.probes.objection("p5.x") is None
+    effects = rig.tick()
+    assert [each.incarnation for each in effects if isinstance(each, ReadProbe)] == ["p2.x", "p3.x"]
+    refused = [each for each in effects if isinstance(each, RefuseWaiting)]
+    assert [each.incarnation for each in refused] == ["p4.x", "p5.x"]
+    assert {each.error.cause for each in refused} == {TransferCause.PROBE_FAILED}
+    assert refused[1].error.detail == (
+        "d0 reads known bytes of other nodes, and has no probe block left for those of p5 (p5.x)"
+    )
+    assert str(rig.probes.objection("p5.x")) == str(refused[1].error)
+    # They have not failed, and requests wait for them as soon as they are read.
+    assert rig.probes.objection("p2.x") is None
+    effects = rig.tick(5)
+    assert [each.incarnation for each in effects if isinstance(each, ReadProbe)] == ["p4.x", "p5.x"]
+    assert rig.probes.objection("p5.x") is None
+
+
+def test_senders_that_have_failed_before_are_probed_after_the_others(rig: Rig) -> None:
+    fail(rig, P0)
+    rig.tick()
+    stuck = [KVSource(f"p{number}", f"p{number}.x", "h:1") for number in (2, 3)]
+    for source in [*stuck, P0, P1]:
+        rig.probes.received(source.incarnation, ProbeReady(rig.ask(source), 900, KNOWN))
+    rig.probes.link_lost(stuck[0], TransferCause.PEER_GONE, "cut")
+    assert rig.probes.state("p1.x") is S.READING
+    assert rig.probes.state("p0.x") is S.WAITING
 
 
 def test_a_sender_has_one_read_at_most(rig: Rig) -> None:

@@ -17,6 +17,7 @@ from kv_transfer.effects import Recorded
 from kv_transfer.link.link_messages import (
     Begun,
     Closing,
+    Expect,
     Heartbeat,
     Offer,
     OfferLost,
@@ -26,7 +27,7 @@ from kv_transfer.link.link_messages import (
 )
 from kv_transfer.receiver.transfer import TransferBook
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
-from kv_transfer.receiver.transfer_values import Arrived, Failed, StartRead, TransferEffect, TransferPlan
+from kv_transfer.receiver.transfer_values import Arrived, Failed, StartRead, TellSender, TransferEffect, TransferPlan
 from tests.support.conversation import lines, names
 from tests.support.transitions import check_pair, every_pair, row
 
@@ -214,6 +215,21 @@ def test_the_release_waits_for_the_engine(book: TransferBook) -> None:
     book.received("p0.x", OfferLost(A, "aborted"))
     assert "Released a#1" not in lines(book.read_done(1, 320))
     assert lines(book.ended(A)) == ["Released a#1"]
+
+
+def test_requests_that_wait_for_a_sender_are_refused_and_its_link_stays(book: TransferBook) -> None:
+    book.expect(A, SOURCE)
+    book.expect(B, KVSource("p1", "p1.x", "host:2"))
+    effects = book.refuse_waiting("p0.x", TransferCause.PROBE_FAILED, "no probe block is left")
+    failed = Failed(A, TransferCause.PROBE_FAILED, "no probe block is left")
+    assert [effect for effect in effects if isinstance(effect, Failed)] == [failed]
+    assert book.open(SOURCE) == []
+    later = AttemptKey("later", 1)
+    # Only one that comes later is expected, once the sender can be used.
+    book.expect(later, SOURCE)
+    assert [effect for effect in book.peer_ready("p0.x", 100) if isinstance(effect, TellSender)] == [
+        TellSender("p0.x", Expect(later))
+    ]
 
 
 def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: TransferBook) -> None:

@@ -35,6 +35,7 @@ class Rig:
             tell=lambda incarnation, message: self.told.append((now(), incarnation, message)),
             proven=lambda incarnation: None,
             end_link=lambda incarnation, error: None,
+            refuse=lambda incarnation, error: None,
             open_link=lambda source: self.opened.append((now(), source.incarnation)),
         )
 

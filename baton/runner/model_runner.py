@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,8 @@ import torch
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
 from baton.errors import ConfigError, InvalidRequest
-from baton.messages.node_report import ComputePath
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError
-from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
@@ -285,47 +284,53 @@ def load_runner(
     whole = choose_operations(num_threads, where) if operations is None else operations
     loaded = load_model_for(whole, model_dir, dtype, where, quantization, dequantize=dequantize)
     drafting = LoadedDraftModel.load(draft, loaded, whole, block_size, num_threads) if draft is not None else None
-    first_rank = None
-    try:
-        cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
-        if drafting is not None:
-            bytes_beside = drafting.transformer.layout.block_bytes
-            cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
+    cache = CacheSpec(num_blocks, cache_bytes, cache_dtype)
+    if drafting is not None:
+        bytes_beside = drafting.transformer.layout.block_bytes
+        cache = replace(cache, block_bytes_beside=bytes_beside, num_blocks_beside=drafting.num_scratch_blocks)
+    with _named_errors(model_dir), ExitStack() as on_failure:
+        first_rank = None
         if tensor_parallel > 1:
-            spec = RankSpec(
-                str(model_dir),
-                loaded.dtype,
-                block_size,
-                cache,
-                num_threads,
-                tensor_parallel,
-                quantization,
-                dequantize,
+            first_rank = FirstRank(
+                RankSpec(
+                    str(model_dir),
+                    loaded.dtype,
+                    block_size,
+                    cache,
+                    num_threads,
+                    tensor_parallel,
+                    quantization,
+                    dequantize,
+                ),
+                start_ranks,
             )
-            first_rank = FirstRank(spec, start_ranks)
+            on_failure.callback(first_rank.close)
             transformer: Transformer = first_rank.transformer(loaded)
         else:
             transformer = Transformer(loaded, whole, block_size, cache, num_threads)
         info = _model_info(loaded, transformer, whole, name or model_dir.resolve().name)
+        if first_rank is not None:
+            info = replace(info, compute_paths=(*info.compute_paths, first_rank.path))
+        draft_model = None
         if drafting is not None:
             info = replace(info, compute_paths=(*info.compute_paths, drafting.path(transformer)))
-        if first_rank is not None:
-            ranks = ComputePath("ranks", f"{tensor_parallel} processes, threads of each: {num_threads}")
-            info = replace(info, compute_paths=(*info.compute_paths, ranks))
-        draft_model = None if drafting is None else drafting.start(transformer, info)
-        return TorchModelRunner(info, transformer, host_cache_bytes, draft_model, first_rank)
-    except BaseException as error:
-        if first_rank is not None:
-            first_rank.close()
-            if isinstance(error, RankLost):
-                raise ConfigError(f"{model_dir} can't be divided among ranks: {first_rank.group.lost}") from error
-        if isinstance(error, UnusableWeight):
-            raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
-        if isinstance(error, UnsupportedAttention):
-            raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
-        if isinstance(error, KernelArgumentError):
-            raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
-        raise
+            draft_model = drafting.start(transformer, info)
+        runner = TorchModelRunner(info, transformer, host_cache_bytes, draft_model, first_rank)
+        on_failure.pop_all()
+        return runner
+
+
+@contextmanager
+def _named_errors(model_dir: Path) -> Iterator[None]:
+    """Raise what can go wrong while a loaded model is prepared as a ConfigError that names its directory."""
+    try:
+        yield
+    except UnusableWeight as error:
+        raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
+    except UnsupportedAttention as error:
+        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+    except KernelArgumentError as error:
+        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:

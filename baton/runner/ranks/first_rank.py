@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.errors import ConfigError
+from baton.messages.node_report import ComputePath
+from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.cpu.kernels.meeting import Meeting
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
@@ -48,10 +51,20 @@ class FirstRank:
         self._files = files
         self._is_closed = False
 
+    @property
+    def path(self) -> ComputePath:
+        """What computes beside this process, for operators."""
+        return ComputePath("ranks", f"{self._spec.size} processes, threads of each: {self._spec.num_threads}")
+
     def transformer(self, model: LoadedModel) -> LeadingTransformer:
-        """This rank's part of the model, which all ranks load at the same time; raises RankLost if one does not."""
+        """This rank's part of the model, which all ranks load at the same time; raises ConfigError if one does not."""
         spec = self._spec
-        return LeadingTransformer(model, self.operations, spec.block_size, spec.cache, spec.num_threads, self._board)
+        try:
+            return LeadingTransformer(
+                model, self.operations, spec.block_size, spec.cache, spec.num_threads, self._board
+            )
+        except RankLost as error:
+            raise ConfigError(f"{spec.model_dir} can't be divided among ranks: {self.group.lost}") from error
 
     def close(self) -> None:
         """End the other ranks; idempotent."""

@@ -75,7 +75,8 @@ class HostRanks:
         return box.clone()
 
     def cache_memory(self, num_bytes: int) -> torch.Tensor:
-        return self._cache.exactly(num_bytes)
+        memory = self._cache.exactly(num_bytes)
+        return memory.zero_() if self.shard.rank == 0 else memory
 
     def _next_box(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The box in turn: [rows, columns]."""

@@ -330,6 +330,36 @@ def test_a_batch_script_starts_the_same_processes() -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+_STANDS_FOR_SLURM = """
+keep_running() { echo "$@"; }
+address_of() { echo "host of $1"; }
+srun() {
+    while [[ $1 != bash ]]; do shift; done
+    for task in 0 1 2; do SLURM_PROCID=$task SLURMD_NODENAME=n$task "$@"; done
+}
+export -f address_of keep_running
+"""
+
+
+def test_the_nodes_of_a_job_get_the_flags_of_their_role() -> None:
+    config = up(prefill=1, decode=2, prefill_tp=1, decode_tp=4, drain_s=5)
+    script = slurm_files(config, processes(config), "baton")["baton.sbatch"]
+    settings = script[script.index("\nbaton=") : script.index("# Hosts reach")]
+    functions = script[script.index("\nnode() {") : script.index("export -f address_of")]
+    start = script[script.index("\nsrun ") : script.index(" &\nnodes=")]
+    told = subprocess.run(
+        ["bash", "-euc", f"{settings}{functions}export -f node\n{_STANDS_FOR_SLURM}{start}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.splitlines() == [
+        "baton node --drain-s 5 --role prefill --node-id prefill-0 --host host of n0",
+        "baton node --drain-s 5 --tp 4 --role decode --node-id decode-0 --host host of n1",
+        "baton node --drain-s 5 --tp 4 --role decode --node-id decode-1 --host host of n2",
+    ]
+
+
 # all files
 
 

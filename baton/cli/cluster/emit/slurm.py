@@ -31,6 +31,8 @@ def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: st
                 "PREFILL": str(config.prefill),
                 "DECODE": str(config.decode),
                 "NODE_FLAGS": shlex.join(words(node_flags | drain)),
+                "PREFILL_FLAGS": shlex.join(words(_role_flags(nodes, "prefill"))),
+                "DECODE_FLAGS": shlex.join(words(_role_flags(nodes, "decode"))),
                 "ROUTER_FLAGS": shlex.join(words(_ports(config) | shared_flags([router]) | drain)),
                 "CLUSTER": shlex.quote(config.cluster),
                 "REGISTRY": shlex.quote(config.registry) if config.registry else "",
@@ -38,6 +40,13 @@ def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: st
             },
         )
     }
+
+
+def _role_flags(nodes: Sequence[EmittedProcess], role: str) -> dict[str, str]:
+    """The flags that only the nodes of one role have."""
+    own = [node for node in nodes if node.role == role]
+    common = shared_flags(nodes)
+    return {flag: value for flag, value in shared_flags(own).items() if flag not in common} if own else {}
 
 
 def _ports(config: UpConfig) -> dict[str, str]:

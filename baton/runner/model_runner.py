@@ -21,6 +21,7 @@ from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
+from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.blocks.host_blocks import host_blocks_in
 from baton.runner.compute_paths import compute_paths
@@ -103,7 +104,7 @@ class TorchModelRunner:
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason, from any thread, once one of the other ranks is lost."""
         if self._first_rank is not None:
-            self._first_rank.group.on_lost(callback)
+            self._first_rank.followers.on_lost(callback)
 
     def close(self) -> None:
         """End the processes that compute beside this one; idempotent. No step may be computed afterwards."""
@@ -277,8 +278,7 @@ def load_runner(
     where = resolve_device(device)
     if tensor_parallel > 1 and where.type != "cpu":
         raise ConfigError("a model on a GPU can't be divided among ranks so far; leave --tp out, or use --device cpu")
-    num_threads = max(1, num_threads // tensor_parallel)
-    torch.set_num_threads(elementwise_threads(num_threads))
+    torch.set_num_threads(elementwise_threads(max(1, num_threads // tensor_parallel)))
     attention.register()
     layers.register()
     whole = choose_operations(num_threads, where) if operations is None else operations
@@ -291,6 +291,9 @@ def load_runner(
     with _named_errors(model_dir), ExitStack() as on_failure:
         first_rank = None
         if tensor_parallel > 1:
+            config = loaded.config
+            num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            Shard(0, tensor_parallel).heads(config.num_attention_heads, num_kv_heads)
             first_rank = FirstRank(
                 RankSpec(
                     str(model_dir),

@@ -18,7 +18,7 @@ class FakeRankGroup:
     def __init__(self, spec: RankSpec, files: SharedFiles, meeting: Meeting) -> None:
         self._meeting = meeting
         self._callback: Callable[[str], None] | None = None
-        self.lost = ""
+        self.why_lost = ""
         followers = [FollowingRank(spec, rank, files) for rank in range(1, spec.size)]
         for follower in followers:
             follower.load()
@@ -36,7 +36,9 @@ class FakeRankGroup:
 
     def lose(self, reason: str) -> None:
         """Lose the ranks, as if one of them had ended."""
-        self.lost = reason
+        if self.why_lost:
+            return
+        self.why_lost = reason
         self._meeting.lose()
         if self._callback is not None:
             self._callback(reason)

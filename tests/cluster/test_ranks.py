@@ -41,8 +41,8 @@ class Runners:
     def lose_ranks(self, node_id: str) -> None:
         first_rank = self.made[node_id]._first_rank
         assert first_rank is not None
-        assert isinstance(first_rank.group, FakeRankGroup)
-        first_rank.group.lose("rank 1 was ended by a test")
+        assert isinstance(first_rank.followers, FakeRankGroup)
+        first_rank.followers.lose("rank 1 was ended by a test")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from baton.runner.model_runner import load_runner
 runner = load_runner(Path(sys.argv[1]), dtype="float32", num_blocks=16, tensor_parallel=2)
-print(*runner._first_rank.group.pids, flush=True)
+print(*runner._first_rank.followers.pids, flush=True)
 sys.stdin.read()
 """
 
@@ -47,8 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pids_of(runner: TorchModelRunner) -> list[int]:
     first_rank = runner._first_rank
     assert first_rank is not None
-    assert isinstance(first_rank.group, RankGroup)
-    return first_rank.group.pids
+    assert isinstance(first_rank.followers, RankGroup)
+    return first_rank.followers.pids
 
 
 def step(request_id: str) -> SchedulerOutput:

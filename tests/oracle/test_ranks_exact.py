@@ -19,16 +19,18 @@ import torch
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
+from baton.engine.runner import RunnerLost
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.sampling import SamplingParams
 from baton.messages.speculation import SpeculationConfig
+from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.execution.input_batch import FlatBatch
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.testing.fake_clock import FakeClock
 from baton.testing.fake_rank_group import FakeRankGroup
-from tests.oracle.test_token_exact import make_prompts, run_all
+from tests.oracle.test_token_exact import make_engine, make_prompts, run_all
 from tests.support.tiny_models import TINY_MODELS
 
 DTYPES = ("float32", "bfloat16")
@@ -163,6 +165,39 @@ def test_drafts_and_the_logprobs_of_prompts_are_those_of_one_process(tmp_path: P
             runs.append(compute(runner, sampling, speculation=SpeculationConfig(prompt_lookup_min=1)))
     # How long drafts are depends on measured times, and so do the steps; the tokens do not.
     assert runs[1].tokens == runs[0].tokens
+
+
+def test_three_ranks_of_unequal_widths_have_the_same_bits(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 200}
+    write_random_model(tmp_path, {**TINY_MODELS["qwen3"], **shape}, seed=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    runs = []
+    for ranks in (1, 3):
+        with loaded(tmp_path, ranks, dtype="bfloat16") as runner:
+            runs.append(compute(runner, sampling))
+    runs[1].check_equal(runs[0])
+
+
+def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are in the middle of that step: the next one's numbers would be taken for its."""
+    write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)
+    with loaded(tmp_path, 2, dtype="float32") as runner:
+        engine = make_engine(runner)
+        engine.add_request(Request("first", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+        engine.step()
+        run = ShardedProgram.run
+
+        def fails_on_the_first_rank(self: ShardedProgram, *arguments: Any) -> None:
+            if self._ranks.shard.rank == 0:
+                raise MemoryError("no scratch memory")
+            run(self, *arguments)
+
+        monkeypatch.setattr(ShardedProgram, "run", fails_on_the_first_rank)
+        for turn in range(2):
+            engine.add_request(Request(f"later-{turn}", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+            with pytest.raises(RunnerLost, match="no scratch memory"):
+                engine.step()
+            monkeypatch.setattr(ShardedProgram, "run", run)
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:

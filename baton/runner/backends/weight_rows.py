@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from baton.runner.backends.float8_weight import Float8Weight
 from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
+
+
+def rows_in(
+    weights: Sequence[torch.Tensor | NarrowWeight], ranges: Sequence[tuple[int, int]]
+) -> list[torch.Tensor | NarrowWeight]:
+    """The rows in these ranges, which are in order, of stacked weights [N_i, K]: (first, before which the range ends)."""
+    taken, start = [], 0
+    for weight in weights:
+        stop = start + weight.shape[0]
+        for first, end in ranges:
+            if max(first, start) < min(end, stop):
+                taken.append(rows_of(weight, max(first, start) - start, min(end, stop) - start))
+        start = stop
+    return taken
 
 
 def rows_of(weight: torch.Tensor | NarrowWeight, first: int, stop: int) -> torch.Tensor | NarrowWeight:

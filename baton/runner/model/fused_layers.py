@@ -14,7 +14,7 @@ from torch import nn
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.operations import Activation, Operations
-from baton.runner.backends.weight_rows import rows_of
+from baton.runner.backends.weight_rows import rows_in
 from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention, of_own_heads
 from baton.runner.model.quantized_layers import Weight
 
@@ -110,7 +110,7 @@ class FusedAttention(nn.Module):
         self._norms = norms
         self._how = of_own_heads(how, self.own_heads)
         own_rows = self._own_rows(num_heads, num_kv_heads)
-        self._qkv = operations.pack_own(*_taken(weights, own_rows))
+        self._qkv = operations.pack_own(*rows_in(weights, own_rows))
         bias = _joined_bias(weights, biases)
         self._qkv_bias = None if bias is None else torch.cat([bias[first:stop] for first, stop in own_rows])
         self._out = operations.pack(out[0])
@@ -181,19 +181,6 @@ class FusedAttention(nn.Module):
         cos, sin = (whole_angles(angles[0], self.half_angles) for angles in position_embeddings)
         out = self.rows(hidden_states[0].contiguous(), cos, sin)
         return out.unsqueeze(0), None
-
-
-def _taken(weights: tuple[Weight, ...], ranges: list[tuple[int, int]]) -> list[Weight]:
-    """The outputs in these ranges, which are in order, of stacked weights."""
-    taken: list[Weight] = []
-    start = 0
-    for weight in weights:
-        stop = start + weight.shape[0]
-        for first, last in ranges:
-            if max(first, start) < min(last, stop):
-                taken.append(rows_of(weight, max(first, start) - start, min(last, stop) - start))
-        start = stop
-    return taken
 
 
 def whole_angles(angles: torch.Tensor, half: bool) -> torch.Tensor:

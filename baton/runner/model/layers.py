@@ -161,6 +161,8 @@ class DividedTable(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.embedding:
                 return args[1].gathered_rows(args[0])
+            if func.__name__ != "__get__":
+                raise TypeError(f"{func.__name__} needs a whole embedding, of which every rank has a part")
             return func(*args, **(kwargs or {}))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
@@ -13,22 +12,11 @@ from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.model.weights import LoadedModel
 from baton.runner.ranks.following_rank import sharded_operations
+from baton.runner.ranks.following_ranks import FollowingRanks
 from baton.runner.ranks.leading_transformer import LeadingTransformer
 from baton.runner.ranks.rank_group import RankGroup
 from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.ranks.step_board import StepBoard
-
-
-class FollowingRanks(Protocol):
-    """The ranks behind the first one, as `RankGroup` runs them in processes."""
-
-    @property
-    def lost(self) -> str: ...
-
-    def on_lost(self, callback: Callable[[str], None]) -> None: ...
-
-    def close(self) -> None: ...
-
 
 StartRanks = Callable[[RankSpec, SharedFiles, Meeting], FollowingRanks]
 
@@ -42,9 +30,9 @@ class FirstRank:
         files = SharedFiles.make()
         try:
             ranks = HostRanks(Shard(0, spec.size), files)
-            self.operations = sharded_operations(spec.num_threads, ranks)
+            self.operations = sharded_operations(spec.threads_of(0), ranks)
             self._board = StepBoard(ranks, files)
-            self.group = start_ranks(spec, files, ranks.meeting)
+            self.followers = start_ranks(spec, files, ranks.meeting)
         except BaseException:
             files.close()
             raise
@@ -54,21 +42,26 @@ class FirstRank:
     @property
     def path(self) -> ComputePath:
         """What computes beside this process, for operators."""
-        return ComputePath("ranks", f"{self._spec.size} processes, threads of each: {self._spec.num_threads}")
+        spec = self._spec
+        slow = f"they share {spec.num_threads} threads: give the node at least {spec.size} (--threads)"
+        threads = "+".join(str(spec.threads_of(rank)) for rank in range(spec.size))
+        return ComputePath(
+            "ranks", f"{spec.size} processes with {threads} threads", slow if spec.size > spec.num_threads else ""
+        )
 
     def transformer(self, model: LoadedModel) -> LeadingTransformer:
         """This rank's part of the model, which all ranks load at the same time; raises ConfigError if one does not."""
         spec = self._spec
         try:
             return LeadingTransformer(
-                model, self.operations, spec.block_size, spec.cache, spec.num_threads, self._board
+                model, self.operations, spec.block_size, spec.cache, spec.threads_of(0), self._board, self.followers
             )
         except RankLost as error:
-            raise ConfigError(f"{spec.model_dir} can't be divided among ranks: {self.group.lost}") from error
+            raise ConfigError(f"{spec.model_dir} can't be divided among ranks: {self.followers.why_lost}") from error
 
     def close(self) -> None:
         """End the other ranks; idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self.group.close()
+            self.followers.close()
             self._files.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,26 +28,31 @@ class FollowingRank:
         self._spec = spec
         self._ranks = HostRanks(Shard(rank, spec.size), files)
         self._board = StepBoard(self._ranks, files)
-        self._operations = sharded_operations(spec.num_threads, self._ranks)
+        self._num_threads = spec.threads_of(rank)
+        self._operations = sharded_operations(self._num_threads, self._ranks)
         self._model: LoadedModel | None = None
 
     def load(self) -> None:
         """Read the model's configuration, and map its weights. Raises ConfigError."""
         spec = self._spec
-        torch.set_num_threads(elementwise_threads(spec.num_threads))
+        torch.set_num_threads(elementwise_threads(self._num_threads))
         attention.register()
         layers.register()
         self._model = load_model_for(
             self._operations, Path(spec.model_dir), spec.dtype, CPU, spec.quantization, dequantize=spec.dequantize
         )
 
-    def follow(self) -> None:
-        """Do what the first rank announces until a rank is lost; raises RankLost then."""
+    def follow(self, on_loaded: Callable[[], None] = lambda: None) -> None:
+        """Compute what the first rank announces until a rank is lost; raises RankLost then.
+
+        `on_loaded` is called once the weights are packed.
+        """
         if self._model is None:
             raise RuntimeError("the model is not loaded")
         spec = self._spec
-        transformer = Transformer(self._model, self._operations, spec.block_size, spec.cache, spec.num_threads)
+        transformer = Transformer(self._model, self._operations, spec.block_size, spec.cache, self._num_threads)
         self._model = None
+        on_loaded()
         while True:
             task, arrays = self._board.next()
             batch, logits_rows = batch_of(arrays)

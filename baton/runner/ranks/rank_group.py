@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from baton.runner.backends.cpu.kernels.meeting import Meeting
 from baton.runner.backends.ranks.host_ranks import SharedFiles
 from baton.runner.ranks.rank_spec import RankSpec
-from baton.runner.ranks.sign_of_life import INTERVAL_S, SIGN
+from baton.runner.ranks.sign_of_life import INTERVAL_S, LOADED, LOADING
 
 _MISSED_SIGNS = 10
 """A rank is lost after so many intervals without a sign. They are counted and not timed, since this process may have
 been stopped itself."""
-_FIRST_SIGN = 240
-"""The intervals that a new process has for its first sign: its interpreter has to start."""
+_LOADING_SIGNS = 240
+"""The same while a process starts and loads its part of the model, which may keep its interpreter."""
 _END_S = 10.0
 _MAX_WORDS = 4096
 
@@ -41,7 +41,7 @@ class _Process:
     rank: int
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    signs_left: int = _FIRST_SIGN
+    signs_left: int = _LOADING_SIGNS
     """How many more intervals it may be silent."""
     last_words: bytearray = field(default_factory=bytearray)
 
@@ -67,9 +67,13 @@ class RankGroup:
         return [one.process.pid for one in self._watch.processes]
 
     @property
-    def lost(self) -> str:
+    def why_lost(self) -> str:
         """Why the group is lost; empty while it is not."""
-        return self._watch.lost
+        return self._watch.why_lost
+
+    def lose(self, reason: str) -> None:
+        """Lose the group, because its ranks can't compute together any more. Only the first reason counts."""
+        self._watch.lose(reason)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with the reason once the group is lost, from a thread of its own, or now if it is lost."""
@@ -85,7 +89,7 @@ class _Watch:
 
     def __init__(self, meeting: Meeting) -> None:
         self.processes: list[_Process] = []
-        self.lost = ""
+        self.why_lost = ""
         self._meeting = meeting
         self._lock = threading.Lock()
         self._callback: Callable[[str], None] | None = None
@@ -98,7 +102,7 @@ class _Watch:
     def tell(self, callback: Callable[[str], None]) -> None:
         with self._lock:
             self._callback = callback
-            lost = self.lost
+            lost = self.why_lost
         if lost:
             callback(lost)
 
@@ -109,9 +113,10 @@ class _Watch:
         for one in self.processes:
             with contextlib.suppress(OSError):  # the other end is gone already
                 one.channel.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + _END_S
         for one in self.processes:
             try:
-                one.process.wait(_END_S)
+                one.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 one.process.kill()
                 one.process.wait()
@@ -120,18 +125,20 @@ class _Watch:
         for one in self.processes:
             one.channel.close()
 
-    def _run(self) -> None:
-        reason = self._wait_for_loss()
+    def lose(self, reason: str) -> None:
         with self._lock:
-            if self._closing:
+            if self._closing or self.why_lost:
                 return
-            self.lost, callback = reason, self._callback
+            self.why_lost, callback = reason, self._callback
         _log.error("%s: the ranks of this model are lost", reason)
         self._meeting.lose()
         for one in self.processes:
             one.process.kill()
         if callback is not None:
             callback(reason)
+
+    def _run(self) -> None:
+        self.lose(self._wait_for_loss())
 
     def _wait_for_loss(self) -> str:
         """Returns why the first rank is lost, or anything while the group is closed."""
@@ -145,8 +152,10 @@ class _Watch:
                     said = _receive(one.channel)
                     if not said:
                         return _end_of(one)
-                    one.signs_left = _MISSED_SIGNS
-                    one.last_words += said.replace(SIGN, b"")[: _MAX_WORDS - len(one.last_words)]
+                    one.signs_left = _MISSED_SIGNS if LOADED in said else _LOADING_SIGNS
+                    one.last_words += said.replace(LOADING, b"").replace(LOADED, b"")[
+                        : _MAX_WORDS - len(one.last_words)
+                    ]
                 if time.monotonic() - counted < INTERVAL_S:
                     continue
                 counted = time.monotonic()

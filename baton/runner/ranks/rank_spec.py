@@ -19,11 +19,15 @@ class RankSpec:
     cache: CacheSpec
     """The cache that all ranks share."""
     num_threads: int
-    """Of one rank."""
+    """Of all ranks together."""
     size: int
     """Number of ranks."""
     quantization: Literal["int8", "int4"] | None = None
     dequantize: bool = False
+
+    def threads_of(self, rank: int) -> int:
+        """The threads of one rank, at least one; the first ranks have what is left over."""
+        return max(1, self.num_threads // self.size + (rank < self.num_threads % self.size))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

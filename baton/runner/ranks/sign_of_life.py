@@ -9,26 +9,35 @@ import os
 import socket
 import threading
 
-SIGN = b"\0"
+LOADING = b"\0"
+LOADED = b"\1"
+"""Two kinds of signs: while the model is loaded an interpreter may be busy for longer than later."""
 INTERVAL_S = 0.5
 """How often a sign is given."""
 
 
-def give_signs(channel: socket.socket) -> None:
-    """Give signs of life from a thread of its own, and end this process as soon as the first rank's has ended."""
-    threading.Thread(target=_give_signs, args=(channel,), name="first-rank-watch", daemon=True).start()
+class SignsOfLife:
+    """Gives signs from a thread of its own, and ends this process as soon as the first rank's has ended."""
 
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._sign = LOADING
+        threading.Thread(target=self._give, name="first-rank-watch", daemon=True).start()
 
-def _give_signs(channel: socket.socket) -> None:
-    channel.settimeout(INTERVAL_S)
-    while True:
-        try:
-            channel.sendall(SIGN)
-            ended = not channel.recv(1)
-        except TimeoutError:
-            continue
-        except OSError:
-            ended = True
-        if ended:
-            # Not sys.exit: the main thread may wait in a kernel, and nothing here is worth an orderly end.
-            os._exit(0)
+    def loaded(self) -> None:
+        """Say from now on that the model is loaded."""
+        self._sign = LOADED
+
+    def _give(self) -> None:
+        self._channel.settimeout(INTERVAL_S)
+        while True:
+            try:
+                self._channel.sendall(self._sign)
+                ended = not self._channel.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+            if ended:
+                # Not sys.exit: the main thread may wait in a kernel, and nothing here is worth an orderly end.
+                os._exit(0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.runner.backends.cpu.kernels.meeting import MeetFor
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shared_memory import SharedMemory
 from baton.runner.execution.input_batch import FlatBatch
@@ -18,7 +19,7 @@ Array = npt.NDArray[Any]
 
 _WORD = 8
 _HEADER_WORDS = 128
-_LARGEST_RANK = 3
+_MOST_DIMENSIONS = 3
 """The most dimensions of an array."""
 _FIELDS = tuple(field.name for field in fields(FlatBatch))
 _DTYPES = (np.dtype(np.int64), np.dtype(np.int32))
@@ -47,7 +48,7 @@ class StepBoard:
         for array in arrays:
             header[word : word + 2] = _DTYPES.index(array.dtype), array.ndim
             header[word + 2 : word + 2 + array.ndim] = array.shape
-            word += 2 + _LARGEST_RANK
+            word += 2 + _MOST_DIMENSIONS
             places.append(end)
             end += -(-array.nbytes // _WORD) * _WORD
         header[2] = end
@@ -55,15 +56,15 @@ class StepBoard:
         memory[: header.nbytes] = header.view(np.uint8)
         for place, array in zip(places, arrays, strict=True):
             memory[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._ranks.meeting.meet()
+        self._ranks.meeting.meet(MeetFor.STEP)
 
     def done(self) -> None:
         """Wait until the step is done on all ranks: the first one may copy blocks, and offer them. Raises RankLost."""
-        self._ranks.meeting.meet()
+        self._ranks.meeting.meet(MeetFor.DONE)
 
     def next(self) -> tuple[Task, list[Array]]:
         """Wait for the next announcement; returns it with copies of its arrays. Raises RankLost."""
-        self._ranks.meeting.meet()
+        self._ranks.meeting.meet(MeetFor.STEP)
         size = _HEADER_WORDS * _WORD
         header = self._memory.at_least(size).numpy()[:size].view(np.int64)
         memory = self._memory.at_least(int(header[2])).numpy()
@@ -75,7 +76,7 @@ class StepBoard:
             num_bytes = int(np.prod(shape)) * dtype.itemsize
             arrays.append(memory[start : start + num_bytes].view(dtype).reshape(shape).copy())
             start += -(-num_bytes // _WORD) * _WORD
-            word += 2 + _LARGEST_RANK
+            word += 2 + _MOST_DIMENSIONS
         return Task(int(header[0])), arrays
 
 

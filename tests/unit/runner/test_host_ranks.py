@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from baton.errors import ConfigError
 from baton.runner.backends.cpu.kernels.errors import RankLost
+from baton.runner.backends.cpu.kernels.meeting import MeetFor
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.ranks.rank_spec import RankSpec
 from baton.runner.ranks.step_board import StepBoard, Task, arrays_of, batch_of
+from baton.runner.spec import CacheSpec
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def test_a_lost_rank_ends_the_meetings_of_all(files: SharedFiles) -> None:
     def wait(ranks: HostRanks) -> None:
         arrived.wait()
         with pytest.raises(RankLost):
-            ranks.meeting.meet()
+            ranks.meeting.meet(MeetFor.DONE)
         with pytest.raises(RankLost):
             ranks.gather(torch.zeros(1, 1), [1, 1, 1])
 
@@ -78,6 +83,56 @@ def test_a_lost_rank_ends_the_meetings_of_all(files: SharedFiles) -> None:
         first.meeting.lose()
         for one in waiting:
             one.result(timeout=60)
+
+
+def test_ranks_that_meet_for_different_reasons_are_lost(files: SharedFiles) -> None:
+    first, second = (HostRanks(Shard(rank, 2), files) for rank in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.meeting.meet, MeetFor.GATHER)
+        with pytest.raises(RankLost):
+            second.meeting.meet(MeetFor.STEP)
+        with pytest.raises(RankLost):
+            waiting.result(timeout=60)
+
+
+def test_an_interrupt_ends_the_wait_for_other_ranks(files: SharedFiles) -> None:
+    ranks = HostRanks(Shard(0, 2), files)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            ranks.meeting.meet(MeetFor.GATHER)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_memory_of_an_unusually_large_exchange_is_given_back(files: SharedFiles) -> None:
+    def run(ranks: HostRanks) -> None:
+        own = torch.ones(1, (300 << 20) // 4)
+        gathered = ranks.gather(own, [own.shape[1]])
+        assert int(gathered.sum()) == own.shape[1]
+        before = blocks_in_memory(files)
+        ranks.trim()
+        assert before - blocks_in_memory(files) >= 44 << 20
+        assert int(ranks.gather(own, [own.shape[1]]).sum()) == own.shape[1]
+
+    on_every_rank(files, 1, run)
+
+
+def blocks_in_memory(files: SharedFiles) -> int:
+    return sum(512 * os.fstat(descriptor).st_blocks for descriptor in files.descriptors)
+
+
+def test_a_cache_that_the_machine_has_no_memory_for_is_refused(files: SharedFiles) -> None:
+    with pytest.raises(ConfigError, match="no memory for a KV cache of 1125899906842624 bytes"):
+        HostRanks(Shard(0, 2), files).cache_memory(1 << 50)
+
+
+@pytest.mark.parametrize(("threads", "size", "expected"), [(4, 2, [2, 2]), (5, 2, [3, 2]), (2, 3, [1, 1, 1])])
+def test_ranks_share_the_threads(threads: int, size: int, expected: list[int]) -> None:
+    spec = RankSpec("model", "float32", 16, CacheSpec(16), threads, size)
+    assert [spec.threads_of(rank) for rank in range(size)] == expected
+    assert RankSpec.from_json(spec.to_json()) == spec
 
 
 def test_shared_files_have_no_name_and_go_away_with_their_descriptors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from itertools import accumulate
 
 import torch
 
-from baton.runner.backends.cpu.kernels.meeting import Meeting
+from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.meeting import MeetFor, Meeting
 from baton.runner.backends.ranks.shard import Shard
 from baton.runner.backends.ranks.shared_memory import MemoryInTurns, SharedMemory, make_shared_file
 
@@ -31,7 +33,14 @@ class SharedFiles:
 
     @classmethod
     def make(cls) -> SharedFiles:
-        return cls.of([make_shared_file() for _ in range(6)])
+        made: list[int] = []
+        try:
+            made.extend(make_shared_file() for _ in range(6))
+        except BaseException:
+            for descriptor in made:
+                os.close(descriptor)
+            raise
+        return cls.of(made)
 
     @classmethod
     def of(cls, descriptors: Sequence[int]) -> SharedFiles:
@@ -65,18 +74,32 @@ class HostRanks:
         ends = list(accumulate(widths))
         box = self._next_box(rows, ends[-1], own.dtype)
         box[:, ends[rank] - widths[rank] : ends[rank]] = own
-        self.meeting.meet()
+        self.meeting.meet(MeetFor.GATHER)
         return box.clone()
 
     def merge_rows(self, own: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
         box = self._next_box(num_rows, own.shape[1], own.dtype)
         box[places] = own
-        self.meeting.meet()
+        self.meeting.meet(MeetFor.MERGE)
         return box.clone()
 
     def cache_memory(self, num_bytes: int) -> torch.Tensor:
-        memory = self._cache.exactly(num_bytes)
-        return memory.zero_() if self.shard.rank == 0 else memory
+        if self.shard.rank > 0:
+            return self._cache.exactly(num_bytes)
+        try:
+            # The system promises shared memory that it does not have; of private memory it says so.
+            mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"this machine has no memory for a KV cache of {num_bytes} bytes; make kv_cache_memory smaller"
+            ) from error
+        # Written once, as the cache of one process is, and before any rank computes.
+        return self._cache.exactly(num_bytes).zero_()
+
+    def trim(self) -> None:
+        """Give back what an unusually large exchange took; called by one rank while no other reads or writes."""
+        for memory in (self.program_memory, *self._boxes.both):
+            memory.trim()
 
     def _next_box(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """The box in turn: [rows, columns]."""

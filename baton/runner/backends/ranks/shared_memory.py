@@ -17,19 +17,29 @@ def make_shared_file() -> int:
         return os.dup(file.fileno())
 
 
+_KEPT_BYTES = 256 << 20
+"""How much of a shared file stays in memory when an exchange is over."""
+
+
 class SharedMemory:
-    """One process's mapping of a shared file, which grows as it is needed. All processes must ask for equal sizes."""
+    """One process's mapping of a shared file, which grows as it is needed.
+
+    Whoever reads asks for no more than the writer had asked for when the two met.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: of a file from `make_shared_file`; the caller keeps it open."""
         self._descriptor = descriptor
+        self._mapping: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     def at_least(self, num_bytes: int) -> torch.Tensor:
         """The shared memory, uint8 with at least `num_bytes` elements; new bytes are zero.
 
         Tensors of earlier calls stay valid, and share what they have with later ones.
         """
+        self._used = max(self._used, num_bytes)
         if self._bytes.numel() < num_bytes:
             self._map(1 << (num_bytes - 1).bit_length())
         return self._bytes
@@ -40,12 +50,19 @@ class SharedMemory:
             self._map(num_bytes)
         return self._bytes[:num_bytes]
 
+    def trim(self) -> None:
+        """Free the memory behind the first 256 MiB, if it was used; it reads as zeros then."""
+        if self._used > _KEPT_BYTES and self._mapping is not None and hasattr(mmap, "MADV_REMOVE"):
+            self._mapping.madvise(mmap.MADV_REMOVE, _KEPT_BYTES, len(self._mapping) - _KEPT_BYTES)
+        self._used = 0
+
     def _map(self, num_bytes: int) -> None:
         size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         # Ranks grow the file at about the same time and to the same size: none makes it smaller.
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
-        self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, size), dtype=torch.uint8)
+        self._mapping = mmap.mmap(self._descriptor, size)
+        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
 
 class MemoryInTurns:
@@ -55,9 +72,9 @@ class MemoryInTurns:
     """
 
     def __init__(self, descriptors: tuple[int, int]) -> None:
-        self._memory = [SharedMemory(descriptor) for descriptor in descriptors]
+        self.both = [SharedMemory(descriptor) for descriptor in descriptors]
 
     def next(self) -> SharedMemory:
         """The piece for the next exchange; every rank calls it once for each."""
-        self._memory.reverse()
-        return self._memory[0]
+        self.both.reverse()
+        return self.both[0]

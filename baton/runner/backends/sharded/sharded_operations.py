@@ -19,7 +19,7 @@ from baton.runner.backends.ranks.host_ranks import HostRanks
 from baton.runner.backends.ranks.shard import column_bounds
 from baton.runner.backends.sharded.sharded_program import ShardedProgram
 from baton.runner.backends.sharded.sharded_weight import ShardedWeight
-from baton.runner.backends.weight_rows import rows_of
+from baton.runner.backends.weight_rows import rows_in, rows_of
 
 
 class ShardedOperations:
@@ -46,13 +46,7 @@ class ShardedOperations:
     def pack(self, *weights: torch.Tensor | NarrowWeight) -> ShardedWeight:
         """Pack this rank's columns of the stacked weights."""
         num_columns = sum(weight.shape[0] for weight in weights)
-        first, end = self.ranks.shard.columns(num_columns)
-        own, start = [], 0
-        for weight in weights:
-            stop = start + weight.shape[0]
-            if max(first, start) < min(end, stop):
-                own.append(rows_of(weight, max(first, start) - start, min(end, stop) - start))
-            start = stop
+        own = rows_in(weights, [self.ranks.shard.columns(num_columns)])
         return self._sharded(num_columns, weights[0].shape[1], own, self._inner.pack)
 
     def pack_gated(self, gate: torch.Tensor | NarrowWeight, up: torch.Tensor | NarrowWeight) -> ShardedWeight:

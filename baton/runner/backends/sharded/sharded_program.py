@@ -14,6 +14,7 @@ import torch
 from baton.runner.backends.cpu.kernels import KernelArgumentError, Packed
 from baton.runner.backends.cpu.kernels.buffers import Rows
 from baton.runner.backends.cpu.kernels.call_structs import Call, MeetCall, OperationKind
+from baton.runner.backends.cpu.kernels.meeting import MeetFor
 from baton.runner.backends.cpu.kernels.product import Activation
 from baton.runner.backends.cpu.kernels.program import Program
 from baton.runner.backends.cpu.kernels.step_layout import StepLayout
@@ -76,4 +77,5 @@ class ShardedProgram(Program):
 
     def _meet(self) -> None:
         meeting = self._ranks.meeting
-        self._record(OperationKind.MEET, None, Call(meet=MeetCall(meeting.address, meeting.num_ranks)))
+        tag = MeetFor.OPERATION + len(self._recorded)
+        self._record(OperationKind.MEET, None, Call(meet=MeetCall(meeting.address, meeting.num_ranks, tag)))

@@ -110,7 +110,7 @@ class TakeRowsCall(ctypes.Structure):
 
 
 class MeetCall(ctypes.Structure):
-    _fields_ = [*_fields(_POINTER, "meeting"), *_fields(_INT64, "ranks")]
+    _fields_ = [*_fields(_POINTER, "meeting"), *_fields(_INT64, "ranks tag")]
 
 
 class OperationKind(IntEnum):

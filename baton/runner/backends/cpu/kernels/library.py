@@ -28,6 +28,8 @@ _STATUS = {
 }
 
 _RANK_LOST = 7
+WAITING = 8
+"""The status of a meeting to which not all ranks have come yet."""
 
 
 @dataclass(slots=True)
@@ -98,7 +100,8 @@ def library() -> Library:
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
     functions.baton_meeting_bytes.restype = size
-    functions.baton_meet.argtypes = [pointer, ctypes.c_uint32]
+    functions.baton_arrive.argtypes = [pointer, ctypes.c_uint32, ctypes.c_uint32, pointer]
+    functions.baton_wait.argtypes = [pointer, ctypes.c_uint32]
     functions.baton_lose_rank.argtypes = [pointer]
     functions.baton_lose_rank.restype = None
     functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]

@@ -38,6 +38,7 @@ enum status {
     STATUS_BAD_SLOT = 5,
     STATUS_BAD_INDEX = 6,
     STATUS_RANK_LOST = 7,
+    STATUS_WAITING = 8, /* of meeting.c */
 };
 
 struct quantized_format;
@@ -238,8 +239,8 @@ int run_works(struct work *works, size_t n_works, int n_threads, int64_t *times)
 
 /* A place where ranks meet (meeting.c), in memory that they share. */
 struct meeting;
-/* Waits until all `ranks` have come; returns an enum status. */
-int baton_meet(struct meeting *meeting, uint32_t ranks);
+/* Waits until all `ranks` have come, for what `tag` says; returns an enum status. */
+int baton_meet(struct meeting *meeting, uint32_t ranks, uint32_t tag);
 int baton_rank_lost(struct meeting *meeting);
 
 /* Cut calls into tasks. */

@@ -67,7 +67,7 @@ static const struct layout_entry layout[] = {
     FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),
 
     WHOLE(struct meet_call, "meet_call"),
-    FIELD(meet_call, meeting), FIELD(meet_call, ranks),
+    FIELD(meet_call, meeting), FIELD(meet_call, ranks), FIELD(meet_call, tag),
 
     WHOLE(union call, "call"),
 

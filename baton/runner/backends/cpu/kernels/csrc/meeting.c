@@ -13,14 +13,17 @@
 /* In shared memory, all zeros before the first meeting. */
 struct meeting {
     _Alignas(64) _Atomic uint32_t arrived;    /* ranks that have come to the meeting that is being held */
+    _Atomic uint32_t tags;                    /* the sum of what they have come for */
     _Alignas(64) _Atomic uint32_t generation; /* number of meetings that are over */
     _Alignas(64) _Atomic uint32_t asleep;     /* ranks that wait for `generation` in the kernel */
     _Alignas(64) _Atomic uint32_t lost;       /* a rank is lost: no meeting is held any more */
 };
 
+void baton_lose_rank(struct meeting *meeting);
+
 size_t baton_meeting_bytes(void) { return sizeof(struct meeting); }
 
-/* A rank that waits for longer than a step may be idle: it sleeps, and looks again now and then, whether a rank is lost. */
+/* A rank that waits for longer than an operation takes sleeps, and looks now and then whether a rank is lost. */
 enum { SPINS = 4000, YIELD_NS = 1000000, SLEEP_NS = 200000000 };
 
 static int64_t now(void) {
@@ -43,16 +46,26 @@ static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
 static void wake_all(_Atomic uint32_t *word) { (void)word; }
 #endif
 
-/* Waits until all ranks have come, and what each wrote before is visible to all. Returns an enum status. */
-int baton_meet(struct meeting *meeting, uint32_t ranks) {
-    uint32_t generation = atomic_load(&meeting->generation);
+/* Comes to a meeting without waiting for the others. tag: what it is held for. Ranks that are not at the same place of their
+ * work would read one another's numbers as something else, so different tags end all meetings, as a lost rank does.
+ * generation: for baton_wait. Returns an enum status; STATUS_OK: all have come. */
+int baton_arrive(struct meeting *meeting, uint32_t ranks, uint32_t tag, uint32_t *generation) {
+    *generation = atomic_load(&meeting->generation);
     if (atomic_load(&meeting->lost)) return STATUS_RANK_LOST;
-    if (atomic_fetch_add(&meeting->arrived, 1) + 1 == ranks) {
-        atomic_store(&meeting->arrived, 0);
-        atomic_fetch_add(&meeting->generation, 1);
-        if (atomic_load(&meeting->asleep) > 0) wake_all(&meeting->generation);
-        return STATUS_OK;
+    atomic_fetch_add(&meeting->tags, tag);
+    if (atomic_fetch_add(&meeting->arrived, 1) + 1 < ranks) return STATUS_WAITING;
+    if (atomic_exchange(&meeting->tags, 0) != tag * ranks) {
+        baton_lose_rank(meeting);
+        return STATUS_RANK_LOST;
     }
+    atomic_store(&meeting->arrived, 0);
+    atomic_fetch_add(&meeting->generation, 1);
+    if (atomic_load(&meeting->asleep) > 0) wake_all(&meeting->generation);
+    return STATUS_OK;
+}
+
+/* Waits for the others, a fifth of a second at most. Returns an enum status; STATUS_WAITING: they have not come yet. */
+int baton_wait(struct meeting *meeting, uint32_t generation) {
     int64_t started = 0;
     for (int spins = 0; atomic_load(&meeting->generation) == generation; spins++) {
         if (atomic_load(&meeting->lost)) return STATUS_RANK_LOST;
@@ -61,15 +74,25 @@ int baton_meet(struct meeting *meeting, uint32_t ranks) {
             continue;
         }
         if (started == 0) started = now();
-        if (now() - started < YIELD_NS) {
+        int64_t waited = now() - started;
+        if (waited < YIELD_NS) {
             sched_yield();
             continue;
         }
+        if (waited >= SLEEP_NS) return STATUS_WAITING;
         atomic_fetch_add(&meeting->asleep, 1);
         sleep_while(&meeting->generation, generation);
         atomic_fetch_sub(&meeting->asleep, 1);
     }
     return STATUS_OK;
+}
+
+/* Waits until all ranks have come, and what each wrote before is visible to all. Returns an enum status. */
+int baton_meet(struct meeting *meeting, uint32_t ranks, uint32_t tag) {
+    uint32_t generation;
+    int status = baton_arrive(meeting, ranks, tag, &generation);
+    while (status == STATUS_WAITING) status = baton_wait(meeting, generation);
+    return status;
 }
 
 /* Ends all meetings, those to come included: every rank that waits returns at once. */

@@ -22,7 +22,7 @@ struct take_rows_call {
 /* The ranks of a model meet: what each has written to shared buffers before, all of them read behind it. */
 struct meet_call {
     struct meeting *meeting;
-    int64_t ranks;
+    int64_t ranks, tag;
 };
 
 union call {
@@ -87,7 +87,7 @@ static void take_all_rows(const void *job, size_t task, void *scratch) {
 static void meet(const void *job, size_t task, void *scratch) {
     const struct meet_call *call = job;
     (void)task, (void)scratch;
-    baton_meet(call->meeting, (uint32_t)call->ranks);
+    baton_meet(call->meeting, (uint32_t)call->ranks, (uint32_t)call->tag);
 }
 
 /* Whether a plan for one call is the plan for another one of the same step. */
@@ -167,6 +167,7 @@ static int prepare(struct prepared *to, struct work *works, size_t *n_works, con
         call->attention.table_stride = step->groups[op->group].table_stride;
         status = prepare_attention(to, plans, n_threads);
         if (status != STATUS_OK) return status;
+        /* Rows of no request, which a program of several ranks does not have: the others may have begun already. */
         clear_unused_rows(&call->attention, dtype);
         *n_works += attention_works(&to->job, isa, dtype, work);
         return STATUS_OK;

@@ -13,7 +13,7 @@ from baton.runner.backends.quantized_weight import NarrowWeight, QuantizedWeight
 def rows_in(
     weights: Sequence[torch.Tensor | NarrowWeight], ranges: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor | NarrowWeight]:
-    """The rows in these ranges of stacked weights [N_i, K]. A range is (first row, row behind the last); all in order."""
+    """The rows in these ranges of stacked weights [N_i, K]. A range is (first row, row behind the last)."""
     taken, start = [], 0
     for weight in weights:
         stop = start + weight.shape[0]

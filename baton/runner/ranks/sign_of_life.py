@@ -25,8 +25,9 @@ class SignsOfLife:
         threading.Thread(target=self._give, name="first-rank-watch", daemon=True).start()
 
     def loaded(self) -> None:
-        """Say from now on that the model is loaded."""
+        """Say now, and from now on, that the model is loaded."""
         self._sign = LOADED
+        self._channel.sendall(LOADED)
 
     def _give(self) -> None:
         self._channel.settimeout(INTERVAL_S)

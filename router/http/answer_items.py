@@ -3,7 +3,8 @@
 OpenAI's API of responses calls them output items, Anthropic's API content blocks; the rules are the same in both:
 
 1. An item begins with the first part of its kind, and each call is an item of its own.
-2. The item that is open ends before the next one begins. A call ends when its arguments do.
+2. The item that is open ends before the next one begins. A call ends when its arguments do. Arguments without an open
+   call are a fault of the parser.
 3. The end of the answer ends the last item. An answer without any parts has one item, an empty text.
 """
 
@@ -63,7 +64,10 @@ class AnswerItems(Generic[T]):
         return self._items
 
     def take(self, parts: Iterable[AnswerPart]) -> list[ItemChange[T]]:
-        """Take the next parts of the answer; returns how they change its items."""
+        """Take the next parts of the answer; returns how they change its items.
+
+        Raises ValueError for arguments while no call is open.
+        """
         changes: list[ItemChange[T]] = []
         for part in parts:
             match part:
@@ -85,6 +89,8 @@ class AnswerItems(Generic[T]):
         return changes + self._end(is_complete=is_complete)
 
     def _grow(self, kind: ItemKind, text: str) -> list[ItemChange[T]]:
+        if kind == "call" and self._open != kind:
+            raise ValueError("arguments came while no call was open")
         changes = [] if self._open == kind else self._begin(kind)
         return [*changes, Grown(self._items[-1], text)]
 

@@ -69,10 +69,10 @@ class WholeContent:
         """Add the next parts."""
         self._keep(self._blocks.take(parts))
 
-    def finish(self, parts: Iterable[AnswerPart]) -> None:
-        """Add the last parts."""
+    def finish(self, parts: Iterable[AnswerPart], *, is_complete: bool) -> None:
+        """Add the last parts. `is_complete`: whether the answer ended by itself."""
         self.add(parts)
-        self._keep(self._blocks.finish(is_complete=True))
+        self._keep(self._blocks.finish(is_complete=is_complete))
 
     def _keep(self, changes: Iterable[ItemChange[ContentBlock]]) -> None:
         for change in changes:

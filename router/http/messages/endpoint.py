@@ -81,8 +81,8 @@ class MessagesEndpoint(Endpoint[MessagesRequest]):
         sequence, content = parsed.parsing.sequence(parsed.request_id, 0), WholeContent()
         async for chunk in in_turns(answer.chunks[0]):
             content.add(sequence.parts(chunk.text))
-        content.finish(sequence.last_parts())
         finish_reason, stop_reason = answer.ends[0]
+        content.finish(sequence.last_parts(), is_complete=finish_reason != "length")
         stop = parsed.label.stop(sequence.finish_reason(finish_reason), stop_reason)
         blocks = content.blocks(shows_thinking=parsed.shows_thinking)
         return parsed.label.message(blocks, usage_of(answer.finished), stop)

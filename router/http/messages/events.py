@@ -92,7 +92,10 @@ class MessageWriter:
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The events for what was held, and for the end of the last block."""
-        changes = [*self._blocks.take(self._sequence.last_parts()), *self._blocks.finish(is_complete=True)]
+        changes = [
+            *self._blocks.take(self._sequence.last_parts()),
+            *self._blocks.finish(is_complete=finish_reason != "length"),
+        ]
         self._stop = self._label.stop(self._sequence.finish_reason(finish_reason), stop_reason)
         return self._changes(changes)
 

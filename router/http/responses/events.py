@@ -13,7 +13,7 @@ from router.http.errors import error_of
 from router.http.logprobs import ChatLogprobs, Spelling
 from router.http.responses.in_progress import EndedResponse, ResponseInProgress
 from router.http.responses.objects import as_text
-from router.http.responses.output import Change, Ended, Grown, Kind, OutputItem
+from router.http.responses.output import Change, Kind, OutputEnded, OutputGrown, OutputItem
 
 _TEXT_EVENTS: Mapping[Kind, str] = {
     "message": "response.output_text",
@@ -84,12 +84,12 @@ class ResponseWriter:
                 if item.kind == "function_call":
                     return begun
                 return begun + self._text_event("response.content_part.added", item, f'"part":{item.part("")}')
-            case Grown(item, text, logprobs):
+            case OutputGrown(item, text, logprobs):
                 if not text and not logprobs:
                     return b""
                 more = f',"logprobs":[{logprobs}]' if item.kind == "message" else ""
                 return self._text_event(f"{_TEXT_EVENTS[item.kind]}.delta", item, f'"delta":{quote(text)}{more}')
-            case Ended(item):
+            case OutputEnded(item):
                 return self._ended(item) + self._item_event("done", item, item.ended())
 
     def _ended(self, item: OutputItem) -> bytes:

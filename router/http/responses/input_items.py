@@ -130,7 +130,7 @@ def _message(item: Mapping[str, Any], name: str) -> MessageItem:
     content = item.get("content")
     if not isinstance(content, str | list):
         raise ValueError(f"{name} needs a content, a string or a list of text parts")
-    return MessageItem("", _texts(content, f"{name}, "), item["role"])
+    return MessageItem("", _texts(content, f"{name}: "), item["role"])
 
 
 def _texts(content: str | list[Any], before: str = "") -> tuple[str, ...]:

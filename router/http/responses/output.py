@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from router.http import answer_items
-from router.http.answer_items import AnswerItems, Begun, ItemChange, ItemKind
+from router.http.answer_items import AnswerItems, Begun, Ended, Grown, ItemChange, ItemKind
 from router.http.parsed_text import AnswerPart, NamedCall
 from router.http.responses.items import CallItem, Item, MessageItem, ReasoningItem
 from router.http.responses.objects import as_text, status_of
@@ -83,7 +82,7 @@ class OutputItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class OutputGrown:
     """An item has got more text, or log-probabilities."""
 
     item: OutputItem
@@ -93,13 +92,13 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class OutputEnded:
     """An item is complete, or was cut off: its status says which."""
 
     item: OutputItem
 
 
-Change = Begun[OutputItem] | Grown | Ended
+Change = Begun[OutputItem] | OutputGrown | OutputEnded
 
 
 class Output:
@@ -135,7 +134,7 @@ class Output:
         """Take what the end of the text adds, and end the last item, which gets the last log-probabilities."""
         changes = self.take(parts)
         for change in self._items.finish(is_complete=status_of(finish_reason) == "completed"):
-            if isinstance(change, answer_items.Ended) and change.item.kind == "message" and self._logprobs:
+            if isinstance(change, Ended) and change.item.kind == "message" and self._logprobs:
                 changes.append(self._grown(change.item, ""))
             changes.append(self._changed(change))
         return changes
@@ -150,18 +149,18 @@ class Output:
     def _changed(self, change: ItemChange[OutputItem]) -> Change:
         """Change the item as it was said; returns what that is for clients."""
         match change:
-            case answer_items.Grown(item, text):
+            case Grown(item, text):
                 return self._grown(item, text)
-            case answer_items.Ended(item, is_complete):
+            case Ended(item, is_complete):
                 item.status = "completed" if is_complete else "incomplete"
-                return Ended(item)
+                return OutputEnded(item)
             case Begun():
                 return change
 
-    def _grown(self, item: OutputItem, text: str) -> Grown:
+    def _grown(self, item: OutputItem, text: str) -> OutputGrown:
         item.pieces.append(text)
         if item.kind != "message":
-            return Grown(item, text, "")
+            return OutputGrown(item, text, "")
         logprobs, self._logprobs = self._logprobs, []
         item.logprobs += logprobs
-        return Grown(item, text, ", ".join(logprobs))
+        return OutputGrown(item, text, ", ".join(logprobs))

@@ -69,6 +69,15 @@ def test_an_item_begins_with_its_first_part_and_ends_before_the_next(
     assert told([*items.take(parts), *items.finish(is_complete=is_complete)]) == lines
 
 
+@pytest.mark.parametrize("before", [[], [Content("a")], [CALL, WHOLE]])
+def test_arguments_without_an_open_call_begin_no_item(before: Sequence[AnswerPart]) -> None:
+    items = AnswerItems(named)
+    items.take(before)
+    with pytest.raises(ValueError, match="while no call was open"):
+        items.take([ARGUMENTS])
+    assert len(items.items) == bool(before)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_one_item_is_open_at_a_time_and_all_are_listed(seed: int) -> None:
     rng = Random(seed)

@@ -239,8 +239,9 @@ def test_a_stream_has_the_blocks_of_the_whole_message(pieces: list[str], data: s
     parsing = TextParsing(FORMATS["hermes"], ["f"], reasons=True)
     whole, sequence = WholeContent(), parsing.sequence("r", 0)
     whole.add(sequence.parts(text))
-    whole.finish(sequence.last_parts())
+    finish_reason = data.draw(st.sampled_from(["stop", "length"]))
+    whole.finish(sequence.last_parts(), is_complete=finish_reason == "stop")
     writer = MessageWriter(MessageLabel("r", MODEL, False), 1, parsing.sequence("r", 0), shows_thinking=True)
     parts = [text[first:last] for first, last in pairwise([0, *cuts, len(text)])]
-    stream = b"".join(writer.chunk(Chunk(0, (1,), part)) for part in parts) + writer.end(0, "stop", None)
+    stream = b"".join(writer.chunk(Chunk(0, (1,), part)) for part in parts) + writer.end(0, finish_reason, None)
     assert folded(stream) == [with_text(json.loads(block)) for block in whole.blocks(shows_thinking=True)]

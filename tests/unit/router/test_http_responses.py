@@ -261,7 +261,7 @@ IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
         ({"input": None}, "input", "must be a string or a list"),
         ({"input": []}, "input", "must be a string or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item 0 is of the type 'item_reference'"),
-        ({"input": [IMAGE]}, "input", "item 0, part 0 is of the type 'input_image'"),
+        ({"input": [IMAGE]}, "input", "item 0: part 0 is of the type 'input_image'"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "item 0 needs a role"),
         ({"input": [{"role": "user"}]}, "input", "item 0 needs a content"),
         ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input", "item 0 has the unknown field 'y'"),

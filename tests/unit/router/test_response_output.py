@@ -10,7 +10,7 @@ import pytest
 from baton.text.tool_calls.formats import FORMATS
 from router.http.answer_items import Begun
 from router.http.parsed_text import TextParsing
-from router.http.responses.output import Change, Ended, Grown, Output, OutputItem
+from router.http.responses.output import Change, Output, OutputEnded, OutputGrown, OutputItem
 from tests.support.tool_formats import written
 
 CALL = written("hermes", [("f", {"q": 1})])
@@ -44,9 +44,9 @@ def test_items_are_a_function_of_the_text(seed: int) -> None:
         match change:
             case Begun(item):
                 texts: list[str] = []
-            case Grown(_, piece, _):
+            case OutputGrown(_, piece, _):
                 texts.append(piece)
-            case Ended(item):
+            case OutputEnded(item):
                 assert item.text == "".join(texts)
                 ended.append(item)
     assert ended == cut.items
@@ -75,5 +75,10 @@ def test_log_probabilities_without_text_come_with_the_next_text_or_the_end() -> 
         told.append(output.take(sequence.parts(text)))
     told.append(output.finish(sequence.last_parts(), "stop"))
     (item,) = output.items
-    assert told == [[], [Begun(item), Grown(item, "q", "1, 2")], [], [Grown(item, "", "3"), Ended(item)]]
+    assert told == [
+        [],
+        [Begun(item), OutputGrown(item, "q", "1, 2")],
+        [],
+        [OutputGrown(item, "", "3"), OutputEnded(item)],
+    ]
     assert item.all_logprobs == "[1, 2, 3]"

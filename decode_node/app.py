@@ -85,6 +85,8 @@ class DecodeRole:
 
     async def start(self) -> None:
         await self.intake.start()
+
+    def serving(self) -> None:
         membership = self._membership
         if membership is not None:
             # It ends when the registry is closed.

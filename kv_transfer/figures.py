@@ -43,7 +43,7 @@ def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[F
 
 def handshake_figures(handshakes: Mapping[str, Histogram]) -> list[Distribution]:
     """Metrics of how long it took until senders could be used."""
-    text = "Time from opening a link until the sender could be used: its memory was read, or had been before."
+    text = "Time from opening a link until the sender could be used, including the join probe if there was one."
     return [seconds.now("kv_handshake_seconds", text, {"peer": peer}) for peer, seconds in sorted(handshakes.items())]
 
 

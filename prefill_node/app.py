@@ -75,6 +75,9 @@ class PrefillRole:
     async def start(self) -> None:
         await self.handoff.start()
 
+    def serving(self) -> None:
+        return
+
     async def stop(self) -> None:
         await self.handoff.stop()
 

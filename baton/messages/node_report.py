@@ -115,7 +115,10 @@ class ProbeFault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FailedProbe:
-    """The latest failed probe between this node and a peer, until one passes or the peer is gone."""
+    """The latest failed probe between this node and a peer, until one passes or the peer is gone.
+
+    A prefill node, which does not open links, may show it up to three minutes after the decode node is gone.
+    """
 
     peer: str
     fault: ProbeFault

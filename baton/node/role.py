@@ -72,6 +72,10 @@ class NodeRole(Protocol):
         """Start what moves the KV; raises ConfigError."""
         ...
 
+    def serving(self) -> None:
+        """The node's server listens from now on: peers that ask whether this process runs get an answer."""
+        ...
+
     async def stop(self) -> None:
         """Stop everything that `start` started. Called after the engine has stopped."""
         ...

@@ -212,6 +212,8 @@ class Node:
         driver.start()
         cleanup.push_async_callback(asyncio.to_thread, driver.stop)
         await rpc.start()
+        # Links are opened from here on, and peers ask at this node's address whether it runs.
+        role.serving()
         cleanup.callback(service.close)
         heartbeat = watch.start(service.heartbeat, "heartbeat", config.node_id, on_fault=OnFault.END_PROCESS)
         cleanup.callback(heartbeat.cancel)

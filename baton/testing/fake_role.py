@@ -28,12 +28,18 @@ class FakeRole:
         self.start_error: Exception | None = None
         """The error that `start` raises; None: it starts."""
         self.is_up = False
+        self.is_serving = False
         self.link_protocol = 1
 
     async def start(self) -> None:
         if self.start_error is not None:
             raise self.start_error
         self.is_up = True
+
+    def serving(self) -> None:
+        if not self.is_up:
+            raise RuntimeError("the role was not started")
+        self.is_serving = True
 
     async def stop(self) -> None:
         self.is_up = False

@@ -47,7 +47,8 @@ FIRST_PROBE_READ_ID = -1
 class ReadProbe:
     """Fill this node's block with the bytes of the seed, then read the sender's block into it and digest it.
 
-    `filled` or `failed`, and `read_done` and `digested`, or `failed`, answer with the id.
+    These answer with the id: `filled` for the filling; `read_done`, `read_failed` or `read_stalled` for the read;
+    `digested` for the digest; `failed` for a filling or a digest that failed.
     """
 
     read_id: int

@@ -3,12 +3,12 @@ go in, effects come out.
 
 The rules that it keeps:
 
-1. The bytes are new for each probe, and in memory only once they are said to be: what a reader finds there was written
-   under the registration through which it reads. Readers that are probing at the same time share them, so that none
-   waits for another.
+1. The bytes are new whenever no other reader is reading them, and in memory only once they are said to be: what a
+   reader finds there was written under the registration through which it reads. Readers that are probing at the same
+   time share them, so that none waits for another.
 2. A probe has passed when the reader says so with the digest of these bytes. Otherwise its link ends, with the cause
-   PROBE_FAILED, and the condition is shown until a probe of the reader passes. Readers try again within a minute or so:
-   one that is not heard of for `kept_s` is gone.
+   PROBE_FAILED, and the condition is shown until a probe of the reader passes, or its process is known to be gone.
+   Readers try again within a minute or so: the condition of one that is not heard of for `kept_s` goes, too.
 3. While a probe is open, the transfer agent makes progress. That ends with the result, with the link, or after
    `patience_s`.
 4. Late and unknown results change nothing and are counted.

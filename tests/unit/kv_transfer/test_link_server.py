@@ -68,9 +68,21 @@ async def test_a_link_in_its_handshake_when_the_node_stops_is_not_opened() -> No
     assert call.server.num_links == 0
 
 
-@pytest.mark.parametrize("name", ["node_id", "incarnation", "peer_incarnation", "address"])
-async def test_a_hello_with_a_name_that_is_too_long_is_refused_and_not_kept(name: str) -> None:
-    handler, call = _Handler(), _WelcomeTakesAWhile(replace(HELLO, **{name: "x" * 1_000_000}))
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        replace(HELLO, node_id=LONG),
+        replace(HELLO, incarnation=LONG),
+        replace(HELLO, peer_incarnation=LONG),
+        replace(HELLO, address=LONG),
+    ],
+    ids=["node_id", "incarnation", "peer_incarnation", "address"],
+)
+async def test_a_hello_with_a_name_that_is_too_long_is_refused_and_not_kept(hello: LinkHello) -> None:
+    handler, call = _Handler(), _WelcomeTakesAWhile(hello)
     call.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
     with pytest.raises(_Aborted, match=r"FAILED_PRECONDITION.* 1000000 characters") as refused:
         await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls

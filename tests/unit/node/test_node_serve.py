@@ -32,6 +32,7 @@ from baton.testing.fake_role import FakeRole
 from baton.testing.fake_runner import FakeRunner, expected_tokens
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.wire.clients.node_client import NodeClient
+from kv_transfer.link.liveness import is_running
 from prefill_node.app import PrefillRole
 from tests.support.reports import QueuedReports
 
@@ -77,6 +78,19 @@ class Running:
 
     async def client(self) -> NodeClient:
         return NodeClient((await self.description).address)
+
+
+class OrderedRole(FakeRole):
+    """A role that looks at its node's server when it may open links."""
+
+    def __init__(self, context: RoleContext) -> None:
+        super().__init__()
+        self._address = context.address
+        self.answers: asyncio.Task[bool]
+
+    def serving(self) -> None:
+        super().serving()
+        self.answers = asyncio.create_task(is_running(self._address, 5.0))
 
 
 @asynccontextmanager
@@ -396,6 +410,18 @@ async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_m
             await stream.close()
             await again.close()
         await client.close()
+
+
+async def test_a_role_may_open_links_once_peers_can_ask_for_its_node(tmp_path: Path) -> None:
+    made: list[OrderedRole] = []
+
+    def make(context: RoleContext) -> OrderedRole:
+        made.append(OrderedRole(context))
+        return made[0]
+
+    async with running(tmp_path, make):
+        assert made[0].is_serving
+        assert await made[0].answers
 
 
 class Changing:

@@ -64,8 +64,12 @@ def _flags(command: Any) -> set[str]:
 
 
 def _extended(option: str, flags: Iterable[str]) -> list[str]:
-    """The flags that begin or end as `option` does: `--temperature` for `--temp`, `--grpc-port` for `--port`."""
-    return sorted(flag for flag in flags if flag.startswith(option) or flag.endswith(option[1:]))
+    """The flags that begin or end as `option` does: `--temperature` for `--temp`, `--grpc-port` for `--port`.
+
+    Of two that begin alike only the shorter one: `--prefill` for `--prefil`, not `--prefill-tp`.
+    """
+    alike = [flag for flag in flags if flag.startswith(option) or flag.endswith(option[1:])]
+    return sorted(flag for flag in alike if not any(flag != other and flag.startswith(other) for other in alike))
 
 
 def _question(flags: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from baton.runner.simulated import expected_embedding
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
 from tests.support.virtual_time import run_virtually
 
-NUM_SCHEDULES = int(os.environ.get("BATON_EMBEDDING_SCHEDULES", "40"))
+NUM_SCHEDULES = int(os.environ.get("BATON_EMBEDDING_SCHEDULES", "60"))
 
 
 class EmbeddingSchedule(Schedule):

@@ -83,23 +83,24 @@ def engine(
             _measure_ranks(config, tp, output)
             return
         report = run(config)
-    if output is Format.JSON:
-        print_json(asdict(report))
-    elif output is Format.YAML:
-        print_yaml(asdict(report))
-    else:
+    if not _printed(asdict(report), output):
         _print(report)
+
+
+def _printed(report: object, output: Format) -> bool:
+    """Print a report as JSON or YAML; returns False, and prints nothing, where a text is wanted."""
+    if output is Format.JSON:
+        print_json(report)
+    elif output is Format.YAML:
+        print_yaml(report)
+    return output is not Format.TEXT
 
 
 def _measure_ranks(config: EngineBenchConfig, ranks: int, output: Format) -> None:
     from baton.bench.micro.ranks import measure
 
     figures = measure(config, ranks)
-    if output is Format.JSON:
-        print_json([asdict(one) for one in figures])
-    elif output is Format.YAML:
-        print_yaml([asdict(one) for one in figures])
-    else:
+    if not _printed([asdict(one) for one in figures], output):
         print_table(
             ["STEP", "TOKENS/S", "ONE PROCESS", "RATIO", "P10", "P90"],
             [
@@ -136,11 +137,7 @@ def _measure_speculation(
         "threads": threads,
     }
     figures = measure(chosen.directory, settings)
-    if output is Format.JSON:
-        print_json([asdict(one) for one in figures])
-    elif output is Format.YAML:
-        print_yaml([asdict(one) for one in figures])
-    else:
+    if not _printed([asdict(one) for one in figures], output):
         print_table(
             ["TEXT", "TOKENS", "ACCEPTED", "TOKENS/S", "PLAIN", "RATIO", "P10", "P90"],
             [

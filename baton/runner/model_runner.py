@@ -278,7 +278,7 @@ def load_runner(
     where = resolve_device(device)
     if tensor_parallel > 1 and where.type != "cpu":
         raise ConfigError("a model on a GPU can't be divided among ranks so far; leave --tp out, or use --device cpu")
-    torch.set_num_threads(elementwise_threads(max(1, num_threads // tensor_parallel)))
+    torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
     layers.register()
     whole = choose_operations(num_threads, where) if operations is None else operations
@@ -291,23 +291,19 @@ def load_runner(
     with _named_errors(model_dir), ExitStack() as on_failure:
         first_rank = None
         if tensor_parallel > 1:
-            config = loaded.config
-            num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            Shard(0, tensor_parallel).heads(config.num_attention_heads, num_kv_heads)
-            first_rank = FirstRank(
-                RankSpec(
-                    str(model_dir),
-                    loaded.dtype,
-                    block_size,
-                    cache,
-                    num_threads,
-                    tensor_parallel,
-                    quantization,
-                    dequantize,
-                ),
-                start_ranks,
+            spec = RankSpec(
+                model_dir=str(model_dir),
+                dtype=loaded.dtype,
+                block_size=block_size,
+                cache=cache,
+                num_threads=num_threads,
+                size=tensor_parallel,
+                quantization=quantization,
+                dequantize=dequantize,
             )
+            first_rank = _start_first_rank(spec, loaded, start_ranks)
             on_failure.callback(first_rank.close)
+            torch.set_num_threads(elementwise_threads(spec.least_threads))
             transformer: Transformer = first_rank.transformer(loaded)
         else:
             transformer = Transformer(loaded, whole, block_size, cache, num_threads)
@@ -323,6 +319,13 @@ def load_runner(
         return runner
 
 
+def _start_first_rank(spec: RankSpec, loaded: LoadedModel, start_ranks: StartRanks) -> FirstRank:
+    """Start the other ranks. Raises ConfigError for heads that can't be divided among so many."""
+    num_heads = loaded.config.num_attention_heads
+    Shard(0, spec.size).heads(num_heads, getattr(loaded.config, "num_key_value_heads", None) or num_heads)
+    return FirstRank(spec, start_ranks)
+
+
 @contextmanager
 def _named_errors(model_dir: Path) -> Iterator[None]:
     """Raise what can go wrong while a loaded model is prepared as a ConfigError that names its directory."""
@@ -332,6 +335,8 @@ def _named_errors(model_dir: Path) -> Iterator[None]:
         raise ConfigError(f"the weights in {model_dir} can't be used: {error}") from error
     except UnsupportedAttention as error:
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+    except RunnerLost as error:
+        raise ConfigError(f"{model_dir} can't be divided among ranks: {error}") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
 

@@ -45,6 +45,8 @@ class FakeRankGroup:
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         self._callback = callback
+        if self.why_lost:
+            callback(self.why_lost)
 
     def close(self) -> None:
         self._meeting.lose()

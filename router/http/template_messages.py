@@ -48,7 +48,10 @@ def template_call(call_id: str | None, name: str, arguments: Any) -> Mapping[str
 
 
 def arguments_of(text: str) -> Any:
-    """The object that the text is in JSON; the text itself if it is none, or larger than any body may be."""
+    """The JSON object in a text, or {} for an empty one.
+
+    The text itself if it holds no such object, or a larger one than a body may have.
+    """
     if not text.strip():
         return {}
     try:

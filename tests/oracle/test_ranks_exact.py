@@ -178,6 +178,24 @@ def test_three_ranks_of_unequal_widths_have_the_same_bits(tmp_path: Path) -> Non
     runs[1].check_equal(runs[0])
 
 
+@pytest.mark.parametrize(("threads", "ranks"), [(3, 2), (6, 4)])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_ranks_of_unequal_threads_have_the_same_bits(tmp_path: Path, name: str, threads: int, ranks: int) -> None:
+    """All ranks pad rows alike, however many threads each has: otherwise they would exchange unlike numbers of rows."""
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    before = torch.get_num_threads()
+    runs = []
+    try:
+        for size in (1, ranks):
+            with loaded(tmp_path, size, dtype="bfloat16", num_threads=threads) as runner:
+                runs.append(compute(runner, sampling))
+    finally:
+        torch.set_num_threads(before)
+    assert runs[1].tokens == runs[0].tokens
+    assert runs[1].kv == runs[0].kv
+
+
 def test_a_step_that_fails_on_one_rank_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are in the middle of that step: the next one's numbers would be taken for its."""
     write_random_model(tmp_path, TINY_MODELS["llama"], seed=5)

@@ -28,7 +28,7 @@ class RanksFigures:
     step: str
     """`prefill`, or `decode` and the batch size."""
     tokens_per_s: float
-    """On ranks."""
+    """Tokens a second on ranks."""
     one_process_tokens_per_s: float
     ratio: float
     """How many times as fast the ranks are."""

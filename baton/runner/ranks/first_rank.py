@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.errors import ConfigError
 from baton.messages.node_report import ComputePath
-from baton.runner.backends.cpu.kernels.errors import RankLost
 from baton.runner.backends.cpu.kernels.meeting import Meeting
 from baton.runner.backends.ranks.host_ranks import HostRanks, SharedFiles
 from baton.runner.backends.ranks.shard import Shard
@@ -50,14 +48,11 @@ class FirstRank:
         )
 
     def transformer(self, model: LoadedModel) -> LeadingTransformer:
-        """This rank's part of the model, which all ranks load at the same time; raises ConfigError if one does not."""
+        """This rank's part of the model, which all ranks load at the same time. Raises RankLost if one does not."""
         spec = self._spec
-        try:
-            return LeadingTransformer(
-                model, self.operations, spec.block_size, spec.cache, spec.threads_of(0), self._board, self.followers
-            )
-        except RankLost as error:
-            raise ConfigError(f"{spec.model_dir} can't be divided among ranks: {self.followers.why_lost}") from error
+        return LeadingTransformer(
+            model, self.operations, spec.block_size, spec.cache, spec.least_threads, self._board, self.followers
+        )
 
     def close(self) -> None:
         """End the other ranks; idempotent."""

@@ -28,14 +28,13 @@ class FollowingRank:
         self._spec = spec
         self._ranks = HostRanks(Shard(rank, spec.size), files)
         self._board = StepBoard(self._ranks, files)
-        self._num_threads = spec.threads_of(rank)
-        self._operations = sharded_operations(self._num_threads, self._ranks)
+        self._operations = sharded_operations(spec.threads_of(rank), self._ranks)
         self._model: LoadedModel | None = None
 
     def load(self) -> None:
         """Read the model's configuration, and map its weights. Raises ConfigError."""
         spec = self._spec
-        torch.set_num_threads(elementwise_threads(self._num_threads))
+        torch.set_num_threads(elementwise_threads(spec.least_threads))
         attention.register()
         layers.register()
         self._model = load_model_for(
@@ -50,7 +49,7 @@ class FollowingRank:
         if self._model is None:
             raise RuntimeError("the model is not loaded")
         spec = self._spec
-        transformer = Transformer(self._model, self._operations, spec.block_size, spec.cache, self._num_threads)
+        transformer = Transformer(self._model, self._operations, spec.block_size, spec.cache, spec.least_threads)
         self._model = None
         on_loaded()
         while True:

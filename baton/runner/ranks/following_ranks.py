@@ -15,7 +15,10 @@ class FollowingRanks(Protocol):
         ...
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with the reason once the ranks are lost, from any thread, or now if they are lost."""
+        """Call `callback` with the reason once the ranks are lost, from any thread, or now if they are lost.
+
+        It replaces the callback that was given before.
+        """
         ...
 
     def lose(self, reason: str) -> None:

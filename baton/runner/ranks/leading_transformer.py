@@ -34,10 +34,13 @@ class LeadingTransformer(Transformer):
         board: StepBoard,
         followers: FollowingRanks,
     ) -> None:
-        super().__init__(model, operations, block_size, cache, num_threads)
         self._ranks = operations.ranks
         self._board = board
         self._followers = followers
+        try:
+            super().__init__(model, operations, block_size, cache, num_threads)
+        except RankLost as error:
+            raise RankLost(followers.why_lost or str(error)) from error
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         with self._all_ranks(Task.LOGITS, batch, logits_rows):

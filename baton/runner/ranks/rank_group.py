@@ -29,7 +29,7 @@ _MISSED_SIGNS = 10
 """A rank is lost after so many intervals without a sign. They are counted and not timed, since this process may have
 been stopped itself."""
 _LOADING_SIGNS = 240
-"""The same while a process starts and loads its part of the model, which may keep its interpreter."""
+"""How many intervals a rank may be silent while its process starts and loads: its interpreter may be busy."""
 _END_S = 10.0
 _MAX_WORDS = 4096
 
@@ -141,7 +141,7 @@ class _Watch:
         self.lose(self._wait_for_loss())
 
     def _wait_for_loss(self) -> str:
-        """Returns why the first rank is lost, or anything while the group is closed."""
+        """Wait until a rank is lost; returns why. The result means nothing while the group is being closed."""
         with selectors.DefaultSelector() as selector:
             for one in self.processes:
                 selector.register(one.channel, selectors.EVENT_READ, one)

@@ -19,7 +19,7 @@ class RankSpec:
     cache: CacheSpec
     """The cache that all ranks share."""
     num_threads: int
-    """Of all ranks together."""
+    """Threads of all ranks together."""
     size: int
     """Number of ranks."""
     quantization: Literal["int8", "int4"] | None = None
@@ -28,6 +28,11 @@ class RankSpec:
     def threads_of(self, rank: int) -> int:
         """The threads of one rank, at least one; the first ranks have what is left over."""
         return max(1, self.num_threads // self.size + (rank < self.num_threads % self.size))
+
+    @property
+    def least_threads(self) -> int:
+        """The fewest threads of any rank. All ranks pad rows for it, since they must exchange equally many rows."""
+        return self.threads_of(self.size - 1)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

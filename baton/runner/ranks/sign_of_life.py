@@ -11,7 +11,7 @@ import threading
 
 LOADING = b"\0"
 LOADED = b"\1"
-"""Two kinds of signs: while the model is loaded an interpreter may be busy for longer than later."""
+"""The sign while the model is loading, and the one afterwards: a loading process may be silent for longer."""
 INTERVAL_S = 0.5
 """How often a sign is given."""
 

@@ -86,13 +86,15 @@ def test_a_lost_rank_ends_the_meetings_of_all(files: SharedFiles) -> None:
 
 
 def test_ranks_that_meet_for_different_reasons_are_lost(files: SharedFiles) -> None:
-    first, second = (HostRanks(Shard(rank, 2), files) for rank in range(2))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(first.meeting.meet, MeetFor.GATHER)
-        with pytest.raises(RankLost):
-            second.meeting.meet(MeetFor.STEP)
-        with pytest.raises(RankLost):
-            waiting.result(timeout=60)
+    """Also those whose reasons have the average of the others' number."""
+    ranks = [HostRanks(Shard(rank, 3), files) for rank in range(3)]
+    reasons = (MeetFor.GATHER, MeetFor.STEP, MeetFor.MERGE)
+    assert sum(reasons) == 3 * reasons[2]
+    with ThreadPoolExecutor(3) as pool:
+        meeting = [pool.submit(one.meeting.meet, reason) for one, reason in zip(ranks, reasons, strict=True)]
+        errors = [str(one.exception(timeout=60)) for one in meeting]
+    assert any("compute different operations" in error for error in errors)
+    assert all("rank" in error for error in errors)
 
 
 def test_an_interrupt_ends_the_wait_for_other_ranks(files: SharedFiles) -> None:

@@ -27,12 +27,13 @@ class SharedFiles:
     program: int
     """The rows that the operations of a program exchange."""
     step: int
-    """What the first rank announces."""
+    """The steps that the first rank announces."""
     boxes: tuple[int, int]
-    """What they exchange with single operations, in turns."""
+    """The two buffers through which single operations exchange results, in turns."""
 
     @classmethod
     def make(cls) -> SharedFiles:
+        """Make six empty files; raises OSError."""
         made: list[int] = []
         try:
             made.extend(make_shared_file() for _ in range(6))
@@ -65,7 +66,7 @@ class HostRanks:
         self.shard = shard
         self.meeting = Meeting(SharedMemory(files.control), shard.size)
         self.program_memory = SharedMemory(files.program)
-        """For the buffers of programs, one of which runs at a time."""
+        """Memory of the buffers of programs, of which one runs at a time."""
         self._cache = SharedMemory(files.cache)
         self._boxes = MemoryInTurns(files.boxes)
 

@@ -9,6 +9,10 @@ import tempfile
 import torch
 
 
+_KEPT_BYTES = 256 << 20
+"""How many bytes of a shared file stay in memory when an exchange is over."""
+
+
 def make_shared_file() -> int:
     """A descriptor of an empty file in memory, which goes away with its last descriptor and mapping."""
     if hasattr(os, "memfd_create"):
@@ -17,14 +21,10 @@ def make_shared_file() -> int:
         return os.dup(file.fileno())
 
 
-_KEPT_BYTES = 256 << 20
-"""How much of a shared file stays in memory when an exchange is over."""
-
-
 class SharedMemory:
     """One process's mapping of a shared file, which grows as it is needed.
 
-    Whoever reads asks for no more than the writer had asked for when the two met.
+    A reader must not ask for more bytes than the writer had asked for before they met.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -58,7 +58,7 @@ class SharedMemory:
 
     def _map(self, num_bytes: int) -> None:
         size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Ranks grow the file at about the same time and to the same size: none makes it smaller.
+        # Ranks exchange equally many rows, so they grow the file to the same size: none makes it smaller.
         if os.fstat(self._descriptor).st_size < size:
             os.ftruncate(self._descriptor, size)
         self._mapping = mmap.mmap(self._descriptor, size)

@@ -16,4 +16,4 @@ class KernelArgumentError(BatonError):
 
 
 class RankLost(RunnerLost):
-    """Another rank of the model has ended or hangs: the step is void, and this incarnation of the node is over."""
+    """Another rank of the model has ended, hangs or computes something else: the step is void, and the node ends."""

@@ -28,6 +28,7 @@ _STATUS = {
 }
 
 _RANK_LOST = 7
+_RANKS_DIFFER = 9
 WAITING = 8
 """The status of a meeting to which not all ranks have come yet."""
 
@@ -58,7 +59,9 @@ def check_status(status: int) -> None:
     if status == 0:
         return
     if status == _RANK_LOST:
-        raise RankLost("another rank of this model has ended, so the step can't be computed")
+        raise RankLost("another rank of this model is lost")
+    if status == _RANKS_DIFFER:
+        raise RankLost("the ranks of this model compute different operations, which is a fault of Baton")
     if status in _STATUS:
         raise KernelArgumentError(*_STATUS[status])
     raise MemoryError("the kernels could not allocate scratch memory")

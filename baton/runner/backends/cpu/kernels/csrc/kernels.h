@@ -38,7 +38,8 @@ enum status {
     STATUS_BAD_SLOT = 5,
     STATUS_BAD_INDEX = 6,
     STATUS_RANK_LOST = 7,
-    STATUS_WAITING = 8, /* of meeting.c */
+    STATUS_WAITING = 8, /* of meeting.c, as the next one */
+    STATUS_RANKS_DIFFER = 9,
 };
 
 struct quantized_format;

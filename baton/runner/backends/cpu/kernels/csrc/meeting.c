@@ -13,7 +13,7 @@
 /* In shared memory, all zeros before the first meeting. */
 struct meeting {
     _Alignas(64) _Atomic uint32_t arrived;    /* ranks that have come to the meeting that is being held */
-    _Atomic uint32_t tags;                    /* the sum of what they have come for */
+    _Atomic uint32_t tag;                     /* what the first of them has come for; 0: nobody has come */
     _Alignas(64) _Atomic uint32_t generation; /* number of meetings that are over */
     _Alignas(64) _Atomic uint32_t asleep;     /* ranks that wait for `generation` in the kernel */
     _Alignas(64) _Atomic uint32_t lost;       /* a rank is lost: no meeting is held any more */
@@ -46,19 +46,20 @@ static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
 static void wake_all(_Atomic uint32_t *word) { (void)word; }
 #endif
 
-/* Comes to a meeting without waiting for the others. tag: what it is held for. Ranks that are not at the same place of their
+/* Comes to a meeting without waiting for the others. tag: what it is held for, not 0. Ranks that are not at the same place of their
  * work would read one another's numbers as something else, so different tags end all meetings, as a lost rank does.
  * generation: for baton_wait. Returns an enum status; STATUS_OK: all have come. */
 int baton_arrive(struct meeting *meeting, uint32_t ranks, uint32_t tag, uint32_t *generation) {
     *generation = atomic_load(&meeting->generation);
     if (atomic_load(&meeting->lost)) return STATUS_RANK_LOST;
-    atomic_fetch_add(&meeting->tags, tag);
-    if (atomic_fetch_add(&meeting->arrived, 1) + 1 < ranks) return STATUS_WAITING;
-    if (atomic_exchange(&meeting->tags, 0) != tag * ranks) {
+    uint32_t first = 0;
+    if (!atomic_compare_exchange_strong(&meeting->tag, &first, tag) && first != tag) {
         baton_lose_rank(meeting);
-        return STATUS_RANK_LOST;
+        return STATUS_RANKS_DIFFER;
     }
+    if (atomic_fetch_add(&meeting->arrived, 1) + 1 < ranks) return STATUS_WAITING;
     atomic_store(&meeting->arrived, 0);
+    atomic_store(&meeting->tag, 0);
     atomic_fetch_add(&meeting->generation, 1);
     if (atomic_load(&meeting->asleep) > 0) wake_all(&meeting->generation);
     return STATUS_OK;

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo
+from baton.engine.runner import PROBE_BLOCKS, KVLayout, KVMemory, ModelInfo, RunnerLost
 from baton.errors import ConfigError, InvalidRequest
 from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError

@@ -17,8 +17,11 @@ SPLIT = 512
 """Keys of a split, a multiple of every tile of keys."""
 
 _WORTH = 16
-"""At least one walk of a split in this many must be saved. The sums of splits go through memory then, which is 1/62 of the bytes of
-keys and values for heads of 64 in groups of 4 and bfloat16. Reckoned, not measured."""
+"""At least one walk of a split in this many must be saved.
+
+The sums of splits go through memory then, which is 1/62 of the bytes of keys and values for heads of 64 in groups of 4
+and bfloat16. Reckoned, not measured.
+"""
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -8,7 +8,6 @@ import tempfile
 
 import torch
 
-
 _KEPT_BYTES = 256 << 20
 """How many bytes of a shared file stay in memory when an exchange is over."""
 

@@ -71,10 +71,12 @@ class LinkStream(Generic[Out, In]):
         except asyncio.QueueFull:
             self.cut("the peer does not take its messages")
 
-    def cut(self, reason: str) -> None:
-        """End the link; `run` returns the reason. Only the first call counts."""
-        if not self._cut.done():
-            self._cut.set_result(reason)
+    def cut(self, reason: str) -> bool:
+        """End the link; `run` returns the reason. Only the first call counts: returns whether this one did."""
+        if self._cut.done():
+            return False
+        self._cut.set_result(reason)
+        return True
 
     async def run(self) -> str:
         """Send and receive until the link ends; returns why it did. Leaves no task behind, even if it is cancelled."""

@@ -84,10 +84,9 @@ class LinkClient:
             self._stream.send(message)
 
     def cut(self, error: TransferFailed) -> None:
-        """End an open link; `link_down` follows with this error."""
-        if self._stream is not None:
-            self._cut_by = self._cut_by or error
-            self._stream.cut(str(error))
+        """End an open link; `link_down` follows with this error, unless the link has been cut before."""
+        if self._stream is not None and self._stream.cut(str(error)):
+            self._cut_by = error
 
     async def close(self) -> None:
         """End the link without calling the handler any more."""

@@ -94,10 +94,8 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         `cause`: the reader is told it, beside the reason.
         """
         stream = self._links.get(link)
-        if stream is not None:
-            stream.cut(reason)
-            if cause is not None:
-                self._cut_causes.setdefault(link, cause)
+        if stream is not None and stream.cut(reason) and cause is not None:
+            self._cut_causes[link] = cause
 
     def close(self) -> None:
         """End all links and refuse new ones."""

@@ -13,7 +13,7 @@ import pytest
 from baton.engine.connector import BlockFate, LostKV
 from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
-from baton.errors import TransferCause
+from baton.errors import TransferCause, TransferFailed
 from baton.messages.ids import AttemptKey
 from baton.messages.node import KVSource
 from baton.runner.blocks.known_bytes import block_filler
@@ -25,8 +25,10 @@ from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.link.link import MAX_SPARED, MISSED_HEARTBEATS
+from kv_transfer.link.link_client import LinkClient
 from kv_transfer.link.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
 from kv_transfer.link.link_messages import (
+    AskProbe,
     Closing,
     ConfirmRead,
     LinkHello,
@@ -463,6 +465,35 @@ async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRi
     rig.clock.advance(LeaseTimes().grace_s + 1)
     rig.sender.handoff.tick()
     assert rig.sender.recorder.released == [KEY]
+
+
+class _Floods:
+    """Sends more than a link holds as soon as it is open, and cuts it for another reason then."""
+
+    client: LinkClient
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[TransferFailed] = asyncio.get_running_loop().create_future()
+
+    def link_up(self, welcome: LinkWelcome) -> None:
+        for number in range(10_000):
+            self.client.send(AskProbe(number))
+        self.client.cut(TransferFailed(TransferCause.PROBE_FAILED, "wrong bytes"))
+
+    def link_received(self, incarnation: str, message: SenderMessage) -> None: ...
+
+    def link_down(self, incarnation: str, error: TransferFailed) -> None:
+        self.ended.set_result(error)
+
+
+async def test_a_link_that_its_reader_cuts_twice_ends_with_the_error_of_the_first(rig: HandoffRig) -> None:
+    handler = _Floods()
+    handler.client = LinkClient(rig.receiver.identity, rig.sender.source, handler, HEARTBEAT_S)
+    async with asyncio.timeout(WITHIN_S):
+        error = await handler.ended
+    assert error.cause is TransferCause.PEER_GONE
+    assert "the peer does not take its messages" in error.detail
+    await handler.client.close()
 
 
 async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig) -> None:

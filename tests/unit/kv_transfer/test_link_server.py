@@ -3,6 +3,7 @@ tests/contract/test_kv_link.py."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from baton.errors import TransferCause
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.link.link_codec import write_hello
-from kv_transfer.link.link_messages import LinkHello, ReaderMessage
+from kv_transfer.link.link_messages import LinkHello, ProbeReady, ReaderMessage
 from kv_transfer.link.link_server import LinkServer
 from tests.support.handoff_rig import LAYOUT
 
@@ -101,3 +102,43 @@ async def test_a_hello_with_names_of_the_longest_length_opens_a_link() -> None:
     with pytest.raises(_Aborted, match="UNAVAILABLE the node stops"):
         await call.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
     assert not handler.refused
+
+
+class _TakesNothing(_WelcomeTakesAWhile):
+    """A call whose reader gets its welcome, and then neither sends nor takes anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trailing_metadata: Any = None
+        self._welcomed = False
+
+    async def read(self) -> Any:
+        return await (super().read() if not self._welcomed else asyncio.Future[Any]())
+
+    async def write(self, message: Any) -> None:
+        if self._welcomed:
+            await asyncio.Future[None]()
+        self._welcomed = True
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
+        self.trailing_metadata = trailing_metadata
+        await super().abort(code, details)
+
+
+class _Floods(_Handler):
+    """Sends more than a link holds as soon as it is open, and cuts it for another reason then."""
+
+    server: LinkServer
+
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
+        for number in range(10_000):
+            self.server.send(link, ProbeReady(number, 0, 0))
+        self.server.cut(link, "wrong bytes", TransferCause.PROBE_FAILED)
+
+
+async def test_a_link_that_is_cut_twice_ends_with_reason_and_cause_of_the_first() -> None:
+    handler, call = _Floods(), _TakesNothing()
+    handler.server = LinkServer(LinkIdentity("c", "p0", "p0.first", LAYOUT), MEMORY, handler)
+    with pytest.raises(_Aborted, match="UNAVAILABLE the peer does not take its messages"):
+        await handler.server.Open(None, call)  # type: ignore[arg-type]  # it has what the server calls
+    assert call.trailing_metadata == ()

@@ -140,7 +140,7 @@ class HandoffReport:
     refused_links: Sequence[RefusedLink] = ()
     """Latest first."""
     failed_probes: Sequence[FailedProbe] = ()
-    """Latest first."""
+    """The pair that began to fail first comes first; at most 64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ The process of an absent sender may still run and open a link again, so its memo
 disconnect it and connect it again would cost, over TCP, two sockets on each side that NIXL does not free before one of
 the processes ends. A sender is dropped when its process is known to be gone: when its port refuses connections, or when
 a newer process of its node has a link. A sender whose host went down does not answer at all, and may have no successor:
-it is dropped when it has been silent for a quarter of an hour.
+it is dropped when it has been silent for a quarter of an hour. Of too many absent senders the memory of some is
+disconnected though their processes may run.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PROBE_INTERVAL_S = 60.0
 MAX_SILENT_PROBES = 15
 """A sender is dropped when it has left more than this number of probes in a row without an answer."""
 MAX_ABSENT = 256
-"""Limit of the absent senders. Beyond it, the one whose link ended first is dropped, even if its port answers: the port
-may belong to another process by now."""
+"""Limit of the absent senders. Beyond it, the memory of the one whose link ended first is disconnected, even if its
+port answers: the port may belong to another process by now."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +32,18 @@ _log = logging.getLogger(__name__)
 class AbsentSenders:
     """The absent senders of one decode node. Belongs to the event loop."""
 
-    def __init__(self, drop: Callable[[str], None], probe_port: Callable[[str], Awaitable[PortState]]) -> None:
-        """`drop` disconnects the memory of an incarnation. It is called once for each sender that is dropped."""
+    def __init__(
+        self,
+        drop: Callable[[str], None],
+        disconnect: Callable[[str], None],
+        probe_port: Callable[[str], Awaitable[PortState]],
+    ) -> None:
+        """One of two callables is called once, when an incarnation is absent no more and has no link: `drop` if its
+        process is gone, `disconnect` if it may live. Both disconnect its memory.
+        """
         self._watch = current_watch.get()
         self._drop = drop
+        self._disconnect = disconnect
         self._probe_port = probe_port
         self._absent: dict[str, KVSource] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -57,7 +66,7 @@ class AbsentSenders:
         if len(self._absent) > MAX_ABSENT:
             first = next(iter(self._absent))
             self._forget(first)
-            self._drop(first)
+            self._disconnect(first)
 
     def link_opened(self, node_id: str, incarnation: str) -> None:
         """Note that a link is open: its sender is not absent any more, and earlier processes of its node are gone."""

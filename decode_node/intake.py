@@ -151,7 +151,7 @@ class Intake:
                 self._book.refuse_waiting(incarnation, error.cause, error.detail)
             ),
         )
-        self._absent = AbsentSenders(self._drop_sender, probe_port)
+        self._absent = AbsentSenders(self._sender_gone, self._disconnect, probe_port)
         self._num_blocks: dict[str, int] = {}
         """Size of each linked sender's pool in blocks, by incarnation."""
         self._may_plan: set[AttemptKey] = set()
@@ -263,6 +263,8 @@ class Intake:
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.detail))
         if source is not None and self._is_wanted(source) and not self._stopped:
             self.links.reopen_later(source)
+        else:
+            self.links.give_up(incarnation)
 
     # For the node.
 
@@ -345,9 +347,13 @@ class Intake:
 
     # Links, and carrying out what the book says.
 
-    def _drop_sender(self, incarnation: str) -> None:
+    def _sender_gone(self, incarnation: str) -> None:
         self.mover.disconnect(incarnation)
-        self.probes.sender_dropped(incarnation)
+        self.probes.sender_gone(incarnation)
+
+    def _disconnect(self, incarnation: str) -> None:
+        self.mover.disconnect(incarnation)
+        self.probes.disconnected(incarnation)
 
     def _new_link(self, source: KVSource) -> LinkClient:
         return LinkClient(

@@ -98,10 +98,15 @@ class SenderLinks:
             del self._timers[incarnation]
             if not self._reopen(source):
                 # It is not wanted any more, or has been opened again.
-                self._failed_reopens.pop(incarnation, None)
+                self.give_up(incarnation)
 
         if incarnation not in self._timers:
-            pause_s = min(REOPEN_S * 2.0 ** self._failed_reopens[incarnation], MAX_REOPEN_S)
+            pause_s = min(REOPEN_S * 2.0 ** min(self._failed_reopens[incarnation], 16), MAX_REOPEN_S)
             self._failed_reopens[incarnation] += 1
             guarded = self._watch.guarded(reopen, "reopen-link")
             self._timers[incarnation] = asyncio.get_running_loop().call_later(pause_s, guarded)
+
+    def give_up(self, incarnation: str) -> None:
+        """Forget how often reopening this link has failed, unless it will be reopened."""
+        if incarnation not in self._timers:
+            self._failed_reopens.pop(incarnation, None)

@@ -54,7 +54,7 @@ class FailedProbes:
     def passed(self, incarnation: str, peer: str) -> None:
         """A probe with this incarnation of the node `peer` passed, so earlier failures don't matter any more."""
         self.forget(incarnation)
-        self._forget_older(incarnation, peer)
+        self._forget_older(incarnation, peer[:_MAX_NAME_CHARS])
 
     def forget(self, incarnation: str) -> None:
         """The incarnation is gone, or was never probed."""
@@ -66,7 +66,7 @@ class FailedProbes:
         return failure.detail if failure is not None else None
 
     def shown(self) -> list[FailedProbe]:
-        """The latest failure of each peer, of at most MAX_SHOWN; that which began to fail first comes first. Ages in
+        """The latest failure of each peer, of at most MAX_SHOWN; the pair that began to fail first comes first. Ages in
         seconds."""
         now = self._clock.monotonic()
         failed = [

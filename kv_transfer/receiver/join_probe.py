@@ -172,7 +172,7 @@ class JoinProbes:
         self._late_reads: dict[int, _Probe] = {}
         """Reads that still run though their probe has failed, by id."""
         self._failed = FailedProbes(clock)
-        """The failures of senders that live: `link_lost` and `sender_dropped` forget the others."""
+        """The failures of senders that live: `link_lost` and `sender_gone` forget the others."""
         self._again: dict[str, tuple[KVSource, float]] = {}
         """When to probe each failed sender again, by incarnation."""
         self._last_number = 0
@@ -298,14 +298,18 @@ class JoinProbes:
         fault = (probe and probe.fault) or (ProbeFault.WRONG_BYTES if has_passed else ProbeFault.READ_FAILED)
         told = (probe and probe.detail) or detail
         count = self._failed.failed(incarnation, source.node_id, fault, told)
-        pause_s = min(self._times.first_pause_s * 2.0 ** (count - 1), self._times.max_pause_s)
+        pause_s = min(self._times.first_pause_s * 2.0 ** min(count - 1, 16), self._times.max_pause_s)
         self._again[incarnation] = (source, self._clock.monotonic() + pause_s)
         count_outcome(self.outcomes, source.node_id, fault.value)
         return [ReportFailure(told, count), *self._start_waiting()]
 
-    def sender_dropped(self, incarnation: str) -> None:
-        """The sender's memory is disconnected: it is gone."""
+    def disconnected(self, incarnation: str) -> None:
+        """The sender's memory is disconnected: the next link to it needs a probe. One that has failed stays due."""
         self._proven.discard(incarnation)
+
+    def sender_gone(self, incarnation: str) -> None:
+        """The sender's process has ended, and its memory is disconnected."""
+        self.disconnected(incarnation)
         self._failed.forget(incarnation)
         self._again.pop(incarnation, None)
 
@@ -363,7 +367,7 @@ class JoinProbes:
         return None if detail is None else TransferFailed(TransferCause.PROBE_FAILED, detail)
 
     def failures(self) -> list[FailedProbe]:
-        """The latest failure of each sender; that which began to fail first comes first."""
+        """The latest failure of each sender; the pair that began to fail first comes first."""
         return self._failed.shown()
 
     @property

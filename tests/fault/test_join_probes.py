@@ -12,14 +12,18 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 
+import pytest
+
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.generation import GenerateRequest
 from baton.messages.node_report import KV_PROBE_FAILED, ProbeFault
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from baton.testing.faulty_transfer_backend import Faults
+from decode_node import absent_senders
 from decode_node.intake import Intake
 from kv_transfer.receiver.join_probe import ProbeTimes
+from kv_transfer.receiver.join_probe_machine import ProbeState
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, SimulatedNode, simulated_cluster
 from tests.support.virtual_time import run_virtually
 
@@ -114,6 +118,28 @@ def test_the_condition_goes_with_the_node() -> None:
     run_virtually(main())
 
 
+def test_failed_senders_are_probed_again_though_there_are_more_than_absent_ones_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(absent_senders, "MAX_ABSENT", 1)
+
+    async def main() -> None:
+        async with cluster_with_a_dead_data_path() as (cluster, broken):
+            other = await cluster.start("prefill-2")
+            cluster.fabric.freeze(other.incarnation)
+            await cluster.wait_until_whole()
+            await asyncio.sleep(BACK_WITHIN_S)
+            assert {failed.peer for failed in intake(cluster).failed_probes()} == {"prefill-1", "prefill-2"}
+            cluster.fabric.thaw(broken.incarnation)
+            cluster.fabric.thaw(other.incarnation)
+            await asyncio.sleep(BACK_WITHIN_S)
+            assert intake(cluster).failed_probes() == []
+            states = [intake(cluster).probes.state(node.incarnation) for node in (broken, other)]
+            assert states == [ProbeState.PASSED] * 2
+
+    run_virtually(main())
+
+
 def test_a_stopped_node_is_a_lost_one_and_no_failed_probe() -> None:
     async def main() -> None:
         async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
@@ -177,6 +203,7 @@ def test_bytes_that_arrive_wrong_are_named_so_and_never_used() -> None:
             assert intake(cluster, "decode-0").failed_probes() == []
             await asyncio.gather(*(generate(cluster, number) for number in range(8)))
             failed = [event.detail for event in cluster.nodes["decode-1"].log.after(0) if event.name == "kv_failed"]
+            assert failed
             assert set(failed) <= {TransferCause.PROBE_FAILED.value}
 
     run_virtually(main())

@@ -170,7 +170,7 @@ def test_a_pair_is_probed_once(rig: Rig) -> None:
     # Another incarnation is another pair, and so is one whose memory was dropped.
     assert isinstance(only(TellSender, rig.probes.link_up(replace(P0, incarnation="p0.y"))).message, AskProbe)
     rig.probes.link_lost(P0, TransferCause.PEER_GONE, "cut")
-    rig.probes.sender_dropped("p0.x")
+    rig.probes.disconnected("p0.x")
     assert isinstance(only(TellSender, rig.probes.link_up(P0)).message, AskProbe)
 
 
@@ -329,6 +329,13 @@ def test_a_pair_is_probed_again_after_pauses_that_double(rig: Rig) -> None:
     assert rig.probes.failures()[0].count == 6
 
 
+def test_the_longest_pause_stays_however_often_a_pair_fails(rig: Rig) -> None:
+    for _ in range(1100):
+        fail(rig)
+    assert rig.probes.next_tick_s() == TIMES.max_pause_s
+    assert rig.probes.failures()[0].count == 1100
+
+
 def test_requests_are_refused_until_a_probe_passes(rig: Rig) -> None:
     fail(rig)
     rig.tick()
@@ -346,6 +353,17 @@ def test_a_condition_goes_with_its_sender(rig: Rig) -> None:
     fail(rig, P1)
     rig.end(rig.start(replace(P1, incarnation="p1.y")))
     assert rig.probes.failures() == []
+
+
+def test_a_failed_sender_is_probed_again_though_its_memory_was_disconnected(rig: Rig) -> None:
+    fail(rig)
+    rig.probes.disconnected("p0.x")
+    assert rig.probes.objection("p0.x") is not None
+    assert rig.tick() == [ProbeAgain(P0)]
+    # Its count goes on, until its process is gone.
+    assert only(ReportFailure, fail(rig)).count == 2
+    rig.probes.sender_gone("p0.x")
+    assert (rig.probes.failures(), rig.probes.next_tick_s()) == ([], None)
 
 
 def test_no_count_and_no_pause_is_lost_however_many_senders_fail(rig: Rig) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from baton.messages.node import KVSource
-from decode_node.absent_senders import AbsentSenders
+from decode_node.absent_senders import MAX_ABSENT, AbsentSenders
 from kv_transfer.link.liveness import PortState
 from tests.support.virtual_time import run_virtually
 
@@ -34,7 +34,9 @@ def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> 
 
     async def main() -> None:
         host = Host()
-        senders = AbsentSenders(dropped.append, host.probe_port)
+        senders = AbsentSenders(
+            dropped.append, lambda incarnation: dropped.append(f"{incarnation} may live"), host.probe_port
+        )
         await play(senders, host, dropped)
         await senders.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -138,3 +140,13 @@ def test_a_sender_that_answers_now_and_then_is_kept() -> None:
         assert len(senders) == 1
 
     assert check(play) == []
+
+
+def test_of_too_many_the_one_whose_link_ended_first_is_disconnected_and_does_not_count_as_gone() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        senders.link_ended(FIRST)
+        for number in range(MAX_ABSENT):
+            senders.link_ended(KVSource(f"q{number}", f"q{number}.first", "host:2"))
+        assert len(senders) == MAX_ABSENT
+
+    assert check(play) == ["p0.first may live"]

@@ -18,8 +18,11 @@ from tests.support.virtual_time import LoopClock, run_virtually
 P0 = KVSource("p0", "p0.x", "h:1")
 
 
-def opened_at(play: Callable[[Intake], Awaitable[None]]) -> list[float]:
-    """Play a test in virtual time, in which no link opens; returns when each was tried, in seconds."""
+def opened_at(
+    play: Callable[[Intake], Awaitable[None]], on_try: Callable[[Intake, int], None] = lambda intake, number: None
+) -> list[float]:
+    """Play a test in virtual time, in which no link opens; returns when each was tried, in seconds. `on_try` is called
+    while a link is opening, with the number of the attempt."""
     tried: list[float] = []
 
     async def main() -> None:
@@ -28,6 +31,7 @@ def opened_at(play: Callable[[Intake], Awaitable[None]]) -> list[float]:
 
         def refuse(address: str) -> grpc.aio.Channel:
             tried.append(loop.time() - start)
+            on_try(intake, len(tried))
             raise OSError(f"nobody listens on {address}")
 
         intake = Intake(
@@ -65,3 +69,28 @@ def test_a_sender_that_has_left_the_cluster_is_not_tried_again() -> None:
         await asyncio.sleep(2.0)
 
     assert opened_at(play) == [0.0, 1.0, 3.0, 255.0, 256.0]
+
+
+def test_a_sender_that_leaves_while_its_link_is_opening_leaves_nothing_behind() -> None:
+    async def play(intake: Intake) -> None:
+        intake.meet(P0)
+        await asyncio.sleep(10.0)
+        intake.meet(P0)
+        await asyncio.sleep(2.0)
+
+    def leave(intake: Intake, number: int) -> None:
+        if number == 3:
+            intake.part("p0.x")
+
+    # The pause after its return is the shortest.
+    assert opened_at(play, leave) == [0.0, 1.0, 3.0, 10.0, 11.0]
+
+
+def test_the_longest_pause_stays_however_often_a_link_does_not_open() -> None:
+    async def play(intake: Intake) -> None:
+        intake.meet(P0)
+        await asyncio.sleep(66_000.0)
+
+    tried = opened_at(play)
+    assert len(tried) > 1100
+    assert tried[-1] - tried[-2] == 60.0

@@ -65,7 +65,7 @@ class DecodeRole:
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
         self._senders = KnownSenders(
-            KVFormat.of(runner.model, runner.layout, protocol), self.intake.meet, self.intake.part
+            KVFormat.of(runner.model, runner.layout, protocol), self.intake.sender_joined, self.intake.sender_left
         )
         self._membership = context.membership
         self._watch = current_watch.get()

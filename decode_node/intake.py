@@ -137,8 +137,8 @@ class Intake:
         self._refused = RefusedLinks(clock)
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self.links = SenderLinks(self._new_link, self._reopen, clock)
-        self._met: set[str] = set()
-        """Incarnations of senders that were met and have not left."""
+        self._members: set[str] = set()
+        """Incarnations of senders that have joined the cluster and not left it."""
         self.probes = JoinProbes(identity.node_id, identity.incarnation, clock, probe_times)
         self._prober = PairProber(
             self.probes,
@@ -178,16 +178,16 @@ class Intake:
         await self._absent.close()
         await asyncio.to_thread(self.mover.stop)
 
-    def meet(self, source: KVSource) -> None:
-        """Open a link to a sender that joined the cluster and probe it, before any request needs it. Until `part`, the
-        link is opened again whenever it has ended."""
-        self._met.add(source.incarnation)
+    def sender_joined(self, source: KVSource) -> None:
+        """Open a link to a sender that joined the cluster and probe it, before any request needs it. Until
+        `sender_left`, the link is opened again whenever it has ended."""
+        self._members.add(source.incarnation)
         if self.probes.objection(source.incarnation) is None:
             self._carry_out(self._book.open(source))
 
-    def part(self, incarnation: str) -> None:
+    def sender_left(self, incarnation: str) -> None:
         """Note that a sender has left the cluster. Its link is kept as long as the sender keeps it."""
-        self._met.discard(incarnation)
+        self._members.discard(incarnation)
 
     # Called for the engine, on the event loop.
 
@@ -367,7 +367,7 @@ class Intake:
 
     def _is_wanted(self, source: KVSource) -> bool:
         """Whether there is to be a link though nothing needs it now. After a failed probe, the probes open it."""
-        return source.incarnation in self._met and self.probes.objection(source.incarnation) is None
+        return source.incarnation in self._members and self.probes.objection(source.incarnation) is None
 
     def _reopen(self, source: KVSource) -> bool:
         """Open a link again if reads are still running after its end, or the sender is still in the cluster."""

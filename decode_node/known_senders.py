@@ -37,11 +37,11 @@ class KVFormat:
 class KnownSenders:
     """The prefill nodes in the registry that a decode node can read from."""
 
-    def __init__(self, kv_format: KVFormat, meet: Callable[[KVSource], None], part: Callable[[str], None]) -> None:
-        """`meet` is called when an incarnation comes, and `part` when it has left."""
+    def __init__(self, kv_format: KVFormat, joined: Callable[[KVSource], None], left: Callable[[str], None]) -> None:
+        """`joined` is called when an incarnation has come, and `left` when it has gone."""
         self._format = kv_format
-        self._meet = meet
-        self._part = part
+        self._joined = joined
+        self._left = left
         self._known: set[str] = set()
 
     async def follow(self, snapshots: AsyncIterator[Snapshot]) -> None:
@@ -54,8 +54,8 @@ class KnownSenders:
         fitting = [each for each in snapshot.values() if each.role == "prefill" and self._format.is_of(each)]
         for record in fitting:
             if record.incarnation not in self._known:
-                self._meet(KVSource(record.name, record.incarnation, record.address))
+                self._joined(KVSource(record.name, record.incarnation, record.address))
         known = {record.incarnation for record in fitting}
         for incarnation in self._known - known:
-            self._part(incarnation)
+            self._left(incarnation)
         self._known = known

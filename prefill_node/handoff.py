@@ -48,6 +48,16 @@ _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
 
 
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A decode node that has a link to this node."""
+
+    node_id: str
+    incarnation: str
+    address: str
+    """Where its process listens; empty: unknown."""
+
+
 class HandOff:
     """The sender's side of all hand-offs of one prefill node. Belongs to the event loop."""
 
@@ -88,7 +98,7 @@ class HandOff:
         self._probes_log = LimitedLog(_log, now=clock.monotonic)
         self._num_leases = 0
         """Leases that may be read."""
-        self._num_readable = 0
+        self._num_readers = 0
         """Leases and probes that may be read: while there are any, the mover makes progress."""
         self._loop: asyncio.AbstractEventLoop
         self._timer: asyncio.TimerHandle | None = None
@@ -99,8 +109,8 @@ class HandOff:
         self._ended_log = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._nobody_listens = nobody_listens
         self._is_running = is_running
-        self._readers: dict[int, tuple[str, str, str]] = {}
-        """For each link, the reader's node, its incarnation and the address at which it listens."""
+        self._readers: dict[int, _Reader] = {}
+        """The reader on each link."""
         self._end_checks: set[asyncio.Task[None]] = set()
         """Tasks that check whether the processes of readers whose link has ended are gone."""
         self._watch = current_watch.get()
@@ -208,7 +218,7 @@ class HandOff:
     # Called by the links.
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
-        self._readers[link] = (node_id, incarnation, address)
+        self._readers[link] = _Reader(node_id, incarnation, address)
         self._refused.link_opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
@@ -221,8 +231,8 @@ class HandOff:
         failpoint(step, request_id)
         match message:
             case AskProbe():
-                node_id, incarnation, _ = self._readers[link]
-                self._carry_out_probes(self.probes.asked(link, node_id, incarnation, message))
+                reader = self._readers[link]
+                self._carry_out_probes(self.probes.asked(link, reader.node_id, reader.incarnation, message))
             case ProbeResult():
                 self._carry_out_probes(self.probes.result(link, message))
             case _:
@@ -230,17 +240,17 @@ class HandOff:
         failpoint(f"{step}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
-        _, incarnation, address = self._readers[link]
-        self._ended_log.happened("link from %s ended: %s", incarnation, reason)
+        reader = self._readers[link]
+        self._ended_log.happened("link from %s ended: %s", reader.incarnation, reason)
         self.probes.link_closed(link)
         self._carry_out(self._book.link_closed(link))
         del self._readers[link]
-        if address and not self._stopped and self._book.may_be_read_by(incarnation):
+        if reader.address and not self._stopped and self._book.may_be_read_by(reader.incarnation):
             # If this check fails, the leases end a little later: when the grace period after the link's end is over.
             task = self._watch.start(
-                lambda: self._end_if_gone(incarnation, address),
+                lambda: self._end_if_gone(reader.incarnation, reader.address),
                 "look-for",
-                incarnation,
+                reader.incarnation,
                 on_fault=OnFault.GO_ON,
                 may_end=True,
             )
@@ -319,10 +329,10 @@ class HandOff:
         self._set_timer()
 
     def _let_reads_progress(self) -> None:
-        num_readable = self._num_leases + self.probes.num_open
-        if num_readable != self._num_readable:
-            self._num_readable = num_readable
-            self.mover.set_open_leases(num_readable)
+        num_readers = self._num_leases + self.probes.num_open
+        if num_readers != self._num_readers:
+            self._num_readers = num_readers
+            self.mover.set_num_readers(num_readers)
 
     def _deliver(self, event: MoverEvent) -> None:
         """Take an event in the mover's thread. A sender reads nothing, so there are those about probes alone."""

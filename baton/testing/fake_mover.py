@@ -25,7 +25,7 @@ class FakeMover(Mover):
     @property
     def has_work(self) -> bool:
         """Whether the thread has work, so that it would not sleep until it gets the next command."""
-        return self._moved or bool(self._in_flight) or self._open_leases > 0 or not self._inbox.empty()
+        return self._moved or bool(self._in_flight) or self._num_readers > 0 or not self._inbox.empty()
 
     def _pause(self) -> float | None:
         return 0.0

@@ -139,7 +139,7 @@ class Mover:
         self._peers: dict[str, ConnectedPeer] = {}
         self._reads: dict[int, ActiveRead] = {}
         self._in_flight: dict[ReadHandle, Piece] = {}
-        self._open_leases = 0
+        self._num_readers = 0
         self._fill_block: FillBlock | None = None
         self._digest_queue = DigestQueue(digests, deliver, self._watch, helper)
         self._num_turns = 0
@@ -202,9 +202,10 @@ class Mover:
         """Drop a peer. Its reads fail with CANCELLED when what is in flight has ended. Unknown peers are fine."""
         self._enqueue(functools.partial(self._disconnect, incarnation))
 
-    def set_open_leases(self, num_leases: int) -> None:
-        """Set the number of leases that may be read, on a sender. Peers' reads make progress while there is one."""
-        self._enqueue(functools.partial(self._set_open_leases, num_leases))
+    def set_num_readers(self, num_readers: int) -> None:
+        """Set the number of leases and probes that peers may be reading, on a sender. Their reads make progress while
+        there is one."""
+        self._enqueue(functools.partial(self._set_num_readers, num_readers))
 
     def stop(self) -> None:
         """Cancel what is queued, wait up to STOP_WITHIN_S for reads in flight, and end the thread.
@@ -276,7 +277,7 @@ class Mover:
         self._digest_queue.compute(lambda: self._has_to_move)
         if self._stuck:
             self._end_stuck_reads()
-        if self._open_leases:
+        if self._num_readers:
             self._backend.pump()
         self._in_turn = False
         self._num_turns += 1
@@ -301,7 +302,7 @@ class Mover:
         now = self._clock.monotonic()
         quiet_s = now - self._moved_at if self._in_flight else None
         until_probe_s = self._stuck.pause(now)
-        until_poll_s = pause(quiet_s, self._open_leases)
+        until_poll_s = pause(quiet_s, self._num_readers)
         return until_probe_s if until_poll_s is None else until_poll_s
 
     def _note_progress(self, read: ActiveRead, peer: ConnectedPeer) -> None:
@@ -381,8 +382,8 @@ class Mover:
     def _disconnect(self, incarnation: str) -> None:
         self._close_peer(incarnation, TransferFailed(TransferCause.CANCELLED, f"{incarnation} was disconnected"))
 
-    def _set_open_leases(self, num_leases: int) -> None:
-        self._open_leases = num_leases
+    def _set_num_readers(self, num_readers: int) -> None:
+        self._num_readers = num_readers
 
     def _begin_stop(self) -> None:
         self._stop_by = self._clock.monotonic() + STOP_WITHIN_S

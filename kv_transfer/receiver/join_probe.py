@@ -39,9 +39,6 @@ from kv_transfer.link.link_messages import AskProbe, ProbeReady, ProbeResult
 from kv_transfer.receiver.join_probe_machine import PROBE_TABLE, ProbeEvent, ProbeState
 from kv_transfer.receiver.transfer_values import CancelRead, TellSender
 
-FIRST_PROBE_READ_ID = -1
-"""Reads of probes have negative ids, from this one downwards; those of transfers have positive ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReadProbe:
@@ -52,6 +49,7 @@ class ReadProbe:
     """
 
     read_id: int
+    """Negative; the ids of transfers' reads are positive."""
     incarnation: str
     local_block: int
     remote_block: int
@@ -426,7 +424,7 @@ class JoinProbes:
             return []
         probe.machine.feed(ProbeEvent.START)
         probe.local_block = min(free, key=lambda block: late[block])
-        probe.read_id = FIRST_PROBE_READ_ID - probe.number
+        probe.read_id = -probe.number
         self._heard(probe)
         seed = f"{self._incarnation}/{self._new_nonce()}"
         return [ReadProbe(probe.read_id, probe.source.incarnation, probe.local_block, probe.remote_block, seed)]

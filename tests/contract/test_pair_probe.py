@@ -84,7 +84,7 @@ def cache_of(memory: KVMemory) -> list[bytes]:
 async def wait_for_failures(rig: HandoffRig) -> tuple[FailedProbe, FailedProbe]:
     """Return what both ends show once a probe has failed."""
     ends = (rig.sender.handoff, rig.receiver.intake)
-    rig.receiver.intake.meet(rig.sender.source)
+    rig.receiver.intake.sender_joined(rig.sender.source)
     await rig.sender.recorder.wait_until(lambda: bool(rig.sender.handoff.failed_probes()))
     # The reader shows it once its sender has ended the link; it keeps the sender busy by trying again.
     await rig.sender.recorder.wait_until(lambda: all(end.failed_probes() for end in ends))

@@ -76,7 +76,7 @@ class LocalSender:
         self.memory = PeerMemory.of(memory, incarnation, self._mover.agent_metadata)
 
     def pump(self, on: bool) -> None:
-        self._mover.set_open_leases(int(on))
+        self._mover.set_num_readers(int(on))
 
     def freeze(self) -> None:
         self._fabric.freeze(self.memory.incarnation)

@@ -344,7 +344,7 @@ class HandoffRig:
         """Return once the sender and this receiver, or the rig's own, have a link, and its probe has passed."""
         intake = (receiver or self.receiver).intake
         incarnation, probes = self.sender.identity.incarnation, intake.probes
-        intake.meet(self.sender.source)
+        intake.sender_joined(self.sender.source)
         # The sender records the result of the probe, among other messages.
         await self.sender.recorder.wait_until(lambda: probes.state(incarnation) is ProbeState.PASSED)
 

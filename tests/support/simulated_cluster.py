@@ -305,7 +305,7 @@ class SimulatedNode:
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         kv_format = KVFormat.of(self.runner.model, self.runner.layout, identity.protocol)
-        self.senders = KnownSenders(kv_format, self._meet, self._part)
+        self.senders = KnownSenders(kv_format, self._sender_joined, self._sender_left)
         self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)
         core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
@@ -389,13 +389,13 @@ class SimulatedNode:
         self.backend = FaultyTransferBackend(inner, self._faults, in_probes=self._cluster.has_faults_in_probes)
         return self.backend
 
-    def _meet(self, source: KVSource) -> None:
+    def _sender_joined(self, source: KVSource) -> None:
         if isinstance(self.half, Intake) and self._cluster.limits.meets_senders:
-            self.half.meet(source)
+            self.half.sender_joined(source)
 
-    def _part(self, incarnation: str) -> None:
+    def _sender_left(self, incarnation: str) -> None:
         if isinstance(self.half, Intake):
-            self.half.part(incarnation)
+            self.half.sender_left(incarnation)
 
     def _tell_engine(self, news: KVTransferOutput) -> None:
         self.driver.tell_transfer(news)

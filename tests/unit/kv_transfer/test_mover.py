@@ -40,7 +40,7 @@ from kv_transfer.mover.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.mover.pacing import LEASE_PUMP_S, LONGEST_PAUSE_S, SHORTEST_PAUSE_S, pause
+from kv_transfer.mover.pacing import LONGEST_PAUSE_S, READER_PUMP_S, SHORTEST_PAUSE_S, pause
 from kv_transfer.mover.stuck_reads import MAX_PROBE_INTERVAL_S
 from kv_transfer.mover.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
@@ -183,7 +183,7 @@ def failure(event: MoverEvent) -> tuple[int, TransferCause]:
 
 def test_the_pause_grows_while_nothing_arrives_and_is_endless_without_work() -> None:
     assert pause(None, 0) is None
-    assert pause(None, 3) == LEASE_PUMP_S
+    assert pause(None, 3) == READER_PUMP_S
     assert pause(0.0, 0) == SHORTEST_PAUSE_S
     assert pause(0.05, 0) == pytest.approx(0.0005)
     assert pause(3600.0, 0) == pause(3600.0, 5) == LONGEST_PAUSE_S
@@ -204,11 +204,11 @@ def test_the_mover_pumps_exactly_while_a_lease_is_open(bench: Bench) -> None:
     peer = bench.attach("sender")
     assert bench.backend.calls == 0
     pumped = bench.backend.pumped = threading.Event()
-    bench.mover.set_open_leases(2)
+    bench.mover.set_num_readers(2)
     for _ in range(3):
         assert pumped.wait(WITHIN_S)
         pumped.clear()
-    bench.mover.set_open_leases(0)
+    bench.mover.set_num_readers(0)
     bench.round_trip(peer)
     before = bench.backend.calls
     for _ in range(5):
@@ -398,7 +398,7 @@ class StuckBench(Bench):
         self.manual = FakeClock()
         self.mover = Mover(lambda: self.backend, self.events.put, self.manual, SMALL)
         self.mover.start()
-        self.mover.set_open_leases(1)
+        self.mover.set_num_readers(1)
         self.peer = self.attach("sender")
         self.fabric.freeze("sender")
         self.mover.read(1, "sender", [ReadRange(0, 0, 1)])
@@ -771,7 +771,7 @@ def test_an_agent_that_can_not_be_pumped_ends_the_process(
         raise OSError("a foreign error")
 
     bench.backend.pump = pump  # type: ignore[method-assign]
-    bench.mover.set_open_leases(1)
+    bench.mover.set_num_readers(1)
     fault = faults.get(timeout=WITHIN_S)
     assert str(fault) == "background task mover failed: OSError('a foreign error')"
     assert bench.mover.fault is fault.__cause__

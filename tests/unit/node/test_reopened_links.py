@@ -1,4 +1,4 @@
-"""Links to senders that were met: opened again while the sender is in the cluster, after pauses that double."""
+"""Links to senders: opened again while the sender is in the cluster, after pauses that double."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opened_at(
 
 def test_a_link_that_does_not_open_is_tried_again_after_pauses_that_double() -> None:
     async def play(intake: Intake) -> None:
-        intake.meet(P0)
+        intake.sender_joined(P0)
         await asyncio.sleep(250.0)
 
     assert opened_at(play) == [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 123.0, 183.0, 243.0]
@@ -60,12 +60,12 @@ def test_a_link_that_does_not_open_is_tried_again_after_pauses_that_double() -> 
 
 def test_a_sender_that_has_left_the_cluster_is_not_tried_again() -> None:
     async def play(intake: Intake) -> None:
-        intake.meet(P0)
+        intake.sender_joined(P0)
         await asyncio.sleep(5.0)
-        intake.part("p0.x")
+        intake.sender_left("p0.x")
         await asyncio.sleep(250.0)
         # One that is back begins with the shortest pause.
-        intake.meet(P0)
+        intake.sender_joined(P0)
         await asyncio.sleep(2.0)
 
     assert opened_at(play) == [0.0, 1.0, 3.0, 255.0, 256.0]
@@ -73,14 +73,14 @@ def test_a_sender_that_has_left_the_cluster_is_not_tried_again() -> None:
 
 def test_a_sender_that_leaves_while_its_link_is_opening_leaves_nothing_behind() -> None:
     async def play(intake: Intake) -> None:
-        intake.meet(P0)
+        intake.sender_joined(P0)
         await asyncio.sleep(10.0)
-        intake.meet(P0)
+        intake.sender_joined(P0)
         await asyncio.sleep(2.0)
 
     def leave(intake: Intake, number: int) -> None:
         if number == 3:
-            intake.part("p0.x")
+            intake.sender_left("p0.x")
 
     # The pause after its return is the shortest.
     assert opened_at(play, leave) == [0.0, 1.0, 3.0, 10.0, 11.0]
@@ -88,7 +88,7 @@ def test_a_sender_that_leaves_while_its_link_is_opening_leaves_nothing_behind() 
 
 def test_the_longest_pause_stays_however_often_a_link_does_not_open() -> None:
     async def play(intake: Intake) -> None:
-        intake.meet(P0)
+        intake.sender_joined(P0)
         await asyncio.sleep(66_000.0)
 
     tried = opened_at(play)

@@ -15,7 +15,7 @@ from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake, IntakeConnector
-from decode_node.known_senders import KnownSenders, KVFormat
+from decode_node.known_senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
@@ -65,7 +65,7 @@ class DecodeRole:
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
         self._senders = KnownSenders(
-            KVFormat.of(runner.model, runner.layout, protocol), self.intake.sender_joined, self.intake.sender_left
+            own_kv_format(runner.model, runner.layout, protocol), self.intake.sender_joined, self.intake.sender_left
         )
         self._membership = context.membership
         self._watch = current_watch.get()

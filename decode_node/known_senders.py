@@ -5,33 +5,16 @@ probe has shown that its memory can be read.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 from baton.engine.runner import KVLayout, ModelInfo
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import KVSource
-from baton.registry import NodeRecord, Snapshot
+from baton.registry import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class KVFormat:
-    """The format of a node's KV, as far as the registry knows it."""
-
-    model_fingerprint: str
-    numerics: str
-    dtype: str
-    block_size: int
-    link_protocol: int
-
-    @classmethod
-    def of(cls, model: ModelInfo, layout: KVLayout, link_protocol: int) -> KVFormat:
-        """The format of a node with this model and this layout."""
-        return cls(model.fingerprint, model.numerics, model.dtype, layout.block_size, link_protocol)
-
-    def is_of(self, record: NodeRecord) -> bool:
-        """Whether a node has this format: routers pair no others."""
-        return self == KVFormat(
-            record.model_fingerprint, record.numerics, record.dtype, record.block_size, record.link_protocol
-        )
+def own_kv_format(model: ModelInfo, layout: KVLayout, link_protocol: int) -> KVFormat:
+    """The format of the KV of this node, which has this model and this layout."""
+    return KVFormat(model.fingerprint, model.numerics, model.dtype, layout.block_size, link_protocol)
 
 
 class KnownSenders:
@@ -51,7 +34,7 @@ class KnownSenders:
 
     def update(self, snapshot: Snapshot) -> None:
         """Meet the prefill nodes that are new, and forget those that have left."""
-        fitting = [each for each in snapshot.values() if each.role == "prefill" and self._format.is_of(each)]
+        fitting = [each for each in snapshot.values() if each.role == "prefill" and KVFormat.of(each) == self._format]
         for record in fitting:
             if record.incarnation not in self._known:
                 self._joined(KVSource(record.name, record.incarnation, record.address))

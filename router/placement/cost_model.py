@@ -26,9 +26,10 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.values import value
-from router.placement.placement import Candidate, Demand, KVFormat, kv_format
+from router.placement.placement import Candidate, Demand
 from router.placement.rates import StepRates
 
 HANDOFF_MS = 2.0
@@ -134,8 +135,8 @@ def node_costs(
     """Compute the cost terms of a node.
 
     `pending_tokens`: of prompts that were sent there and are not in its reports yet. `share`: see `newcomer_share`.
-    `prefills_only`: its sequences are prompts, which longer steps do not delay. `known_kv_format`: the node's
-    `kv_format`, if the caller has it.
+    `prefills_only`: its sequences are prompts, which longer steps do not delay. `known_kv_format`: the format
+    of the node's KV, if the caller has it.
     """
     streams = 0.0 if prefills_only else candidate.load / share
     context = 0.0 if prefills_only else candidate.context_tokens / share
@@ -159,7 +160,7 @@ def node_costs(
         (step_ms + rates.sequence_ms * rates.rows) / rates.tokens,
         ms_per_byte,
         ms_per_byte * node.block_bytes / node.block_size,
-        known_kv_format or kv_format(node),
+        known_kv_format or KVFormat.of(node),
         pending_tokens,
         share,
         rates.tokens,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.deadlines import Deadlines
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import Role
 from router.placement.cache_view import KeyScheme, key_scheme_of
 from router.placement.cost_model import (
@@ -30,7 +31,7 @@ from router.placement.cost_model import (
     key_of,
     share_grows_at,
 )
-from router.placement.placement import Candidate, Candidates, Demand, NodeSize, kv_format, size_of
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, size_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -114,7 +115,7 @@ class CostTable:
         for row, candidate in enumerate(candidates):
             node = candidate.node
             self._size[row] = self._sizes.setdefault(size_of(node), len(self._sizes))
-            self._kind[row] = self._kinds.setdefault(kv_format(node), len(self._kinds))
+            self._kind[row] = self._kinds.setdefault(KVFormat.of(node), len(self._kinds))
             self._chunk[row] = chunk_of(node)
             self._rows_of_name.setdefault(node.node_id, []).append(row)
         for rank, incarnation in enumerate(sorted(self._row_of)):

@@ -7,14 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.errors import InvalidRequest, NoCapacity
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Role
 from baton.values import value
-
-_KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size", "link_protocol")
-"""The fields of a description that two nodes must have in common before one may use the other's KV."""
-
-KVFormat = tuple[str, str, str, int, int]
-"""The values of these fields."""
 
 
 @dataclass(slots=True)
@@ -170,13 +165,8 @@ def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVFormat, Candidate]:
     """The best node of each KV format."""
     best: dict[KVFormat, Candidate] = {}
     for candidate in best_first:
-        best.setdefault(kv_format(candidate.node), candidate)
+        best.setdefault(KVFormat.of(candidate.node), candidate)
     return best
-
-
-def kv_format(node: NodeDescription) -> KVFormat:
-    """The format of a node's KV: two nodes must have the same to exchange it."""
-    return (node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
 
 
 def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> str:
@@ -185,9 +175,9 @@ def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> st
     Such a pair is never chosen, so no link between the two is ever opened, or refused.
     """
     partners = [other for other in others if other.role is not node.role]
-    if not partners or any(kv_format(other) == kv_format(node) for other in partners):
+    if not partners or any(KVFormat.of(other) == KVFormat.of(node) for other in partners):
         return ""
-    pairs = zip(_KV_FIELDS, kv_format(node), kv_format(partners[0]), strict=True)
+    pairs = zip(KVFormat._fields, KVFormat.of(node), KVFormat.of(partners[0]), strict=True)
     different = [(name, ours, theirs) for name, ours, theirs in pairs if ours != theirs]
     here = " ".join(f"{name}={ours}" for name, ours, _ in different)
     there = " ".join(f"{name}={theirs}" for name, _, theirs in different)
@@ -217,7 +207,7 @@ def why_alone(
 ) -> str:
     """Why a request runs on one node: there is no pair."""
     if prefills and decodes:
-        return f"no pair agrees on its KV: {kv_format(prefills[0].node)} and {kv_format(decodes[0].node)}"
+        return f"no pair agrees on its KV: {KVFormat.of(prefills[0].node)} and {KVFormat.of(decodes[0].node)}"
     missing = Role.PREFILL if decodes else Role.DECODE
     failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
     note = f" ({failed} failed this request)" if failed else ""

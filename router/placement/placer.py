@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.observe.metrics import Distribution, Figure
 from baton.values import value
@@ -35,12 +36,10 @@ from router.placement.decisions import Decision, DecisionLog, Explanation, Measu
 from router.placement.placement import (
     Candidate,
     Demand,
-    KVFormat,
     Placement,
     choose,
     choose_in_turn,
     fitting_nodes,
-    kv_format,
     why_alone,
     why_embedded,
 )
@@ -130,7 +129,7 @@ class Placer:
         self._pending: dict[str, dict[tuple[str, int], int]] = {}
         """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
         self._kv_formats: dict[str, KVFormat] = {}
-        """The `kv_format` of each node that was a candidate, by incarnation."""
+        """The format of the KV of each node that was a candidate, by incarnation."""
         self._table = CostTable(self._costs)
         self._judged_at = -math.inf
 
@@ -373,7 +372,7 @@ class Placer:
             newcomer_share(now - candidate.attached_at),
             prefills_only=prefills_only,
             known_kv_format=self._kv_formats.get(incarnation)
-            or self._kv_formats.setdefault(incarnation, kv_format(candidate.node)),
+            or self._kv_formats.setdefault(incarnation, KVFormat.of(candidate.node)),
         )
 
     def _passed_over(self, costs: Sequence[NodeCosts], now: float) -> Set[str]:

@@ -43,7 +43,7 @@ from baton.testing.fake_mover import FakeMover
 from baton.testing.fake_transfer_backend import FakeTransferBackend, FakeTransferFabric
 from baton.testing.faulty_transfer_backend import Faults, FaultyTransferBackend
 from decode_node.intake import Intake, IntakeConnector
-from decode_node.known_senders import KnownSenders, KVFormat
+from decode_node.known_senders import KnownSenders, own_kv_format
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
 from kv_transfer.link.liveness import PortState
@@ -304,7 +304,7 @@ class SimulatedNode:
                 probe_port=cluster.probe_port,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
-        kv_format = KVFormat.of(self.runner.model, self.runner.layout, identity.protocol)
+        kv_format = own_kv_format(self.runner.model, self.runner.layout, identity.protocol)
         self.senders = KnownSenders(kv_format, self._sender_joined, self._sender_left)
         self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.messages.kv_format import KVFormat
 from baton.messages.node import KVSource
 from baton.registry import NodeRecord
-from decode_node.known_senders import KnownSenders, KVFormat
+from decode_node.known_senders import KnownSenders
 
 FORMAT = KVFormat("m-1", "cpu-1", "float32", 16, 5)
 P0 = NodeRecord(

@@ -1,0 +1,42 @@
+"""Which nodes can exchange KV. Routers decide it by the nodes' descriptions, and decode nodes by the records of prefill
+nodes in the registry.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class _HasKVFormat(Protocol):
+    """A node's description, or its record in the registry."""
+
+    @property
+    def model_fingerprint(self) -> str: ...
+    @property
+    def numerics(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def link_protocol(self) -> int: ...
+
+
+class KVFormat(NamedTuple):
+    """The format of a node's KV: two nodes must have the same to exchange it.
+
+    A tuple, since routers compare formats in each choice of a pair of nodes.
+    """
+
+    model_fingerprint: str
+    numerics: str
+    dtype: str
+    block_size: int
+    """Tokens in a block."""
+    link_protocol: int
+    """Version of the protocol between nodes that hands KV over; 0: not known."""
+
+    @classmethod
+    def of(cls, node: _HasKVFormat) -> KVFormat:
+        """The format of the node with this description or record."""
+        return cls(node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
